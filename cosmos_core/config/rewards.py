@@ -1,0 +1,21 @@
+"""Reward functions as TOML says them: one name, a list of names, or names with weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+
+def _weighted(value: Any) -> Any:
+    if isinstance(value, str):
+        return {value: 1.0}
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return dict.fromkeys(value, 1.0)
+    if isinstance(value, dict):
+        return {name: float(w) if isinstance(w, int) and not isinstance(w, bool) else w for name, w in value.items()}
+    return value
+
+
+RewardWeights = Annotated[dict[str, float], BeforeValidator(_weighted)]
+"""Reward name (or import path `module:function`) to weight; a string or a list means weight 1."""

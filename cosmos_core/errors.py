@@ -1,0 +1,72 @@
+"""Every error that a user can meet, and the exit code that it ends a process with.
+
+    CosmosError
+    ├── ConfigError      the TOML, the command line or a graph of stages is wrong   exit 64
+    ├── DataError        a data file or a row in it is wrong                         exit 64
+    ├── ModelError       a model folder, tokenizer or checkpoint is wrong            exit 64
+    ├── RewardError      a reward function does not exist or cannot be used          exit 64
+    ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
+    ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
+    └── UploadError      a target refused or lost what was sent                      exit 1
+
+A message is one line: what is wrong with which value, the rule, the remedy. To add a class, give it the
+exit code that says whether trying again can help, and keep it picklable: positional string arguments only.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_CRASH = 1
+EXIT_USAGE = 64  # sysexits.h EX_USAGE: nobody should retry this
+EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run it again and it continues
+
+
+class CosmosError(Exception):
+    """Base of all errors that are shown to a user as one line."""
+
+    exit_code = EXIT_CRASH
+
+
+class ConfigError(CosmosError, ValueError):
+    """The configuration cannot mean anything, or means something impossible."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(CosmosError, ValueError):
+    """A data file is missing, malformed or holds nothing that can be trained on."""
+
+    exit_code = EXIT_USAGE
+
+
+class ModelError(CosmosError, ValueError):
+    """A model, tokenizer or checkpoint cannot be loaded or is not what it says."""
+
+    exit_code = EXIT_USAGE
+
+
+class RewardError(CosmosError, ValueError):
+    """A reward does not exist or cannot be called."""
+
+    exit_code = EXIT_USAGE
+
+
+class Preempted(CosmosError):
+    """The work was asked to stop and saved a checkpoint first."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+class StageFailed(CosmosError, RuntimeError):
+    """A stage ended without a result although its configuration was accepted."""
+
+
+class UploadError(CosmosError, RuntimeError):
+    """An upload target refused, lost or altered what was sent."""
+
+
+BY_NAME: dict[str, type[CosmosError]] = {
+    cls.__name__: cls
+    for cls in (ConfigError, DataError, ModelError, RewardError, Preempted, StageFailed, UploadError)
+}
+"""How a worker's error, written to a file by name, becomes the same error in the launcher."""

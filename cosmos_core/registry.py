@@ -1,0 +1,93 @@
+"""Find a thing by its name in one of our folders, or by a user's import path.
+
+`resolve("gsm8k", folder="cosmos_core.rewards")` is `cosmos_core/rewards/gsm8k.py:gsm8k`;
+`my_pkg.my_module:thing` and `path/to/file.py:thing` are a user's own and need no edit here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import ConfigError
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `name` is `module:thing` or `file.py:thing` rather than a plain name."""
+    return ":" in name
+
+
+def import_thing(path: str) -> Any:
+    """The object at `module:thing` or `path/file.py:thing`.
+
+    Raises:
+        ConfigError: the module, the file or the name in it does not exist.
+    """
+    module_name, _, thing = path.rpartition(":")
+    if not module_name or not thing:
+        raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
+    module = _module_from_file(Path(module_name)) if module_name.endswith(".py") else _module(module_name, path)
+    try:
+        return getattr(module, thing)
+    except AttributeError:
+        raise ConfigError(f"{path!r}: {module_name} has no {thing!r}") from None
+
+
+def known_names(folder: str) -> list[str]:
+    """Names that a folder of ours offers: its modules, without private ones and `base`."""
+    package = importlib.import_module(folder)
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """`; did you mean X?` when a known name is near, otherwise the list of known names."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+
+
+def code_digest(path: str) -> str:
+    """Digest of a user's code given by import path, for the fingerprint; the whole file counts.
+
+    Raises:
+        ConfigError: the file or module does not exist.
+    """
+    module_name = path.rpartition(":")[0]
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+    else:
+        try:
+            spec = importlib.util.find_spec(module_name)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or not spec.origin:
+            raise ConfigError(f"{path!r}: module {module_name!r} was not found")
+        file = Path(spec.origin)
+    if not file.is_file():
+        raise ConfigError(f"{path!r}: file {file} does not exist")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _module(name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{path!r}: module {error.name!r} was not found") from error
+
+
+def _module_from_file(file: Path) -> Any:
+    if not file.is_file():
+        raise ConfigError(f"user code {file} does not exist")
+    name = f"user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -1,0 +1,99 @@
+"""Writing so that nobody ever reads half a file, and reading what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 20
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Replace `path` by `value` as JSON in one rename; `durable` waits for the disk."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n", durable=durable)
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace `path` by `text` in one rename; `durable` waits for the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def read_json(path: Path) -> Any | None:
+    """The value of a JSON file; None when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """A new empty folder that takes the place of `target` when the block ends without an error.
+
+    What stood at `target` is moved aside first and removed last, so a reader finds the old or the new one,
+    or for an instant none, never a mixture.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        yield building
+        for folder, _, names in os.walk(building):
+            for name in names:
+                with open(os.path.join(folder, name), "rb+") as file:
+                    os.fsync(file.fileno())
+            sync_folder(Path(folder))
+        old = target.with_name(f".{target.name}.{os.getpid()}.old")
+        if target.exists():
+            os.rename(target, old)
+        os.rename(building, target)
+        sync_folder(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def files_below(root: Path) -> list[Path]:
+    """Every regular file at or below `root`, sorted; temporary names (`.x.tmp`) and folders left out."""
+    if root.is_file():
+        return [root]
+    found = [path for path in root.rglob("*") if path.is_file()]
+    return sorted(path for path in found if not any(p.startswith(".") and p.endswith((".tmp", ".old")) for p in path.parts))

@@ -1,0 +1,103 @@
+"""What a worker says about itself while it runs: `progress.json` (now) and `metrics.jsonl` (the whole story).
+
+Only the worker writes these. The launcher reads the heartbeat in `progress.json` to tell a hung collective from a
+long compilation: each phase has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.run.files import write_json
+
+# Seconds without a heartbeat after which a phase counts as hung. A phase that is not named here has 600.
+PHASE_SECONDS = {
+    "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
+    "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
+}  # fmt: skip
+
+
+class Progress:
+    """Writes `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat.
+
+    The heartbeat comes from the calls of the main loop, never from a thread of its own: a thread would go on
+    beating while the loop hangs.
+    """
+
+    def __init__(self, path: Path, *, min_interval_seconds: float = 0.2) -> None:
+        self._path = path
+        self._min_interval = min_interval_seconds
+        self._last_write = 0.0
+        self._state: dict[str, Any] = {
+            "pid": os.getpid(), "phase": "start", "deadline_seconds": PHASE_SECONDS["start"], "step": 0, "total": None,
+            "checkpoint_step": None, "metrics": {}, "started": time.time(), "heartbeat": time.time(),
+        }  # fmt: skip
+        self._write(force=True)
+
+    def phase(self, name: str, deadline_seconds: float | None = None) -> None:
+        """Enter a phase; None takes the phase's usual deadline."""
+        changed = name != self._state["phase"]
+        self._state["phase"] = name
+        self._state["deadline_seconds"] = deadline_seconds or PHASE_SECONDS.get(name, 600)
+        self._write(force=changed)
+
+    def step(self, step: int, total: int | None = None, **metrics: float) -> None:
+        """Say that `step` of `total` is done; `metrics` are what a progress line shows."""
+        self._state.update(step=step, total=total, metrics=metrics)
+        self._write(force=step == total)
+
+    def saved(self, step: int) -> None:
+        """Say that the checkpoint of `step` is complete: what counts as progress between attempts."""
+        self._state["checkpoint_step"] = step
+        self._write(force=True)
+
+    def beat(self) -> None:
+        """Still alive, nothing new."""
+        self._write(force=False)
+
+    def _write(self, *, force: bool) -> None:
+        now = time.time()
+        self._state["heartbeat"] = now
+        if force or now - self._last_write >= self._min_interval:
+            self._last_write = now
+            write_json(self._path, self._state, durable=False)
+
+
+class Metrics:
+    """Appends one JSON object a line to `metrics.jsonl`: `{"step": 12, "time": 1700000000.0, "loss": 0.5, ...}`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append the figures of one step."""
+        line = json.dumps({"step": step, "time": time.time(), **values})
+        with self._lock, open(self._path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def cut_back(self, step: int) -> None:
+        """Forget what was logged after `step`: those steps are about to be done again."""
+        if not self._path.exists():
+            return
+        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self._path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line that was cut by a kill is passed over."""
+    lines = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue
+    return lines

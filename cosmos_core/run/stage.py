@@ -1,0 +1,76 @@
+"""One stage as its program sees it: where it works, what it was asked, what it may read."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.run.progress import Metrics, Progress
+
+
+@dataclass
+class Stage:
+    """Handed to the program of a stage, in the worker or, for light kinds, in the flow's process."""
+
+    path: Path
+    """`<run>/stages/<name>`; everything that the stage writes lies below it."""
+    config: StageConfig
+    """Its entry in the pipeline."""
+    recipe: Recipe
+    """Its recipe, resolved."""
+    model: str
+    """Folder or Hub id of the model to start from."""
+    data: Path | None
+    """Folder or file of a `data = "stage:NAME"` stage; None: the recipe's dataset."""
+    inputs: dict[str, dict[str, Any]]
+    """`result.json` of each stage in `after`, by name, with `path` added."""
+    fingerprint: str
+    """Of everything that can change the result."""
+    stop_requested: bool = field(default=False)
+    """A signal asked to stop: save at the next safe point and raise `Preempted`."""
+
+    @property
+    def name(self) -> str:
+        """The name in the pipeline."""
+        return self.config.name
+
+    @property
+    def run_path(self) -> Path:
+        """`<output_dir>/<run_id>`."""
+        return self.path.parent.parent
+
+    @property
+    def seed(self) -> int:
+        """Of initialisation, order and sampling."""
+        seed = self.recipe.train.seed
+        assert seed is not None  # the schema fills in the default
+        return seed
+
+    @cached_property
+    def progress(self) -> Progress:
+        """Heartbeat and progress line."""
+        return Progress(self.path / "progress.json")
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Curves."""
+        return Metrics(self.path / "metrics.jsonl")
+
+
+def load_stage(path: Path) -> Stage:
+    """Read `stage.toml` of a stage directory, as the planner wrote it."""
+    spec = tomllib.loads((path / "stage.toml").read_text(encoding="utf-8"))
+    return Stage(
+        path=path,
+        config=StageConfig.model_validate(spec["stage"]),
+        recipe=Recipe.model_validate(spec.get("recipe", {})),
+        model=spec.get("model", ""),
+        data=Path(spec["data"]) if spec.get("data") else None,
+        inputs=spec.get("inputs", {}),
+        fingerprint=spec["fingerprint"],
+    )

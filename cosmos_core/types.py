@@ -1,0 +1,111 @@
+"""The nouns that cross folders, torch-free, on one page.
+
+Pipeline side: `StageKind` says how a kind of stage runs, `Outcome` what it left behind.
+Training side: a `Prompt` is asked, a `Group` of `Completion`s answers it, rewards turn it into a `ScoredGroup`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """What the pipeline has to know about one kind of stage."""
+
+    name: str
+    entry: str
+    """Import path `module:function` of the program; called with one `run.stage.Stage`."""
+    result_version: int
+    """Part of the fingerprint; raised by hand when a change of code changes results."""
+    in_worker: bool = True
+    """False: light work that runs in the flow's own process (no torch)."""
+    is_reusable: bool = True
+    """False: the outside world decides (a gate, an upload), so it runs each time."""
+    recipe_tables: tuple[str, ...] = ()
+    """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a stage program returns; the worker turns it into `result.json`."""
+
+    outputs: tuple[str, ...] = ()
+    """Files or folders relative to the stage directory; every file below them enters the manifest."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Final figures that gates and the summary read, e.g. `validation/accuracy`."""
+    info: dict[str, JsonValue] = field(default_factory=dict)
+    """Anything else worth keeping: named outputs such as `model`, the checks of an export, notices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem to answer."""
+
+    id: int
+    """Row number in the prepared prompt file: the same problem in every process and epoch."""
+    token_ids: tuple[int, ...]
+    """The rendered prompt, with the generation prompt of the chat template."""
+    text: str
+    reference: str
+    """The reference answer that rewards compare with; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn. `temperature` 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    repetition_penalty: float = 1.0
+    max_tokens: int = 2048
+    num_completions: int = 1
+    seed: int = 0
+    """Run seed; the engine draws completion k of prompt p at step s from hash(seed, s, p, k)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. Token ids in, token ids out: nothing is tokenised twice."""
+
+    token_ids: tuple[int, ...]
+    """Sampled tokens, the end token included when the policy drew it."""
+    logprobs: tuple[float, ...]
+    """Natural-log probability of each sampled token under the distribution that it was drawn from."""
+    finish_reason: Literal["stop", "length"]
+    """`stop`: the policy drew an end token. `length`: it was cut off."""
+    text: str
+    """Decoded without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All completions of one prompt, drawn under one version of the weights."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    version: int
+    """Optimizer steps that the weights had seen when the tokens were drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of one completion. An invalid score (`value is None`) is unknown, never zero."""
+
+    value: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Each reward function's own unweighted value by name."""
+    error: str = ""
+    """Why it is invalid, one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group with one score a completion, in the same order."""
+
+    group: Group
+    scores: tuple[Score, ...]
