@@ -7,6 +7,7 @@
     ├── RewardError      a reward function does not exist or cannot be used          exit 64
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
     ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
+    │   └── GateFailed   a condition of a gate does not hold                          exit 1, never retried
     └── UploadError      a target refused or lost what was sent                      exit 1
 
 A message is one line: what is wrong with which value, the rule, the remedy. To add a class, give it the
@@ -61,12 +62,16 @@ class StageFailed(CosmosError, RuntimeError):
     """A stage ended without a result although its configuration was accepted."""
 
 
+class GateFailed(StageFailed):
+    """The model is not good enough; trying again cannot help."""
+
+
 class UploadError(CosmosError, RuntimeError):
     """An upload target refused, lost or altered what was sent."""
 
 
 BY_NAME: dict[str, type[CosmosError]] = {
     cls.__name__: cls
-    for cls in (ConfigError, DataError, ModelError, RewardError, Preempted, StageFailed, UploadError)
+    for cls in (ConfigError, DataError, ModelError, RewardError, Preempted, StageFailed, GateFailed, UploadError)
 }
 """How a worker's error, written to a file by name, becomes the same error in the launcher."""

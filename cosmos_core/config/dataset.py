@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
-from cosmos_core.config.table import Names, Table
+from cosmos_core.config.table import Names, NoResult, Table
 
 
 class DatasetConfig(Table):
     """A local file or folder, or the name of a data set on the Hugging Face Hub."""
 
-    name: str = ""
-    """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, or a Hub id."""
+    name: Annotated[str, NoResult] = ""
+    """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, or a Hub id; the fingerprint takes its content."""
     subset: str = ""
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.table import Names, NonNegativeInt, PositiveInt, Table
+from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.table import Names, NonNegativeInt, NoResult, PositiveFloat, PositiveInt, Table
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -72,6 +73,13 @@ class StageConfig(Table):
             seconds(timeout)
         return timeout
 
+    @field_validator("require")
+    @classmethod
+    def _conditions(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            parse_condition(text)
+        return texts
+
     @property
     def timeout_seconds(self) -> float | None:
         """Deadline of one attempt; None: no limit."""
@@ -87,7 +95,9 @@ class PipelineConfig(Table):
     """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
     threads: PositiveInt | None = None
     """CPU threads of a stage's worker; None: all cores. Part of the fingerprint: sums in another order differ in the last bit."""
-    python: str = ""
+    grace_seconds: Annotated[PositiveFloat, NoResult] = 10.0
+    """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
+    python: Annotated[str, NoResult] = ""
     """Interpreter of the workers; empty: this one."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
     """The graph, in any order."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import field_validator
 
-from cosmos_core.config.table import PositiveInt, Table
+from cosmos_core.config.table import NoResult, PositiveInt, Table
 
 
 class ParallelismConfig(Table):
@@ -41,8 +43,8 @@ class PolicyConfig(Table):
 
     parallelism: ParallelismConfig = ParallelismConfig()
     """Device mesh of the trainer."""
-    model_name_or_path: str = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Folder in Hugging Face format, or a Hub id; in a pipeline `model = "stage:NAME"` replaces it."""
+    model_name_or_path: Annotated[str, NoResult] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline `model = "stage:NAME"` replaces it."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: PositiveInt = 4096

@@ -47,7 +47,7 @@ class CheckpointConfig(Table):
 class TrainConfig(Table):
     """`[train]`"""
 
-    train_policy: SFTDataConfig | GrpoConfig = Field(default_factory=GrpoConfig)
+    train_policy: SFTDataConfig | GrpoConfig = Field(default_factory=GrpoConfig, discriminator="type")
     """What is learned from what; `type` is `sft` or `grpo`."""
 
     epoch: PositiveInt = 1

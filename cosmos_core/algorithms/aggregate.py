@@ -1,0 +1,72 @@
+"""How token losses become one number: sums over a denominator that is fixed before the first backward.
+
+`denominator` looks at all sequences of an optimizer step once; `weighted_sum` is then called for each micro-batch,
+and the micro-batch losses add up to the loss of the whole step, however it was split. Not here: the division that
+FSDP adds by averaging gradients over ranks (train/).
+
+Shapes: B sequences (a sequence is never split between micro-batches), T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+Metrics = dict[str, Tensor]
+"""Name to a float64 tensor `[sum, count]`: micro-batches and ranks are added up, `means` divides at the end."""
+
+
+def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | None = None) -> float:
+    """The D of an optimizer step, from the number of unmasked tokens of each of its sequences.
+
+    `token-mean`: all tokens. `seq-mean-token-sum` and `seq-mean-token-mean`: sequences that have any token; the latter
+    times the constant `max_tokens` where that is given (Dr. GRPO, arXiv 2503.20783). A step without any token has
+    D = 1, so that its loss is 0 rather than NaN.
+    """
+    tokens = [length for length in lengths if length > 0]
+    if loss_type == "token-mean":
+        total = sum(tokens)
+    elif loss_type == "seq-mean-token-mean" and max_tokens is not None:
+        total = len(tokens) * max_tokens
+    else:
+        total = len(tokens)
+    return float(max(total, 1))
+
+
+def weighted_sum(
+    values_BT: Tensor, mask_BT: Tensor, loss_type: LossType, denominator: float, max_tokens: int | None = None
+) -> Tensor:
+    """A micro-batch's share of the step's loss; `loss_type` and `max_tokens` as they were given to `denominator`."""
+    kept_BT = masked(values_BT, mask_BT)
+    if loss_type == "seq-mean-token-mean" and max_tokens is None:
+        lengths_B = mask_BT.bool().sum(-1).clamp(min=1)
+        return (kept_BT.sum(-1) / lengths_B).sum() / denominator
+    return kept_BT.sum() / denominator
+
+
+def masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`values_BT` with exact zeros, in value and gradient, where the mask is 0, even over NaN or infinity."""
+    return torch.where(mask_BT.bool(), values_BT, torch.zeros_like(values_BT))
+
+
+def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sum over unmasked tokens and their number, as a metric `[sum, count]` without gradient."""
+    sum_ = masked(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
+    return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
+
+
+def add_metrics(total: Metrics, part: Metrics) -> Metrics:
+    """Both together; a name that only one of them has is kept."""
+    shared = {name: total[name] + part[name] for name in total.keys() & part.keys()}
+    return total | part | shared
+
+
+def means(total: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sum over count of each metric; one that counted nothing is left out."""
+    pairs = {name: metric.tolist() for name, metric in total.items()}
+    return {name: sum_ / count for name, (sum_, count) in pairs.items() if count}

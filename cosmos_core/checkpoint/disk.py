@@ -1,0 +1,50 @@
+"""An error of the disk, wherever it surfaces, as one line that says what is lost and what is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cosmos_core.errors import StageFailed
+
+# EFBIG is what a limit on the size of files gives, EDQUOT a quota: to the user all three mean no space.
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+@contextmanager
+def saving(what: str, advice: Callable[[], str]) -> Iterator[None]:
+    """Turn errors of the operating system inside the block into one line; `advice()` ends it.
+
+    Raises:
+        StageFailed: the disk is full, read-only, gone, ...
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        # A BaseException: left as it is, it would pass every `except Exception` on its way up.
+        cause = next(iter(error.failures.values()))[0]
+        raise _readable(cause, what, advice) from error
+    except (OSError, SafetensorError) as error:
+        raise _readable(error, what, advice) from error
+
+
+def _readable(error: BaseException, what: str, advice: Callable[[], str]) -> BaseException:
+    number = _error_number(error)
+    if number is None:
+        return error
+    reason = "disk full" if number in _FULL else os.strerror(number)
+    return StageFailed(f"{reason} while saving {what}; {advice()}")
+
+
+def _error_number(error: BaseException) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    # safetensors writes in Rust, which keeps the number in the text only.
+    match = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+    return int(match[1]) if match else None

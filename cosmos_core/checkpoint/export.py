@@ -1,0 +1,139 @@
+"""Write a model as a Hugging Face folder, and the stage kind `export`: write, prove, describe.
+
+Adapters and models that are not causal language models are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cosmos_core.checkpoint.disk import saving
+from cosmos_core.checkpoint.prove import prove_export
+from cosmos_core.errors import Preempted
+from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import JsonValue, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: str = "4GB",
+    extra_files: Mapping[str, str] = {},
+) -> None:
+    """Write weights, config, generation config, tokenizer and `extra_files` (text by name) to `target`, in one rename.
+
+    Floating-point weights are cast to `dtype` (None: as they are); the model itself is not changed. Tied weights are
+    written once, several shards get an index, as transformers does it.
+
+    Raises:
+        StageFailed: the disk is full or broken.
+    """
+    advice = "nothing is left of it; free space and run again"
+    with saving(f"export {target}", lambda: advice), replaced_folder(target) as building:
+        model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
+        _exported_config(model, dtype).save_pretrained(building)
+        tokenizer.save_pretrained(building)
+        for name, text in extra_files.items():
+            (building / name).write_text(text, encoding="utf-8")
+
+
+def run(stage: Stage) -> Outcome:
+    """The program of kind `export`: the upstream model in `train.param_dtype`, proven, with a model card.
+
+    Raises:
+        ModelError: the upstream folder cannot be loaded.
+        StageFailed: the export does not equal the model, or the disk is full.
+        Preempted: asked to stop before the proof.
+    """
+    dtype_name = stage.recipe.train.param_dtype
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    revision = stage.recipe.policy.model_revision
+    stage.progress.phase("load")
+    tokenizer = load_tokenizer(stage.model, revision)
+    model = load_model(stage.model, revision=revision, dtype=torch.float32)
+
+    folder = f"safetensors/step_{_trained_step(stage)}"
+    target = stage.path / folder
+    stage.progress.phase("export")
+    export_model(model, tokenizer, target, dtype=dtype, extra_files={"README.md": model_card(stage)})
+    if stage.stop_requested:
+        raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
+    checks = prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
+    logger.info("exported %s in %s; checks: %s", target, dtype_name, ", ".join(checks))
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    info: dict[str, JsonValue] = {"model": folder, "checks": list(checks), "dtype": dtype_name}
+    return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
+
+
+def model_card(stage: Stage) -> str:
+    """README.md of an export: where the weights come from, by digest, what was measured, and how to load them."""
+    base = stage.recipe.policy.model_name_or_path
+    is_hub_id = base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists()
+    lines = ["---", "library_name: transformers", *([f"base_model: {base}"] if is_hub_id else []), "---", ""]
+    lines += [f"# {stage.run_path.name}/{stage.name}", ""]
+    lines += [f"- Base model: `{base}`", f"- Run: `{stage.run_path.name}`"]
+    lines += [
+        f"- Precision: {stage.recipe.train.param_dtype}",
+        f"- Fingerprint of this stage: `{stage.fingerprint}`",
+        "",
+    ]
+    lines += ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += ['model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")']
+    lines += ["tokenizer = AutoTokenizer.from_pretrained(path)", "```", ""]
+    for name, result in sorted(stage.inputs.items()):
+        lines += _describe_input(name, result)
+    return "\n".join(lines)
+
+
+def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
+    lines = [f"## From stage `{name}` ({result.get('kind', 'unknown kind')})", ""]
+    lines += [f"- {key}: `{result[key]}`" for key in ("digest", "fingerprint") if key in result]
+    lines += [f"- made from `{source}`: `{its['digest']}`" for source, its in sorted(result.get("inputs", {}).items())]
+    metrics = result.get("metrics", {})
+    if metrics:
+        lines += ["", "| metric | value |", "|---|---|"]
+        lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
+    return [*lines, ""]
+
+
+def _trained_step(stage: Stage) -> int:
+    """Optimizer steps behind the model: as the stage that it comes from says, 0 for a base model."""
+    upstream = stage.inputs.get(stage.config.model.removeprefix("stage:"), {})
+    return int(upstream.get("info", {}).get("step", 0))
+
+
+def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor] | None:
+    """The state dict in `dtype` with ties kept as ties, so that transformers writes them once."""
+    if dtype is None:
+        return None
+    cast: dict[int, torch.Tensor] = {}
+    weights = model.state_dict(keep_vars=True)
+    for tensor in weights.values():
+        if id(tensor) not in cast:
+            cast[id(tensor)] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+    return {name: cast[id(tensor)] for name, tensor in weights.items()}
+
+
+def _exported_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
+    config = copy.deepcopy(model.config)
+    for each in [config, *(getattr(config, name) for name in config.sub_configs)]:
+        if dtype is not None:
+            each.dtype = dtype
+        # Training with recomputation turns the cache off; whoever loads an export wants to generate.
+        if hasattr(each, "use_cache"):
+            each.use_cache = True
+    return config

@@ -1,0 +1,248 @@
+"""Proof that an export is what was trained: its keys, its bytes, and a load by a fresh interpreter.
+
+A check is named in the answer only when it ran. The fresh interpreter runs this same file as a program:
+`python -m cosmos_core.checkpoint.prove FOLDER PROBE`, and knows nothing but the folder and the probe tokens.
+
+Shape legend: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from cosmos_core.errors import StageFailed
+
+_INDEX = "model.safetensors.index.json"
+_PROBE_SHAPE_BT = (2, 16)
+_PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
+_RELOAD_SECONDS = 3000
+# Both sides compute in float32 on the same weights. What may differ is the order of sums, when the trainer is on
+# another device: a share of the largest logit, with room for deep models.
+_TOLERANCE = 1e-4
+
+
+def prove_export(
+    model: PreTrainedModel,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> list[str]:
+    """Compare the export in `target` with the model in memory, and return the checks that ran and passed.
+
+    `dtype` is what the weights were cast to (None: as they are). With `tokenizer` its ids and chat template are
+    compared with those of the reloaded one too.
+
+    Raises:
+        StageFailed: a check failed; the message names the tensors or the difference.
+    """
+    expected = revert_weight_conversion(model, dict(model.state_dict()))
+    checks = [_prove_keys(expected, target), _prove_bytes(expected, target, dtype)]
+    return checks + _prove_reload(model, target, dtype, tokenizer)
+
+
+def _prove_keys(expected: dict[str, torch.Tensor], target: Path) -> str:
+    """Files hold the model's keys, no other, and of tied ones at least one; the index says where they are."""
+    found = {key: file.name for file in _weight_files(target) for key in _read(file, _keys)}
+    aliases: dict[tuple[int, torch.Size], set[str]] = {}
+    for key, tensor in expected.items():
+        aliases.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
+    missing = sorted(min(keys) for keys in aliases.values() if not keys & found.keys())
+    unexpected = sorted(found.keys() - expected.keys())
+    if missing or unexpected:
+        raise StageFailed(
+            f"export {target} failed the check 'keys': missing {_some(missing)}, unexpected {_some(unexpected)}; "
+            "it must not be used, run the stage again"
+        )
+    index = target / _INDEX
+    if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != found:
+        raise StageFailed(
+            f"export {target} failed the check 'keys': {_INDEX} does not match the files; run the stage again"
+        )
+    return "keys"
+
+
+def _prove_bytes(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> str:
+    """Each tensor, read again from disk, is the trainer's in `dtype`, bit for bit."""
+
+    def compare(reader: safe_open) -> list[str]:
+        return [key for key in reader.keys() if not _same_bits(reader.get_tensor(key), _cast(expected[key], dtype))]  # noqa: SIM118
+
+    wrong = sorted(key for file in _weight_files(target) for key in _read(file, compare))
+    if wrong:
+        raise StageFailed(
+            f"export {target} failed the check 'bytes': {_some(wrong)} on disk is not what was trained; "
+            "it must not be used, check the disk and run the stage again"
+        )
+    return "bytes"
+
+
+def _prove_reload(
+    model: PreTrainedModel, target: Path, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase | None
+) -> list[str]:
+    """transformers, in a fresh interpreter and offline, computes the logits that this process computes."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids_BT = torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
+    logits_BTV = _trainer_logits(model, input_ids_BT, dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = Path(scratch) / "probe.safetensors"
+        about = {
+            "parent": str(os.getpid()),
+            "threads": str(torch.get_num_threads()),
+            "attention": model.config._attn_implementation or "sdpa",
+        }
+        save_file({"input_ids": input_ids_BT}, probe, metadata=about)
+        _run_fresh_interpreter(target, probe)
+        with safe_open(_answer_file(probe), framework="pt") as answer:
+            reloaded_BTV = answer.get_tensor("logits")
+            reloaded_tokenizer = json.loads(answer.metadata()["tokenizer"])
+    checks = [_compare_logits(logits_BTV, reloaded_BTV, target)]
+    if tokenizer is not None:
+        if reloaded_tokenizer != _describe_tokenizer(tokenizer):
+            raise StageFailed(
+                f"export {target} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} otherwise "
+                "or has another chat template; save the tokenizer again from the base model"
+            )
+        checks.append("tokenizer")
+    return checks
+
+
+def _compare_logits(trainer_BTV: torch.Tensor, reloaded_BTV: torch.Tensor, target: Path) -> str:
+    if _same_bits(trainer_BTV, reloaded_BTV):
+        return "reload: bit-identical"
+    tolerance = _TOLERANCE * float(trainer_BTV.abs().max())
+    difference = float("inf")
+    if trainer_BTV.shape == reloaded_BTV.shape:
+        difference = float((trainer_BTV - reloaded_BTV).abs().max())
+    if not difference <= tolerance:  # NaN fails too
+        raise StageFailed(
+            f"export {target} failed the check 'reload': logits of the reloaded model differ by {difference:.2g} from "
+            f"the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
+        )
+    return f"reload: max difference {difference:.1g} <= {tolerance:.1g}"
+
+
+@torch.no_grad()
+def _trainer_logits(model: PreTrainedModel, input_ids_BT: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Logits in float32 with the weights as they were exported: rounded to `dtype`, then widened."""
+    weights = {
+        name: (parameter if dtype is None else parameter.to(dtype)).float()
+        for name, parameter in model.named_parameters()
+    }
+    was_training = model.training
+    model.eval()
+    try:
+        arguments = {"input_ids": input_ids_BT.to(model.device), "use_cache": False}
+        output = torch.func.functional_call(model, weights, kwargs=arguments)
+    finally:
+        model.train(was_training)
+    return output.logits.float().cpu()
+
+
+def _run_fresh_interpreter(target: Path, probe: Path) -> None:
+    source = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    command = [sys.executable, "-m", "cosmos_core.checkpoint.prove", str(target), str(probe)]
+    try:
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_RELOAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise StageFailed(f"export {target} failed the check 'reload': not loaded after {_RELOAD_SECONDS} s") from None
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        raise StageFailed(
+            f"export {target} failed the check 'reload': a fresh interpreter cannot load it: {lines[-1]}"
+        ) from error
+
+
+@torch.no_grad()
+def answer(folder: Path, probe: Path) -> None:
+    """The fresh interpreter's part: load the export as any user would, and write the logits of the probe beside it."""
+    with safe_open(probe, framework="pt") as reader:
+        about, input_ids_BT = reader.metadata(), reader.get_tensor("input_ids")
+    _die_with(int(about["parent"]))
+    torch.set_num_threads(int(about["threads"]))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=about["attention"], output_loading_info=True
+    )
+    model, loading = loaded
+    wrong = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
+    if wrong:
+        raise StageFailed(f"transformers found {wrong}")
+    tokenizer = _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
+    logits_BTV = model.eval()(input_ids=input_ids_BT, use_cache=False).logits
+    save_file(
+        {"logits": logits_BTV.float().contiguous()}, _answer_file(probe), metadata={"tokenizer": json.dumps(tokenizer)}
+    )
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the trainer dies, whatever kills it."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        sys.exit(1)
+
+
+def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
+
+
+def _weight_files(target: Path) -> list[Path]:
+    return sorted(target.glob("*.safetensors"))
+
+
+def _answer_file(probe: Path) -> Path:
+    return probe.with_name("answer.safetensors")
+
+
+def _keys(reader: safe_open) -> list[str]:
+    return list(reader.keys())
+
+
+def _read(file: Path, read: Callable[[safe_open], list[str]]) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return read(reader)
+    except SafetensorError as error:
+        raise StageFailed(f"export file {file} is damaged ({error}); check the disk and run the stage again") from error
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Unlike torch.equal: NaN equals the same NaN, 0.0 does not equal -0.0, and the dtype counts."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
+def _some(names: list[str]) -> str:
+    return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+if __name__ == "__main__":
+    answer(Path(sys.argv[1]), Path(sys.argv[2]))

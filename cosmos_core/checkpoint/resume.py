@@ -1,0 +1,119 @@
+"""Find the newest checkpoint that is whole, and load it.
+
+Nothing that is read here can run code: tensors are safetensors, everything else is JSON. DCP's own format keeps its
+metadata as a pickle, which is why its safetensors storage is used instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from cosmos_core.checkpoint.state import TrainState, adopt_optimizer_tensors, empty_tensors
+from cosmos_core.errors import ModelError
+from cosmos_core.run.files import read_json, sha256
+
+MANIFEST = "manifest.json"
+EXTRA = "extra.json"
+_STEP = re.compile(r"step_(\d+)")
+
+logger = logging.getLogger(__name__)
+# One rank without a process group is what we ask for; DCP says so at each save and load.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, below the folder of all checkpoints."""
+    return folder / f"step_{step}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a folder, whole or not, in rising order."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+
+def problem(folder: Path, step: int, fingerprint: str) -> str | None:
+    """Why the checkpoint of a step cannot be continued from; None when every byte is what was saved."""
+    policy = step_folder(folder, step) / "policy"
+    manifest = read_json(policy / MANIFEST)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        return f"{MANIFEST} is missing or damaged: it was not written to the end"
+    if manifest.get("fingerprint") != fingerprint:
+        return "it belongs to another configuration"
+    if manifest.get("step") != step:
+        return f"{MANIFEST} is of step {manifest.get('step')}"
+    return next((p for name, record in manifest["files"].items() if (p := _file_problem(policy / name, record))), None)
+
+
+def newest_whole(folder: Path, fingerprint: str) -> int | None:
+    """The newest step that can be continued from; each newer one that cannot is named in a warning.
+
+    Raises:
+        ModelError: there are pickled shards of Cosmos-RL, which are not read.
+    """
+    for step in reversed(saved_steps(folder)):
+        refuse_pickled_shards(step_folder(folder, step) / "policy")
+        reason = problem(folder, step, fingerprint)
+        if reason is None:
+            return step
+        logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
+    return None
+
+
+def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None:
+    """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
+
+    `state.extra` is replaced. The random generators are left alone: `restore_rng` is called when nothing that
+    reseeds them, such as the start of a rollout engine, is still to come.
+
+    Raises:
+        ModelError: the checkpoint is of another model, or of Cosmos-RL.
+    """
+    step = newest_whole(folder, fingerprint)
+    if step is None:
+        return None
+    policy = step_folder(folder, step) / "policy"
+    reader = dcp.HuggingFaceStorageReader(str(policy))
+    saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        saved[name] = (entry.size, entry.properties.dtype)
+    tensors = empty_tensors(state, saved)
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    adopt_optimizer_tensors(state, tensors)
+    extra = read_json(policy / EXTRA)
+    assert isinstance(extra, dict)  # its digest was right
+    state.extra = extra
+    return step
+
+
+def refuse_pickled_shards(policy: Path) -> None:
+    """Say what to do instead of loading a checkpoint of Cosmos-RL.
+
+    Raises:
+        ModelError: the folder holds `.pth` files.
+    """
+    shard = next(iter(sorted(policy.glob("*.pth"))), None) if policy.is_dir() else None
+    if shard is not None:
+        raise ModelError(
+            f"{shard} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
+            "start from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
+        )
+
+
+def _file_problem(file: Path, record: dict[str, Any]) -> str | None:
+    try:
+        size = file.stat().st_size
+    except OSError:
+        return f"{file.name} is gone"
+    if size != record["size"]:
+        return f"{file.name} has {size} bytes instead of {record['size']}"
+    return None if sha256(file) == record["sha256"] else f"{file.name} was altered"

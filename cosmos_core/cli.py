@@ -1,0 +1,208 @@
+"""The `cosmos` command. It parses first and imports the rest after, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_BEGAN = time.time()
+
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING, Annotated  # noqa: E402
+
+import typer  # noqa: E402
+
+from cosmos_core.errors import EXIT_PREEMPTED, EXIT_USAGE, CosmosError  # noqa: E402
+
+if TYPE_CHECKING:
+    from cosmos_core.config.compose import Pipeline
+    from cosmos_core.run.directory import Run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Post-training as a pipeline that finishes: from raw data to a published model, resumable after any kill.",
+)
+
+Config = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
+RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optm_lr=2e-6 or STAGE.train.epoch=2.")]
+OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
+FromStage = Annotated[str, typer.Option(help="Make this stage and everything behind it again.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Hash every reused file instead of trusting size, time and inode.")]
+
+
+@app.command()
+def run(
+    config: Config,
+    overrides: Set = [],  # noqa: B006 - typer reads the default
+    run_id: Annotated[str, typer.Option(help="Name of the run; empty: the time.")] = "",
+    from_stage: FromStage = "",
+) -> None:
+    """Run a pipeline; what was made before with the same settings is reused."""
+    from tasks.kinds import all_kinds
+
+    pipeline = _checked_pipeline(config, overrides)
+    _check_inputs(pipeline)
+    if run_id and (pipeline.output_dir / run_id / "pipeline.toml").is_file():
+        from cosmos_core.run.directory import open_run, saved_pipeline_matches
+
+        existing = pipeline.output_dir / run_id
+        if different := saved_pipeline_matches(existing, pipeline):
+            from cosmos_core.errors import ConfigError
+
+            raise ConfigError(f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave --run-id out")
+        _run_flow(open_run(existing, all_kinds()), from_stage)
+    else:
+        from cosmos_core.run.directory import create_run
+
+        _run_flow(create_run(pipeline, all_kinds(), run_id=run_id), from_stage)
+
+
+@app.command()
+def resume(run_name: RunName = "", from_stage: FromStage = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Continue a run: finished stages are reused, an interrupted one goes on from its newest checkpoint."""
+    _run_flow(_open(run_name, output_dir), from_stage)
+
+
+@app.command()
+def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  # noqa: B006
+    """Show what would run, what would be reused, and why. Nothing is started or written."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from cosmos_core.run import plan as planning
+    from tasks.kinds import all_kinds
+
+    pipeline = _checked_pipeline(config, overrides)
+    decisions = planning.plan(pipeline, all_kinds(), _output_dir(pipeline), thorough=verify)
+    table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
+    for stage in pipeline.stages:
+        decision = decisions[stage.name]
+        will = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}[decision.action]
+        table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@app.command()
+def check(
+    config: Config,
+    overrides: Set = [],  # noqa: B006
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="Schema and rules between fields; no look at models or data.")] = False,
+) -> None:
+    """Check a pipeline: the schema, then models, tokenizers, rows and rewards in a worker, before a GPU is asked for."""
+    pipeline = _pipeline(config, overrides)
+    if not schema_only:
+        from cosmos_core.config.capabilities import check_capabilities
+        from cosmos_core.launch.check import check_in_worker
+
+        check_capabilities(pipeline)
+        _check_inputs(pipeline)
+        check_in_worker(pipeline)
+    typer.echo(f"{config}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})")
+
+
+@app.command()
+def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Show where every stage of a run stands, from its directory alone."""
+    from cosmos_core.observe.console import print_status
+    from cosmos_core.run.directory import find_run
+
+    print_status(find_run(run_name, output_dir))
+
+
+@app.command()
+def logs(
+    run_name: RunName = "",
+    stage: Annotated[str, typer.Argument(help="Stage; empty: the one that was active last.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the stage ends.")] = False,
+    output_dir: OutputDir = Path("outputs"),
+) -> None:
+    """Print the log of a stage's newest attempt."""
+    from cosmos_core.observe.tail import print_log
+
+    opened = _open(run_name, output_dir)
+    name = opened.pipeline.stage(stage).name if stage else ""
+    print_log(opened.path, name, follow=follow)
+
+
+@app.command()
+def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
+    """Walk from a model back to its data; every step is verified."""
+    from cosmos_core.run.lineage import lineage as walk
+    from cosmos_core.run.lineage import stage_of
+
+    for link in walk(stage_of(path)):
+        typer.echo(f"{'  ' * link.depth}{link.name} {f'({link.kind}) ' if link.kind else ''}{link.digest[:12]}  run {link.run_id}  {link.note}")
+
+
+def main() -> None:
+    """Entry point: a mistake is one line on standard error and an exit code."""
+    try:
+        app(standalone_mode=False)
+    except CosmosError as error:
+        _end(str(error), error.exit_code)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        _end("interrupted", EXIT_PREEMPTED)
+    except typer.BadParameter as error:
+        _end(error.format_message(), EXIT_USAGE)
+    except Exception as error:
+        import click
+
+        if not isinstance(error, click.ClickException):
+            raise
+        _end(error.format_message(), EXIT_USAGE)
+
+
+def _end(message: str, code: int) -> None:
+    sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
+    sys.exit(code)
+
+
+def _pipeline(config: Path, overrides: list[str]) -> Pipeline:
+    from cosmos_core.config.compose import load_pipeline
+    from tasks.kinds import all_kinds
+
+    return load_pipeline(config, overrides, tuple(all_kinds()))
+
+
+def _checked_pipeline(config: Path, overrides: list[str]) -> Pipeline:
+    from cosmos_core.config.capabilities import check_capabilities
+
+    pipeline = _pipeline(config, overrides)
+    check_capabilities(pipeline)
+    return pipeline
+
+
+def _check_inputs(pipeline: Pipeline) -> None:
+    """What the first stages need is there, and the output folder can be written; found out before a server is started."""
+    from cosmos_core.run import plan as planning
+    from tasks.kinds import all_kinds
+
+    planning.plan(pipeline, all_kinds(), _output_dir(pipeline))
+
+
+def _output_dir(pipeline: Pipeline) -> Path:
+    from cosmos_core.run.directory import writable
+
+    return writable(pipeline.output_dir)
+
+
+def _open(run_name: str, output_dir: Path) -> Run:
+    from cosmos_core.run.directory import find_run, open_run
+    from tasks.kinds import all_kinds
+
+    return open_run(find_run(run_name, output_dir), all_kinds())
+
+
+def _run_flow(run: Run, from_stage: str) -> None:
+    """Run the flow in this process, with a server of our own if there is none, and show its progress."""
+    if from_stage:
+        run.pipeline.stage(from_stage)
+    from cosmos_core.session import run_session
+
+    sys.exit(run_session(run, from_stage, began=_BEGAN))

@@ -1,0 +1,193 @@
+"""Conversations and prompts as tokens, and which tokens are to be learned.
+
+The text is rendered by the model's own chat template and tokenised once, as a whole, so training sees the tokens
+that inference sees. Reading rows is `messages.py`, finding the assistant's turns in the rendering is `spans.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.data.messages import Message
+from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
+from cosmos_core.errors import DataError, ModelError
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def tokenize_conversation(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, max_length: int, where: str
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask, cut on the right to `max_length` tokens; see `conversation_tokens` and `cut`."""
+    return cut(conversation_tokens(tokenizer, conversation, where), max_length, where)
+
+
+def conversation_tokens(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, where: str
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask, uncut.
+
+    Mask 1: learn to predict this token. In a conversation these are all that the assistant has to write, the token
+    that closes each of its turns included; in plain text, which ends with the end token, all.
+
+    Raises:
+        DataError: there is no assistant turn, or the assistant's tokens cannot be told from the others.
+        ModelError: the tokenizer has no chat template.
+    """
+    if isinstance(conversation, str):
+        return _plain_tokens(tokenizer, conversation)
+    if not any(message["role"] == "assistant" for message in conversation):
+        raise DataError(f"{where}: a conversation without an assistant turn has nothing to learn; remove the row")
+    full = render(tokenizer, conversation, where)
+
+    def render_part(messages: list[Message], add_generation_prompt: bool) -> str:
+        return _render(tokenizer, messages, add_generation_prompt)
+
+    spans = prefix_spans(render_part, conversation, full)
+    if spans is None and (marked := _marked_tokens(tokenizer, conversation)):
+        return marked
+    if spans is None:
+        spans = skeleton_spans(render_part, conversation, full)
+    if spans is None:
+        raise DataError(
+            f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
+            "{% generation %} and {% endgeneration %} around them in the tokenizer's chat template"
+        )
+    closing = _added_tokens(tokenizer)
+    return _masked_tokens(tokenizer, full, [trimmed(span, full, closing) for span in spans], where)
+
+
+def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tuple[list[int], list[int]]:
+    """Cut ids and mask on the right.
+
+    Raises:
+        DataError: no token to learn is left.
+    """
+    ids, mask = tokens
+    if not any(mask[:max_length]):
+        raise DataError(
+            f"{where}: nothing to learn: none of the first {max_length} of its {len(ids)} tokens is the assistant's; "
+            "raise policy.model_max_length or remove the row"
+        )
+    return ids[:max_length], mask[:max_length]
+
+
+def tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, where: str
+) -> tuple[list[int], str]:
+    """Token ids and text of a prompt, with the generation prompt of the chat template.
+
+    Args:
+        tokenizer: of the model.
+        messages: turns up to the one to answer.
+        max_length: most tokens: `policy.model_max_length` less the longest answer.
+        where: place of the row, for messages.
+
+    Raises:
+        DataError: the prompt is longer, or the template refuses it.
+        ModelError: the tokenizer has no chat template.
+    """
+    text = render(tokenizer, messages, where, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) > max_length:
+        raise DataError(
+            f"{where}: prompt longer than the model: {len(ids)} tokens, but policy.model_max_length less "
+            f"rollout.max_response_length leaves {max_length}; raise the one, lower the other, or remove the row"
+        )
+    return ids, text
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, *, add_generation_prompt: bool = False
+) -> str:
+    """The conversation as the chat template writes it.
+
+    Raises:
+        DataError: the template refuses the conversation.
+        ModelError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; save one beside the model "
+            "(chat_template.jinja), start from an instruct model, or give plain text in a column `text`"
+        )
+    try:
+        return _render(tokenizer, messages, add_generation_prompt)
+    except TemplateError as error:
+        raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert isinstance(text, str)
+    return text
+
+
+def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids = [*ids, end]
+    return ids, [1] * len(ids)
+
+
+def _marked_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+) -> tuple[list[int], list[int]] | None:
+    """What the template itself marks with {% generation %}; None when it marks nothing."""
+    if not tokenizer.is_fast or not _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        return None
+    encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    for i, (inside, after) in enumerate(pairwise(mask)):
+        # A mark that ends before the end token would teach a model that never stops.
+        if inside and not after and ids[i + 1] == tokenizer.eos_token_id:
+            mask[i + 1] = 1
+    return (ids, mask) if any(mask) else None
+
+
+def _masked_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
+) -> tuple[list[int], list[int]]:
+    """Tokenise the whole text once; a token counts when it has a character inside a span."""
+    if not tokenizer.is_fast:
+        return _masked_piecewise(tokenizer, text, spans, where)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts, ends = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        # Byte-level tokenizers that trim offsets give a blank token no width, at its own end.
+        mask |= (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
+    return encoded["input_ids"], mask.astype(int).tolist()
+
+
+def _masked_piecewise(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
+) -> tuple[list[int], list[int]]:
+    """Without offsets: tokenise between the borders of the spans, right when that changes no token."""
+    ids: list[int] = []
+    mask: list[int] = []
+    borders = [0, *(border for span in spans for border in span), len(text)]
+    for number, (start, end) in enumerate(pairwise(borders)):
+        piece = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        ids += piece
+        mask += [number % 2] * len(piece)
+    if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
+        raise DataError(
+            f"{where}: {type(tokenizer).__name__} cannot say which characters a token covers, and its tokens cross "
+            "the border between prompt and answer; save a fast tokenizer (tokenizer.json) beside the model"
+        )
+    return ids, mask
+
+
+@lru_cache(maxsize=4)  # read for every row, and slow to gather
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Tokens that stand for themselves in the text, such as <|im_end|>."""
+    return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -1,0 +1,57 @@
+"""Which rows a step trains on: a pure function of seed and step, so that a resumed run needs no saved iterator.
+
+An iterator with state has to be saved, restored and kept in step with the weights; a function of the step number
+cannot get out of step. Nothing here reads data.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from cosmos_core.errors import DataError
+
+_WORD = 2**64
+
+
+@lru_cache(maxsize=2)  # a step asks for one epoch again and again; two, because an epoch's end may look ahead
+def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
+    """The row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
+    if shuffle:
+        # Sorting raw draws, not Generator.permutation: NumPy keeps only the raw stream stable between versions.
+        generator = np.random.PCG64(np.random.SeedSequence((seed % _WORD, epoch)))
+        order = np.argsort(generator.random_raw(num_rows), kind="stable").astype(np.int64)
+    else:
+        order = np.arange(num_rows, dtype=np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) -> int:
+    """Optimizer steps in one pass over the rows; with `drop_last` the rows that fill no batch wait for another epoch.
+
+    Raises:
+        DataError: the rows do not fill one batch.
+    """
+    if drop_last and num_rows < batch_size or num_rows == 0:
+        raise DataError(
+            f"the data set has {num_rows} rows, fewer than one batch of {batch_size}; "
+            "lower train.train_batch_per_replica or give more rows"
+        )
+    return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
+
+
+def batch_positions(
+    seed: int, step: int, batch_size: int, num_rows: int, shuffle: bool, drop_last: bool = True
+) -> np.ndarray:
+    """The row numbers of optimizer step `step`, counted from 0 over all epochs: int64, `batch_size` of them.
+
+    Without `drop_last` the last batch of an epoch may be smaller.
+
+    Raises:
+        DataError: the rows do not fill one batch.
+    """
+    epoch, position = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
+    order = epoch_order(seed, epoch, num_rows, shuffle)
+    return order[position * batch_size : (position + 1) * batch_size]

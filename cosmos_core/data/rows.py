@@ -1,0 +1,295 @@
+"""Rows of a data set as dictionaries that know their place, from a local file or folder, or from the Hub.
+
+A row's place ("train.jsonl:12", counted in lines from 1; "name[train] row 12", counted from 0) is what an error
+about it says. JSON Lines and CSV are parsed here so that the place is a line; what is columnar on disk stays so.
+What a row means is not decided here (`conversation.py`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from cosmos_core.config.dataset import DatasetConfig
+from cosmos_core.errors import DataError
+
+Row = dict[str, Any]
+
+_TRAIN = "train"
+_HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one file or one split."""
+
+    values: Sequence[Row]
+    name: str
+    lines: Sequence[int] | None = None
+    """Line of each row, for formats that have lines."""
+
+    def place(self, index: int) -> str:
+        """What an error about row `index` says."""
+        return f"{self.name} row {index}" if self.lines is None else f"{self.name}:{self.lines[index]}"
+
+
+class Rows(Sequence[Row]):
+    """Parts one after another, or a selection of their rows; nothing is copied."""
+
+    def __init__(self, parts: Sequence[Part], selection: np.ndarray | None = None) -> None:
+        self._parts = parts
+        self._starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
+        self._selection = selection
+
+    def __len__(self) -> int:
+        return self._starts[-1] if self._selection is None else len(self._selection)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        part, row = self._locate(index)
+        return part.values[row]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def where(self, index: int) -> str:
+        """The place of row `index`."""
+        part, row = self._locate(index)
+        return part.place(row)
+
+    def select(self, indices: np.ndarray) -> Rows:
+        """A view of these rows, in this order."""
+        return Rows(self._parts, indices if self._selection is None else self._selection[indices])
+
+    def _locate(self, index: int) -> tuple[Part, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        if self._selection is not None:
+            index = int(self._selection[index])
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part], index - self._starts[part]
+
+
+def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
+    """The rows of a data set, its splits one after another.
+
+    Args:
+        dataset: where the rows come from.
+        key: the table's name in the TOML, for messages.
+
+    Raises:
+        DataError: the file, folder, split or Hub data set is missing or malformed, or holds no rows.
+    """
+    if not dataset.name.strip():
+        raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
+    path = Path(dataset.name).expanduser()
+    if path.exists():
+        parts = [part for split in dataset.split for part in _local_parts(path, split, key)]
+    elif _looks_local(dataset.name):
+        raise DataError(f"{key}.name = {dataset.name!r}: {path} does not exist; give a file, a folder or a Hub id")
+    else:
+        parts = [_hub_part(dataset, split, key) for split in dataset.split]
+    for part in parts:
+        if not len(part.values):
+            raise DataError(f"{part.name}: file holds no rows; {key}.name needs at least one")
+    return Rows(parts)
+
+
+def has_local_split(path: Path, split: str) -> bool:
+    """Whether a folder of data files has files named for this split."""
+    return path.is_dir() and any(_is_of_split(file, split) for file in _data_files(path))
+
+
+def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
+    """Set rows aside: (train, held-out), both in the order of the file; the choice depends on the seed alone.
+
+    Args:
+        rows: all rows.
+        test_size: a count, or a fraction below 1 that is rounded up.
+        seed: of the choice.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    count = math.ceil(len(rows) * test_size) if isinstance(test_size, float) else test_size
+    if count >= len(rows):
+        raise DataError(f"test_size = {test_size} of {len(rows)} rows leaves none to train on; lower dataset.test_size")
+    draws = np.random.PCG64(np.random.SeedSequence(seed % 2**64)).random_raw(len(rows))
+    held_out = np.zeros(len(rows), dtype=bool)
+    held_out[np.argsort(draws, kind="stable")[:count]] = True
+    return rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in _READERS
+
+
+def _local_parts(path: Path, split: str, key: str) -> list[Part]:
+    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return [_saved_part(path, split, key)]
+    if path.is_dir():
+        return [_READERS[file.suffix](file) for file in _files_of_split(path, split, key)]
+    if split != _TRAIN:
+        raise DataError(f"{key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
+    if path.suffix not in _READERS:
+        raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(_READERS)}")
+    return [_READERS[path.suffix](path)]
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in _READERS and not file.name.startswith("."))
+
+
+def _is_of_split(file: Path, split: str) -> bool:
+    """`train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json` are files of the split `train`."""
+    return file.name.startswith(split) and file.name[len(split)] in ".-_"
+
+
+def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
+    files = _data_files(folder)
+    chosen = [file for file in files if _is_of_split(file, split)]
+    if not chosen and split == _TRAIN:  # a folder of files that are not named for splits
+        chosen = [file for file in files if not any(_is_of_split(file, name) for name in _HELD_OUT)]
+    if not chosen:
+        found = ", ".join(file.name for file in files[:5]) or "no data file"
+        raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {found}")
+    return chosen
+
+
+def _json_lines(path: Path) -> Part:
+    values, lines = [], []
+    for number, text in enumerate(_text(path).split("\n"), start=1):
+        if text.strip():
+            values.append(_object(text, f"{path.name}:{number}"))
+            lines.append(number)
+    return Part(values, path.name, lines)
+
+
+def _object(text: str, where: str) -> Row:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}; write one object a line") from None
+    if not isinstance(value, dict):
+        raise DataError(f'{where}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}')
+    return value
+
+
+def _json(path: Path) -> Part:
+    """A file that holds one array of objects; anything else is read as JSON Lines."""
+    text = _text(path)
+    if not text.lstrip().startswith("["):
+        return _json_lines(path)
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
+    for index, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise DataError(f"{path.name} row {index}: a row must be a JSON object, not {str(value)[:40]!r}")
+    return Part(values, path.name)
+
+
+def _csv(path: Path) -> Part:
+    """CSV with a header; every value stays a string, so that the answer `007` is not 7."""
+    values, lines = [], []
+    reader = csv.DictReader(_text(path).splitlines(keepends=True), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise DataError(
+                    f"{path.name}:{reader.line_num}: the line does not have the {len(reader.fieldnames or ())} fields "
+                    "of the header; quote fields that contain commas"
+                )
+            values.append(row)
+            lines.append(reader.line_num)
+    except csv.Error as error:
+        raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
+    return Part(values, path.name, lines)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path.name}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+
+
+def _parquet(path: Path) -> Part:
+    try:
+        return Part(_columns(pa.parquet.read_table(path)), path.name)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path.name} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _arrow(path: Path) -> Part:
+    """An Arrow file, or the Arrow stream that `datasets` writes."""
+    source = pa.memory_map(str(path))
+    try:
+        try:
+            table = pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:
+            source.seek(0)
+            table = pa.ipc.open_stream(source).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path.name} is not a readable Arrow file: {str(error).splitlines()[0]}") from error
+    return Part(_columns(table), path.name)
+
+
+def _columns(table: pa.Table) -> Sequence[Row]:
+    import datasets  # seconds to import, and JSON Lines do without
+
+    return cast(Sequence[Row], datasets.Dataset(table))
+
+
+def _saved_part(path: Path, split: str, key: str) -> Part:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise DataError(f"{key}.name: {path} was saved by `datasets` but cannot be read: {_first_line(error)}") from error
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
+    if split not in splits:
+        raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")
+    return Part(cast(Sequence[Row], splits[split]), f"{path.name}[{split}]")
+
+
+def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(
+            dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {_first_line(error)}; "
+            "check the name, the split and the network, or give a local path"
+        ) from error
+    return Part(cast(Sequence[Row], loaded), f"{dataset.name}[{split}]")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+_READERS: dict[str, Callable[[Path], Part]] = {
+    ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow, ".csv": _csv,
+}  # fmt: skip

@@ -1,0 +1,73 @@
+"""Start a supervised process and keep hold of it: the launcher's side of `launch.supervisor`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cosmos_core.launch.processes import ATTEMPT, kill_marked, start_time
+from cosmos_core.observe.logs import quiet_environment
+
+
+class Child:
+    """A command under a supervisor, in a session of its own, its output in a file.
+
+    It ends when it wants to, when `stop` or `kill` is called, or when this process ends in any way.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, grace_seconds: float, environment: Mapping[str, str], inherit: Sequence[int] = ()
+    ) -> None:
+        self.attempt = uuid.uuid4().hex
+        log.parent.mkdir(parents=True, exist_ok=True)
+        reader, self._writer = os.pipe()
+        supervisor = [sys.executable, "-m", "cosmos_core.launch.supervisor", "--pipe", str(reader), "--grace", str(grace_seconds)]
+        for descriptor in inherit:
+            supervisor += ["--inherit", str(descriptor)]
+        try:
+            with open(log, "ab") as output:
+                self._process = subprocess.Popen(
+                    [*supervisor, "--", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=quiet_environment({**os.environ, **environment, ATTEMPT: self.attempt}),
+                    pass_fds=(reader, *inherit),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(reader)
+        self.pid = self._process.pid
+        self.started = start_time(self.pid)
+
+    def poll(self) -> int | None:
+        """Exit code of the command, or None while it runs. Cleans up when the supervisor itself was killed."""
+        code = self._process.poll()
+        if code is not None and self._writer >= 0:
+            os.close(self._writer)
+            self._writer = -1
+            kill_marked(self.attempt)
+        return code if code is None or code >= 0 else 128 - code
+
+    def stop(self) -> None:
+        """SIGTERM to the command; the supervisor adds SIGKILL after the grace."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to everything of it, now."""
+        kill_marked(self.attempt)
+        self._process.wait()
+        self.poll()
+
+    def wait(self) -> int:
+        """Block until the end; the exit code."""
+        self._process.wait()
+        code = self.poll()
+        assert code is not None
+        return code

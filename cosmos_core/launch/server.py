@@ -1,0 +1,119 @@
+"""A Prefect server of our own for a run without one: a supervised child that ends with us and is restarted if it dies.
+
+Prefect's ephemeral server was seen to outlive its flow and to hold its standard output open.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.launch.child import Child
+from cosmos_core.run.lock import Lock
+
+_START_SECONDS = 90.0
+_GRACE_SECONDS = 3.0
+
+
+@contextmanager
+def prefect_server(folder: Path) -> Iterator[None]:
+    """Make sure that `PREFECT_API_URL` names a server inside the block; start one below `folder` if it is unset.
+
+    Must come before the first import of Prefect, which reads the environment once.
+
+    Raises:
+        StageFailed: the server did not come up; the message names its log.
+    """
+    if os.environ.get("PREFECT_API_URL"):
+        yield
+        return
+    home, lock = _own_home(folder)
+    server = _Server(home)
+    os.environ.update(server.environment, PREFECT_API_URL=server.url)
+    try:
+        server.start()
+        yield
+    finally:
+        os.environ.pop("PREFECT_API_URL", None)
+        server.close()
+        lock.release()
+
+
+def _own_home(folder: Path) -> tuple[Path, Lock]:
+    """A `PREFECT_HOME` that no other server uses: SQLite has one writer. The first is kept, so its database is made once."""
+    number = 1
+    while True:
+        home = folder / f"server-{number}"
+        lock = Lock(home / "lock")
+        if lock.try_acquire():
+            return home, lock
+        lock.release()
+        number += 1
+
+
+class _Server:
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._log = home / "server.log"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/api"
+        self.environment = {
+            "PREFECT_HOME": str(home.absolute()),
+            "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+            "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+            # Nothing here is scheduled, and the run directory decides what is late or lost.
+            "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+        }
+        self._closing = threading.Event()
+        self._child: Child | None = None
+        self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
+
+    def start(self) -> None:
+        self._spawn()
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._answers():
+            assert self._child is not None
+            if self._child.poll() is not None or time.monotonic() > deadline:
+                self._child.kill()
+                raise StageFailed(f"the Prefect server did not start; its log: {self._log}")
+            time.sleep(0.1)
+        self._watcher.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        if self._child is not None:
+            self._child.kill()  # its database is a journal of what the run directory already holds
+
+    def _spawn(self) -> None:
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
+        self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=self.environment)
+
+    def _keep_alive(self) -> None:
+        while not self._closing.wait(0.5):
+            assert self._child is not None
+            if self._child.poll() is not None:
+                self._spawn()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False

@@ -1,0 +1,84 @@
+"""A small process between the launcher and what it starts, so that nothing outlives the launcher.
+
+    python -m cosmos_core.launch.supervisor --pipe FD --grace SECONDS -- command ...
+
+It leads a session of its own. End-of-file on the pipe means that the launcher is gone, however it died: the command
+gets SIGTERM (time to save a checkpoint), after the grace SIGKILL. If the supervisor itself is killed, the kernel kills
+the command. When the command has ended, whatever it left behind is killed, and its exit code is passed on
+(128 + signal number where a signal ended it).
+
+It imports nothing but the standard library: it has to be up before anything can go wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from cosmos_core.launch.processes import ATTEMPT, die_with_parent, kill_marked
+
+_POLL_SECONDS = 0.05
+
+
+class Supervisor:
+    """Follows one command to its end."""
+
+    def __init__(self, pipe: int, grace_seconds: float) -> None:
+        self.pipe = pipe
+        self.grace_seconds = grace_seconds
+        self.kill_at: float | None = None
+        self.is_orphaned = False
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def run(self, command: list[str], inherited: list[int]) -> int:
+        """Start the command, wait for its end, clean up behind it."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self.stop())
+        me = os.getpid()
+        self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))  # noqa: PLW1509
+        if self.kill_at is not None:  # asked to stop before there was anything to stop
+            self.child.terminate()
+        while self.child.poll() is None:
+            self._watch_pipe()
+            if self.kill_at is not None and time.monotonic() > self.kill_at:
+                self.child.kill()
+        kill_marked(os.environ.get(ATTEMPT, ""))
+        code = self.child.returncode
+        return code if code >= 0 else 128 - code
+
+    def stop(self) -> None:
+        """Ask the command to end; once."""
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + self.grace_seconds
+            if self.child is not None:
+                self.child.terminate()
+
+    def _watch_pipe(self) -> None:
+        if self.is_orphaned:
+            time.sleep(_POLL_SECONDS)
+            return
+        readable, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
+        if readable and not os.read(self.pipe, 4096):
+            self.is_orphaned = True
+            self.stop()
+
+
+def main() -> int:
+    """Command line of the supervisor."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--inherit", type=int, action="append", default=[])
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    return Supervisor(arguments.pipe, arguments.grace).run(command, arguments.inherit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Run one stage in a worker process and follow it to its end.
+
+The flow's process never trains: it starts `python -m cosmos_core.worker <stage_dir>` under a supervisor, reads the
+worker's heartbeat, forwards its log at a bounded rate, and turns its exit code into a result or an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
+from cosmos_core.launch.child import Child
+from cosmos_core.launch.processes import is_alive, kill_marked, start_time
+from cosmos_core.run.files import read_json
+from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.state import read_state, record_event, update_state
+
+logger = logging.getLogger(__name__)
+
+LOCK_DESCRIPTORS = "COSMOS_LOCK_DESCRIPTORS"
+_POLL_SECONDS = 0.1
+_STATE_SECONDS = 2.0
+_MAX_LINES_A_SECOND = 10
+
+
+class _Live:
+    """The workers of this process, so that the main thread can stop what other threads wait for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._children: set[Child] = set()
+        self.stopping = threading.Event()
+
+    @contextmanager
+    def following(self, child: Child) -> Iterator[None]:
+        with self._lock:
+            self._children.add(child)
+            if self.stopping.is_set():
+                child.stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._children.discard(child)
+
+    def stop_all(self) -> None:
+        with self._lock:
+            self.stopping.set()
+            for child in self._children:
+                child.stop()
+
+
+_live = _Live()
+
+
+def stop_all() -> None:
+    """Ask every worker of this process to save and end; new ones are not started."""
+    _live.stop_all()
+
+
+def is_stopping() -> bool:
+    """Whether `stop_all` was called."""
+    return _live.stopping.is_set()
+
+
+def sleep_unless_stopping(seconds: float) -> None:
+    """Wait; raise `Preempted` when asked to stop meanwhile."""
+    if _live.stopping.wait(seconds):
+        raise Preempted("asked to stop")
+
+
+@dataclass
+class Launch:
+    """How one attempt of a stage is to be run."""
+
+    stage_path: Path
+    python: str = ""
+    threads: int = 1
+    grace_seconds: float = 10.0
+    timeout_seconds: float | None = None
+    locks: Sequence[int] = ()
+    """Descriptors that the worker inherits, so that the locks live as long as it does."""
+    on_progress: Callable[[dict[str, Any]], None] = lambda progress: None
+    on_line: Callable[[str], None] = lambda line: None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def run(launch: Launch) -> Result:
+    """Run one attempt to its end; the manifest that it committed.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
+        Preempted: it was asked to stop and saved its state (exit 75).
+        StageFailed: it crashed, hung, or ran out of time.
+    """
+    if is_stopping():
+        raise Preempted("asked to stop")
+    path = launch.stage_path
+    for stale in ("error.json", "progress.json"):
+        (path / stale).unlink(missing_ok=True)
+    attempt = int(read_state(path)["attempt"]) + 1
+    log = path / "logs" / f"attempt_{attempt}.log"
+    child = Child(
+        [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)],
+        log=log,
+        grace_seconds=launch.grace_seconds,
+        environment=_environment(launch),
+        inherit=launch.locks,
+    )
+    began = time.time()
+    before = read_state(path)
+    update_state(
+        path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
+        launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), started=before.get("started") or began,
+        attempt_started=began, ended=None, error="",
+    )  # fmt: skip
+    record_event(path, "started", f"attempt {attempt}")
+    try:
+        with _live.following(child):
+            code, reason = _follow(launch, child, log, began)
+    finally:
+        child.kill()
+        seconds = time.time() - began
+        update_state(path, worker_seconds=before["worker_seconds"] + seconds, ended=time.time(), **_position(path))
+    return _outcome(path, code, reason, log)
+
+
+def reap(stage_path: Path) -> bool:
+    """End what a dead launcher left of an earlier attempt; False when that launcher is alive and owns the stage."""
+    state = read_state(stage_path)
+    if is_alive(state.get("launcher_pid"), state.get("launcher_started")) and state.get("launcher_pid") != os.getpid():
+        return False
+    if state.get("mark"):
+        killed = kill_marked(state["mark"])
+        if killed:
+            record_event(stage_path, "reaped", f"processes of attempt {state['attempt']}: {killed}")
+    return True
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    threads = str(launch.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),
+        **launch.environment,
+    }
+
+
+def _follow(launch: Launch, child: Child, log: Path, began: float) -> tuple[int, str]:
+    """Wait for the end; (exit code, why we ended it ourselves or empty)."""
+    reason = ""
+    lines = _NewLines(log)
+    last_state = 0.0
+    while (code := child.poll()) is None:
+        time.sleep(_POLL_SECONDS)
+        lines.forward(launch.on_line)
+        progress = read_json(launch.stage_path / "progress.json")
+        if isinstance(progress, dict):
+            launch.on_progress(progress)
+            silent = time.time() - progress["heartbeat"]
+            if silent > progress["deadline_seconds"] and not reason:
+                reason = f"no sign of life for {silent:.0f} s in phase {progress['phase']!r}: it hangs"
+                child.kill()
+        if launch.timeout_seconds and time.time() - began > launch.timeout_seconds and not reason:
+            reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
+            child.stop()
+        if time.time() - last_state > _STATE_SECONDS:
+            last_state = time.time()
+            update_state(launch.stage_path, **_position(launch.stage_path))
+    lines.forward(launch.on_line, everything=True)
+    return code, reason
+
+
+def _position(path: Path) -> dict[str, Any]:
+    """What the worker last said of itself, for `state.json`."""
+    progress = read_json(path / "progress.json")
+    if not isinstance(progress, dict):
+        return {}
+    position = {key: progress[key] for key in ("heartbeat", "phase", "step", "total")}
+    if progress["checkpoint_step"] is not None:
+        position["checkpoint_step"] = progress["checkpoint_step"]
+    return position
+
+
+def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
+    error = read_json(path / "error.json")
+    message = error["message"] if isinstance(error, dict) else ""
+    if reason:
+        raise StageFailed(f"stage {path.name!r} was ended: {reason}; log: {log}")
+    if code == EXIT_OK:
+        result = read_result(path)
+        if result is None:
+            raise StageFailed(f"stage {path.name!r} exited with 0 but wrote no result.json; log: {log}")
+        return result
+    if code == EXIT_PREEMPTED or is_stopping():
+        raise Preempted(message or f"stage {path.name!r} was stopped (exit {code})")
+    if isinstance(error, dict) and error["type"] in BY_NAME:
+        raise BY_NAME[error["type"]](message)
+    if code == EXIT_USAGE:
+        raise ConfigError(message or f"stage {path.name!r} refused its configuration; log: {log}")
+    ended = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+    raise StageFailed(message or f"stage {path.name!r} crashed ({ended}); log: {log}")
+
+
+class _NewLines:
+    """Lines appended to a log since the last look, at a bounded rate: what is skipped stays in the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = ""
+        self._allowance = float(_MAX_LINES_A_SECOND)
+        self._last = time.monotonic()
+
+    def forward(self, receiver: Callable[[str], None], *, everything: bool = False) -> None:
+        now = time.monotonic()
+        self._allowance = min(_MAX_LINES_A_SECOND, self._allowance + (now - self._last) * _MAX_LINES_A_SECOND)
+        self._last = now
+        try:
+            with open(self._path, encoding="utf-8", errors="replace") as file:
+                file.seek(self._offset)
+                text = self._rest + file.read()
+                self._offset = file.tell()
+        except FileNotFoundError:
+            return
+        *lines, self._rest = text.split("\n")
+        if everything and self._rest:
+            lines.append(self._rest)
+        for line in filter(None, lines):
+            if self._allowance >= 1:
+                self._allowance -= 1
+                receiver(line)

@@ -1,0 +1,266 @@
+"""Language models in Hugging Face format: load them, audit what was loaded, and read log-probabilities off them.
+
+Everything that names a class of transformers is here. Adapters, meshes and diffusion models are not.
+
+Shape legend: B batch, T tokens, S = T - 1 scored tokens (each is predicted from those before it), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, overload
+from urllib.parse import urlparse
+
+import torch
+import transformers
+from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from cosmos_core.errors import ModelError
+
+_KEY = "policy.model_name_or_path"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or Hub id.
+
+    Raises:
+        ModelError: there is no such folder, it has no tokenizer, or the Hub id cannot be had.
+    """
+    source, options = _source(model, revision)
+    if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
+        # Without this check transformers makes an empty tokenizer out of config.json alone.
+        raise ModelError(
+            f"{_KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
+        )
+    if isinstance(source, Path):
+        _check_json(source / "tokenizer.json", model)
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _load_error("tokenizer", model, error) from error
+
+
+def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
+    """The configuration of a model folder or Hub id.
+
+    Raises:
+        ModelError: there is no such folder, its config.json is missing or wrong, or the Hub id cannot be had.
+    """
+    source, options = _source(model, revision)
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        raise ModelError(f"{_KEY} = {model!r}: the folder has no config.json; give a folder in Hugging Face format")
+    try:
+        return AutoConfig.from_pretrained(str(source), **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _load_error("config.json", model, error) from error
+
+
+def load_model(
+    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """The model of a folder or Hub id in evaluation mode, every tensor of it accounted for.
+
+    Raises:
+        ModelError: no such model, a damaged file, a tensor that is missing, left over, of the wrong shape or not
+            finite, or an architecture that does not generate text.
+    """
+    source, options = _source(model, revision)
+    cls = _model_class(load_config(model, revision), model)
+    if getattr(cls, "_supports_sdpa", True):
+        options["attn_implementation"] = "sdpa"
+    try:
+        loaded, info = cls.from_pretrained(
+            str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except SafetensorError as error:
+        raise ModelError(f"{_KEY} = {model!r}: {_damaged_file(source)} is damaged ({error}); copy it again") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _load_error("weights", model, error) from error
+    _audit(loaded, info, model)
+    if gradient_checkpointing:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        loaded.config.use_cache = False
+    return loaded
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its name in a checkpoint, without a copy; tied ones (`lm_head.weight`) under both names."""
+    yield from revert_weight_conversion(model, model.state_dict()).items()
+
+
+def token_logprobs(
+    logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Natural-log probability of each label under softmax(logits / temperature), computed in `dtype`: BT."""
+    scaled_BTV = _scaled(logits_BTV, temperature, dtype)
+    chosen_BT = scaled_BTV.gather(-1, labels_BT.unsqueeze(-1)).squeeze(-1)
+    return chosen_BT - scaled_BTV.logsumexp(-1)
+
+
+@torch.no_grad()
+def token_entropy(logits_BTV: Tensor, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Entropy in nats of softmax(logits / temperature) at each position: BT, without gradient."""
+    rows = []
+    for logits_TV in logits_BTV:  # row by row: the probabilities of a whole batch would double its memory
+        logprobs_TV = _scaled(logits_TV, temperature, dtype).log_softmax(-1)
+        rows.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
+    return torch.stack(rows)
+
+
+@overload
+def sequence_logprobs(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    with_entropy: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def sequence_logprobs(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    with_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sequence_logprobs(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of tokens 1..T-1 given those before them: BS; with entropy of the same distributions on request.
+
+    Padding may be on either side. Where a token or the one before it is padding the values are 0.
+    """
+    position_ids_BT = (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0)
+    logits_BSV = model(
+        input_ids=input_ids_BT, attention_mask=attention_mask_BT, position_ids=position_ids_BT, use_cache=False
+    ).logits[:, :-1]
+    unscored_BS = ~(attention_mask_BT[:, 1:].bool() & attention_mask_BT[:, :-1].bool())
+    logprobs_BS = token_logprobs(logits_BSV, input_ids_BT[:, 1:], temperature, dtype).masked_fill(unscored_BS, 0.0)
+    if not with_entropy:
+        return logprobs_BS
+    return logprobs_BS, token_entropy(logits_BSV, temperature, dtype).masked_fill(unscored_BS, 0.0)
+
+
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = logits.to(dtype)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _model_class(config: PretrainedConfig, model: str) -> Any:
+    """The class that the checkpoint names, where transformers has it; it also fits most multimodal models."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    cls: Any = getattr(transformers, name, None) if name else None
+    if cls is None:
+        return AutoModelForCausalLM
+    if not cls.can_generate():
+        raise ModelError(f"{_KEY} = {model!r}: {name} does not generate text; give a causal language model")
+    return cls
+
+
+def _audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
+    """Refuse a model of which a part was not in the files, or the other way round: transformers only warns."""
+    mismatched = {entry[0] for entry in info["mismatched_keys"]}
+    problems = {
+        "missing from the files": set(info["missing_keys"]) - mismatched,
+        f"in the files but not in {type(loaded).__name__}": set(info["unexpected_keys"]),
+        "of another shape than config.json says": mismatched,
+    }
+    found = [f"{len(keys)} tensors {what}: {_some(keys)}" for what, keys in problems.items() if keys]
+    if info.get("error_msgs"):
+        found.append("; ".join(info["error_msgs"]))
+    if found:
+        raise ModelError(f"{_KEY} = {model!r}: {'; '.join(found)}; the weights do not belong to this config.json")
+    for name, tensor in loaded.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ModelError(f"{_KEY} = {model!r}: tensor {name} holds NaN or infinity; take an undamaged checkpoint")
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
+
+
+def _damaged_file(source: Path | str) -> str:
+    """The first weight file of a folder that cannot be opened."""
+    for file in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return str(file)
+    return f"a weight file of {source}"
+
+
+def _source(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
+    """An existing folder, or a Hub id with the arguments to fetch it."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path, {}
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists():
+        problem = "is a file, not a folder" if path.exists() else "does not exist"
+        raise ModelError(f"{_KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
+    return model, {"revision": revision, "local_files_only": not _hub_is_reachable()}
+
+
+def _hub_is_reachable() -> bool:
+    """Whether the Hub's name resolves, or a proxy will see to it; otherwise each file is retried for 20 seconds."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    address = urlparse(constants.ENDPOINT)
+    try:
+        socket.getaddrinfo(address.hostname, address.port or address.scheme)
+    except OSError:
+        return False
+    return True
+
+
+def _check_json(file: Path, model: str) -> None:
+    """A cut-off JSON file would end in an error of the Rust tokenizer that names neither file nor cause."""
+    if not file.is_file():
+        return
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{_KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
+
+
+def _load_error(what: str, model: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if not Path(model).expanduser().exists() and not _hub_is_reachable():
+        return ModelError(
+            f"{_KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
+            f"has no {what} of that name; give a local folder or download the model first"
+        )
+    return ModelError(f"{_KEY} = {model!r}: cannot load the {what}: {reason}")

@@ -1,0 +1,297 @@
+"""What a terminal shows: the progress of a run while it goes on, its summary, and `cosmos status`.
+
+Off a terminal (CI, a log file, a pipe) the same facts come as plain lines, few enough to read. The log records of
+Python are `logs`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cosmos_core.observe import wording
+from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
+
+LINE_SECONDS = 10.0
+"""Off a terminal a running stage says at most this often where it is."""
+
+STYLES = {
+    "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
+    "failed": "bold red", "stopped": "yellow",
+}  # fmt: skip
+_MARKS = {"waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■"}
+_ACTIVE = frozenset({"running", "retrying"})
+_STEPPING = frozenset({"step", "generate", "score"})  # phases that a step count already implies
+_PLAIN_WIDTH = 160
+
+
+@dataclass
+class _Line:
+    """What is known about one stage."""
+
+    state: str = "waiting"
+    progress: dict[str, Any] = field(default_factory=dict)
+    began: float | None = None
+    ended: float | None = None
+    printed: float = 0.0
+    anchor: tuple[Any, float, int] | None = None
+    """pid, heartbeat and step that the pace is counted from: the attempt's first step, which pays for compiling."""
+
+
+class Display:
+    """Progress of several stages at once; safe to update from several threads.
+
+    `terminal=None` asks the stream; `clock` counts seconds.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[str],
+        *,
+        terminal: bool | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self._is_terminal = self._stream.isatty() if terminal is None else terminal
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._lines = {name: _Line() for name in stages}
+        self._width = max((len(name) for name in stages), default=0)
+        self._console = Console(file=self._stream, force_terminal=self._is_terminal or None, highlight=False)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Display:
+        if self._is_terminal:
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, stage: str, state: str, progress: dict[str, Any] | None = None) -> None:
+        """Tell where a stage stands; `progress` is its `progress.json`, None leaves the last one."""
+        with self._lock:
+            line = self._lines[stage]
+            has_changed = state != line.state
+            if has_changed:
+                self._change(line, state)
+            if progress is not None:
+                line.progress = progress
+                _set_anchor(line)
+            now = self._clock()
+            is_due = state in _ACTIVE and now - line.printed >= LINE_SECONDS
+            if self._live is None and (has_changed or is_due):
+                line.printed = now
+                self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
+
+    def message(self, text: str) -> None:
+        """Say one line, above the progress where there is one."""
+        if self._live is not None:  # without our lock: the live display takes it while it holds its own
+            self._console.print(Text(text))
+            return
+        with self._lock:
+            self._write(text)
+
+    def _change(self, line: _Line, state: str) -> None:
+        line.state = state
+        if state in _ACTIVE:
+            line.began, line.ended = line.began if line.began is not None else self._clock(), None
+        elif line.began is not None and line.ended is None:
+            line.ended = self._clock()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _words(self, line: _Line, *, has_changed: bool) -> list[str]:
+        words = [line.state] if has_changed else []
+        if line.state in {"waiting", "reused"} or (has_changed and line.state in _ACTIVE):
+            return words
+        words += [part for part in (_phase(line), _steps(line), *_figures(line)) if part]
+        if line.state in _ACTIVE:
+            eta = _eta_seconds(line)
+            return [*words, f"eta {wording.duration(eta)}"] if eta is not None else words
+        return [*words, wording.duration(self._elapsed(line))] if line.began is not None else words
+
+    def _elapsed(self, line: _Line) -> float | None:
+        if line.began is None:
+            return None
+        return (self._clock() if line.ended is None else line.ended) - line.began
+
+    def _table(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        wide = self._console.width >= 100
+        for column in range(6):
+            table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
+        with self._lock:
+            for name, line in self._lines.items():
+                style = STYLES.get(line.state, "")
+                bar: RenderableType = _bar(line, 24 if wide else 10, self._clock()) if line.state != "waiting" else ""
+                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in _ACTIVE else None
+                clock = f"eta {wording.duration(eta)}" if eta is not None else wording.duration(elapsed)
+                table.add_row(
+                    Text(f"{_MARKS.get(line.state, ' ')} {name}", style=style),
+                    Text(_phase(line) or line.state if line.state == "running" else line.state, style=style),
+                    bar,
+                    _steps(line).removeprefix("step "),
+                    Text("  ".join(_figures(line))),
+                    Text(clock if elapsed is not None else "", style="dim"),
+                )
+        return table
+
+
+def summary_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The end of a run: each stage with state, wall time and key metrics; `rows` as `record.rows` makes them."""
+    return _make_table(rows, title, {"stage": _name, "state": _state, "time": _time, "metrics": _metrics})
+
+
+def status_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
+    """`cosmos status`: stage, kind, state, attempt, step, time, metrics (`rows` as `record.rows` makes them)."""
+    columns: dict[str, Callable[[dict[str, Any]], str | Text]] = {
+        "stage": _name,
+        "kind": lambda row: str(row.get("kind", "")),
+        "state": _state,
+        "attempt": lambda row: str(row.get("attempt") or ""),
+        "step": lambda row: _ratio(row.get("step"), row.get("total")),
+        "time": _time,
+        "metrics": _metrics,
+    }
+    return _make_table(rows, title, columns)
+
+
+def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
+    """Print where every stage of a run stands."""
+    run = read_run(run_path)
+    _console(stream).print(Group(status_table(rows(run), f"{run.name}  {run.path.name}  {run.outcome}"), *_errors(run)))
+
+
+def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO | None = None) -> None:
+    """Print how a run ended: its stages, where the time went, and how to load what it made.
+
+    `since` is the unix time at which this command began; None: the start of the run.
+    """
+    run = read_run(run_path)
+    since = float(run.facts.get("started") or run.ended) if since is None else since
+    wall, inside = max(0.0, run.ended - since), busy_seconds(run, since)
+    facts = {
+        "time inside stage workers": wording.duration(inside),
+        "orchestration overhead": wording.duration(max(0.0, wall - inside)),
+    }
+    if (run.path / "report.html").is_file():
+        facts["report"] = str(run.path / "report.html")
+    if run.model is not None:
+        facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
+    title = f"{run.name}  {run.path.name}  {run.outcome} after {wording.duration(wall)}"
+    width = max(len(key) for key in facts)
+    lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
+    console = _console(stream)
+    console.print(Group(summary_table(rows(run), title), *_errors(run)))
+    for line in lines:
+        console.print(line, soft_wrap=True)  # a path or a line of Python is copied from here: never broken
+
+
+def _console(stream: TextIO | None) -> Console:
+    console = Console(file=stream or sys.stdout, highlight=False)
+    return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_WIDTH)
+
+
+def _errors(run: Any) -> list[Text]:
+    broken = [stage for stage in run.stages if stage.status == "failed" and stage.state.get("error")]
+    return [Text(f"{stage.name}: {stage.state['error']}", style="red") for stage in broken]
+
+
+def _make_table(
+    rows: Sequence[dict[str, Any]], title: str, columns: dict[str, Callable[[dict[str, Any]], str | Text]]
+) -> Table:
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        is_figure = name in {"attempt", "step", "time"}
+        table.add_column(name, justify="right" if is_figure else "left", header_style="dim", no_wrap=name != "metrics")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    return table
+
+
+def _name(row: dict[str, Any]) -> str | Text:
+    return Text(str(row.get("stage", "")))
+
+
+def _state(row: dict[str, Any]) -> str | Text:
+    state = str(row.get("state", ""))
+    return Text(f"{_MARKS.get(state, ' ')} {state}", style=STYLES.get(state, ""))
+
+
+def _time(row: dict[str, Any]) -> str | Text:
+    return wording.duration(row.get("seconds")) if row.get("seconds") is not None else ""
+
+
+def _metrics(row: dict[str, Any]) -> str | Text:
+    shown = wording.key_metrics(row.get("metrics") or {})
+    return Text("  ".join(f"{key} {wording.number(value)}" for key, value in shown.items()))
+
+
+def _ratio(step: Any, total: Any) -> str:
+    if step is None or (step == 0 and not total):
+        return ""
+    return f"{step}/{total}" if total else str(step)
+
+
+def _phase(line: _Line) -> str:
+    phase = str(line.progress.get("phase", ""))
+    if line.state not in _ACTIVE or (phase in _STEPPING and line.progress.get("step")):
+        return ""
+    return phase
+
+
+def _steps(line: _Line) -> str:
+    ratio = _ratio(line.progress.get("step"), line.progress.get("total"))
+    return f"step {ratio}" if ratio else ""
+
+
+def _figures(line: _Line) -> list[str]:
+    metrics = line.progress.get("metrics") or {}
+    found, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
+    figures = [f"{found[0]} {wording.number(found[1])}"] if found else []
+    return [*figures, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in _ACTIVE else figures
+
+
+def _bar(line: _Line, width: int, now: float) -> ProgressBar:
+    step, total = line.progress.get("step") or 0, line.progress.get("total")
+    if line.state in {"done", "reused"}:
+        return ProgressBar(total=1, completed=1, width=width)
+    is_unknown = not total and line.state == "running"
+    return ProgressBar(
+        total=total or 1, completed=step if total else 0, width=width, pulse=is_unknown, animation_time=now
+    )
+
+
+def _set_anchor(line: _Line) -> None:
+    progress = line.progress
+    pid, step = progress.get("pid"), progress.get("step") or 0
+    is_stale = line.anchor is not None and (line.anchor[0] != pid or line.anchor[2] > step)
+    if (line.anchor is None or is_stale) and step:
+        line.anchor = (pid, float(progress.get("heartbeat", 0)), step)
+
+
+def _eta_seconds(line: _Line) -> float | None:
+    """Seconds to the last step at the pace since the first step that was seen; None: not known yet."""
+    step, total, heartbeat = (line.progress.get(key) for key in ("step", "total", "heartbeat"))
+    if line.anchor is None or not step or not total or not heartbeat:
+        return None
+    _, since, first = line.anchor
+    return (heartbeat - since) / (step - first) * (total - step) if step > first else None

@@ -1,0 +1,83 @@
+"""Log lines of the command line and the worker, and the switches that keep libraries from phoning home.
+
+One line a record, `12:03:44 INFO  cosmos_core.train  message`. What a stage measures is not logged here: that is
+`metrics.jsonl` and `progress.json`, which `console` and `report` show.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+NO_PHONE_HOME: dict[str, str] = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""Environment variables under which nothing that we start reports to its makers."""
+
+NOISY = frozenset({
+    "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
+    "matplotlib", "numexpr", "prefect", "ray", "torch", "transformers", "urllib3", "uvicorn", "vllm",
+})  # fmt: skip
+"""Top-level loggers of which only warnings and errors are shown."""
+
+_SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+
+
+def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
+    """Send every log record of this process to `stream` as one line; calling it again replaces the last set-up.
+
+    None: whatever `sys.stderr` is at that moment, so that a live display may stand below the lines.
+    Call it before vLLM is imported: it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds a handler of its own.
+    """
+    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    handler = LineHandler(stream)
+    handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
+    # A filter here and not levels on the loggers: Prefect and vLLM reset those when they are imported.
+    handler.addFilter(_is_worth_a_line)
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if isinstance(each, LineHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+
+
+def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `env` with `NO_PHONE_HOME` added; what the user has set stays."""
+    return {**NO_PHONE_HOME, **env}
+
+
+class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to the given stream, or to `sys.stderr` as it is at the time of each record.
+
+    Public by name: Prefect replaces the root's handlers unless one has a formatter and a name without underscore.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        logging.Handler.__init__(self)
+        self._given = stream
+
+    @property
+    def stream(self) -> TextIO:
+        """Where the next record goes."""
+        return sys.stderr if self._given is None else self._given
+
+
+class _LineFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = _SHORT.get(record.levelname, record.levelname)
+        return self._style._fmt % {**record.__dict__, "levelname": level}
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in NOISY

@@ -1,0 +1,142 @@
+"""Curves of `metrics.jsonl`, drawn by matplotlib: a PNG for Prefect's artifacts, SVG for the report.
+
+One panel a family of metrics (`train/loss` and `validation/loss` share one), x is the step. Which metrics there are
+is read from the lines; nothing here knows an algorithm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cosmos_core.observe.wording import family
+from cosmos_core.run.progress import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
+"""Families that are drawn when none are asked for."""
+
+_INK, _GRID = "#6b7280", "#d4d4d8"
+_LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
+_VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
+    colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
+}
+_SIZE = (3.5, 2.1)  # inches of one panel
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: small, and in the font of the page
+    "svg.hashsalt": "cosmos",  # the same curves are the same bytes
+    "font.family": ["sans-serif"],
+    "font.size": 8.0,
+    "text.parse_math": False,
+}
+Series = dict[str, tuple[list[float], list[float]]]
+
+
+def curves(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
+    """A PNG with one panel for each family in `keys` that the metrics have; a note where they have none.
+
+    `source` is a `metrics.jsonl` or its lines. NaN and infinities leave a gap.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = _panels(source, keys)
+    width = max(1, min(3, len(panels)))
+    height = max(1, math.ceil(len(panels) / width))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_SIZE[0] * width, _SIZE[1] * height), layout="constrained")
+        if not panels:
+            figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_INK)
+        for index, (name, series) in enumerate(panels.items()):
+            _draw(figure.add_subplot(height, width, index + 1), name, series)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def curves_svg(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
+    """One `<svg>` a panel, to stand inside an html page; empty when there is nothing to draw.
+
+    Colours are the page's CSS variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
+    follow its light or dark mode.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    pictures = []
+    with matplotlib.rc_context(_STYLE):
+        for name, series in _panels(source, keys).items():
+            figure = Figure(figsize=_SIZE, layout="constrained")
+            _draw(figure.add_subplot(), name, series)
+            pictures.append(_inline(figure, f"{name} by step"))
+    return "\n".join(pictures)
+
+
+def _panels(source: Path | Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Series]:
+    lines = read_metrics(source) if isinstance(source, Path) else source
+    panels: dict[str, Series] = {key: {} for key in keys}
+    for line in lines:
+        step = line.get("step")
+        if not isinstance(step, int | float):
+            continue
+        for key, value in line.items():
+            if family(key) in panels and isinstance(value, int | float) and not isinstance(value, bool):
+                steps, values = panels[family(key)].setdefault(key, ([], []))
+                steps.append(float(step))
+                values.append(float(value) if math.isfinite(value) else math.nan)
+    finite = {name: _with_a_point(series) for name, series in panels.items()}
+    return {name: series for name, series in finite.items() if series}
+
+
+def _with_a_point(series: Series) -> Series:
+    return {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
+
+
+def _draw(axes: Axes, name: str, series: Series) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    shown = dict(list(series.items())[: len(_LINES)])
+    for colour, (key, (steps, values)) in zip(_LINES, shown.items(), strict=False):
+        is_sparse = len(steps) <= 12
+        axes.plot(
+            steps, values, color=colour, linewidth=1.4, marker="o" if is_sparse else "", markersize=2.8, label=key
+        )
+    axes.set_title(name, loc="left", fontsize=9, color=_INK)
+    axes.tick_params(colors=_INK, labelsize=7, length=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    if len(shown) > 1:
+        axes.legend(frameon=False, fontsize=7, labelcolor=_INK, handlelength=1.2)
+
+
+def _inline(figure: Figure, label: str) -> str:
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    svg = buffer.getvalue()
+    body = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    # A style sheet in an svg inside html is a style sheet of the whole page, and so are its ids.
+    body = re.sub(r"<(style|metadata)\b.*?</\1>", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"/>', "", body)
+    body = re.sub(r'<g id="[^"]*">', "<g>", body)
+    body = re.sub(r" font-family: [^;\"]*;", "", body)
+    own = hashlib.sha256(body.encode()).hexdigest()[:8]
+    body = re.sub(r'((?:id="|href="#))(m[0-9a-f]+")', rf"\1{own}-\2", body)
+    body = re.sub(r"\s*\n\s*", " ", body).replace("xlink:href", "href")
+    for colour, variable in _VARIABLES.items():
+        body = body.replace(colour, variable)
+    width, height = (72 * inches for inches in _SIZE)
+    return f'<svg class="curve" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">{body}</svg>'

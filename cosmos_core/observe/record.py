@@ -1,0 +1,213 @@
+"""A run directory as people want to see it: every file read once, whatever is missing left empty.
+
+For showing only. What decides about reuse or failure reads the files through `run`, which is strict.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.run.files import read_json
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.state import read_state
+
+FINISHED = frozenset({"done", "reused"})
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One stage of a run."""
+
+    path: Path
+    name: str
+    kind: str
+    after: tuple[str, ...]
+    depth: int
+    """Longest chain of stages before it; 0: it waits for nothing."""
+    state: dict[str, Any]
+    progress: dict[str, Any]
+    result: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        """waiting, running, retrying, done, reused, failed or stopped."""
+        return str(self.state["state"])
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time from its first attempt to its end, or to now while it runs; None: it never started."""
+        started, ended = self.state.get("started"), self.state.get("ended")
+        if not started or self.status in {"waiting", "reused"}:
+            return None
+        return max(0.0, float(ended or time.time()) - float(started))
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Final metrics of a finished stage, else the newest of a running one."""
+        return dict(self.result.get("metrics") or self.progress.get("metrics") or {})
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the stage left beside metrics: its model, checks, conditions."""
+        return dict(self.result.get("info") or {})
+
+    @cached_property
+    def curves(self) -> list[dict[str, Any]]:
+        """Lines of `metrics.jsonl`."""
+        return [line for line in read_metrics(self.path / "metrics.jsonl") if isinstance(line, dict)]
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """Lines of `events.jsonl`."""
+        return _json_lines(self.path / "events.jsonl")
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """Lines of `samples.jsonl`."""
+        return [line for line in _json_lines(self.path / "samples.jsonl") if "prompt" in line]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run."""
+
+    path: Path
+    name: str
+    facts: dict[str, Any]
+    """`run.json`."""
+    stages: tuple[StageRecord, ...]
+    """Each after those that it waits for."""
+
+    @property
+    def outcome(self) -> str:
+        """`failed` or `stopped` when a stage is, `done` when all are finished, else `running`; reports do not count."""
+        states = {stage.status for stage in self.stages if stage.kind != "report"}
+        for state in ("failed", "stopped"):
+            if state in states:
+                return state
+        return "done" if states <= FINISHED and self.stages else "running"
+
+    @property
+    def ended(self) -> float:
+        """Unix time of the last thing that happened, or now while something runs or waits to."""
+        ends = [float(stage.state["ended"]) for stage in self.stages if stage.state.get("ended")]
+        return max(ends) if ends and self.outcome != "running" else time.time()
+
+    @property
+    def model(self) -> Path | None:
+        """Folder of the model that the run ends with: the last export, else the last model of any stage."""
+        made = [stage for stage in self.stages if isinstance(stage.info.get("model"), str)]
+        exports = [stage for stage in made if stage.kind == "export"] or made
+        return exports[-1].path / exports[-1].info["model"] if exports else None
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read what there is of a run; never fails on missing or damaged files."""
+    pipeline = _read_pipeline(path / "pipeline.toml")
+    entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
+    if not entries and (path / "stages").is_dir():
+        entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
+    after = {entry["name"]: _names(entry.get("after", ())) for entry in entries}
+    stages = [_read_stage(path / "stages" / entry["name"], entry, after) for entry in entries]
+    facts = _read_dict(path / "run.json")
+    name = str(pipeline.get("name") or facts.get("pipeline") or "pipeline")
+    return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
+
+
+def rows(run: RunRecord) -> list[dict[str, Any]]:
+    """One dict a stage for the tables of `console`: stage, kind, state, attempt, step, total, seconds, metrics."""
+    return [
+        {
+            "stage": stage.name,
+            "kind": stage.kind,
+            "state": stage.status,
+            "attempt": stage.state["attempt"],
+            "step": stage.progress.get("step", stage.state.get("step")),
+            "total": stage.progress.get("total", stage.state.get("total")),
+            "seconds": stage.seconds,
+            "metrics": stage.metrics,
+        }
+        for stage in run.stages
+    ]
+
+
+def busy_seconds(run: RunRecord, since: float) -> float:
+    """Seconds after `since` (unix time) in which at least one worker ran; parallel stages are not counted twice.
+
+    A stage with several attempts is taken as one block of its worker seconds: when exactly the pauses fell is not kept.
+    """
+    blocks = []
+    for stage in run.stages:
+        begin = float(stage.state.get("started") or 0)
+        length = float(stage.state.get("worker_seconds") or 0)
+        if begin < since:  # of an earlier command: only its last attempt can lie in this one
+            begin = float(stage.state.get("attempt_started") or begin)
+            length = float(stage.state.get("ended") or begin) - begin
+        if begin >= since and length > 0:
+            blocks.append((begin, begin + length))
+    total, reached = 0.0, since
+    for begin, end in sorted(blocks):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def loading_line(model: Path) -> str:
+    """The Python line that loads the model with the public library."""
+    return (
+        f"from transformers import AutoModelForCausalLM; model = AutoModelForCausalLM.from_pretrained({str(model)!r})"
+    )
+
+
+def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]]) -> StageRecord:
+    name, result = entry["name"], _read_dict(path / "result.json")
+    return StageRecord(
+        path=path,
+        name=name,
+        kind=str(entry.get("kind") or result.get("kind") or ""),
+        after=after[name],
+        depth=_depth(name, after),
+        state=read_state(path),
+        progress=_read_dict(path / "progress.json"),
+        result=result,
+    )
+
+
+def _depth(name: str, after: dict[str, tuple[str, ...]], seen: tuple[str, ...] = ()) -> int:
+    before = [other for other in after[name] if other in after and other not in seen]
+    return max((1 + _depth(other, after, (*seen, name)) for other in before), default=0)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _read_dict(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _read_pipeline(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("pipeline", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:  # a last line that was cut by a kill
+            continue
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines

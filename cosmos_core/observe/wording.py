@@ -1,0 +1,88 @@
+"""How figures are said to people, on the console and in the report alike: durations, numbers, which metric is which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
+_BOOKKEEPING = ("time/", "throughput/", "memory/")
+_HEADLINES = ("reward", "loss", "accuracy")
+_LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated")
+
+
+def duration(seconds: float | None) -> str:
+    """`3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def number(value: Any) -> str:
+    """A metric with three decimals, or three digits where it is very small or large; a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def count(value: float) -> str:
+    """`850`, `3.2k`, `1.4M`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def family(key: str) -> str:
+    """What a metric is about: `loss` for `train/loss`, `reward` for `validation/reward` and `reward/mean`."""
+    for suffix in _SUFFIXES:
+        key = key.removesuffix(suffix)
+    return key.rpartition("/")[2]
+
+
+def lower_is_better(key: str) -> bool:
+    """Whether a falling value of this metric is good news."""
+    return any(word in key.lower() for word in _LOWER_IS_BETTER)
+
+
+def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
+    """The one figure of a progress line: the reward if there is one, else the loss, else the accuracy."""
+    for wanted in _HEADLINES:
+        for key, value in metrics.items():
+            if family(key) == wanted and isinstance(value, int | float):
+                return wanted, float(value)
+    return None
+
+
+def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
+    """The throughput among the metrics of a step; None when it is not measured."""
+    for key, value in metrics.items():
+        if family(key) == "tokens_per_second" and isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
+    """The figures that a table has room for: validation first, then reward, loss, accuracy, then the rest."""
+
+    def rank(key: str) -> int:
+        if key.startswith("validation/"):
+            return 0
+        return 1 + _HEADLINES.index(family(key)) if family(key) in _HEADLINES else len(_HEADLINES) + 1
+
+    shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(_BOOKKEEPING)]
+    return {key: metrics[key] for key in sorted(shown, key=rank)[:most]}

@@ -1,0 +1,137 @@
+"""What a reward is: a function of an answer and its reference that returns a number, or a number and metrics.
+
+    def gsm8k(to_be_evaluated: str, reference: str) -> float: ...
+    def mine(to_be_evaluated, reference, prompt, num_tokens, **others) -> tuple[float, dict[str, float]]: ...
+
+As in Cosmos-RL, beyond the first two a reward is given by keyword those things that it declares (all of them with
+`**kwargs`); `KEYWORDS` lists them. Cosmos-RL's `tokenizer`, `config` and `data_packer` are not offered: rewards run in
+child processes without torch. An exception means *unknown*, never 0. Not here: deadlines and processes (runner.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_core.errors import ConfigError, RewardError
+from cosmos_core.registry import import_thing, is_import_path, known_names, suggestion
+
+KEYWORDS = {
+    "prompt": "the rendered prompt, a string",
+    "num_tokens": "sampled tokens of the answer, the end token included",
+    "finish_reason": "'stop' or 'length'",
+    "custom": "the recipe's [custom] table",
+}
+
+_FOLDER = "cosmos_core.rewards"
+_MACHINERY = {"base", "child", "runner"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function and the keywords that it wants."""
+
+    name: str
+    function: Callable[..., Any]
+    keywords: tuple[str, ...]
+
+    def __call__(self, fields: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Score `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`; a wanted one that is missing is None.
+
+        Raises:
+            ValueError: the function returned something that is no finite number.
+            Exception: whatever the function raises.
+        """
+        keywords = {keyword: fields.get(keyword) for keyword in self.keywords}
+        result = self.function(fields["to_be_evaluated"], fields["reference"], **keywords)
+        value, metrics = result if isinstance(result, tuple) else (result, {})
+        return _finite(value, "returned"), {
+            str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
+        }
+
+
+def load_reward(name: str) -> Reward:
+    """The reward `cosmos_core/rewards/<name>.py:<name>`, or a user's `module:function` or `path/file.py:function`.
+
+    Raises:
+        RewardError: it does not exist, cannot be imported, or wants a keyword that is not offered.
+    """
+    function = _users_function(name) if is_import_path(name) else _our_function(name)
+    return Reward(name, function, _keywords(name, function))
+
+
+def known_rewards() -> list[str]:
+    """Names of the rewards that come with us."""
+    return [name for name in known_names(_FOLDER) if name not in _MACHINERY]
+
+
+def require_reference(reference: str) -> str:
+    """`reference` without surrounding blanks; an empty one is unknown: nothing can be right or wrong against it.
+
+    Raises:
+        ValueError: there is no reference.
+    """
+    if not reference or not reference.strip():
+        raise ValueError("the reference answer is empty")
+    return reference.strip()
+
+
+def _our_function(name: str) -> Callable[..., Any]:
+    if name not in known_rewards():
+        raise RewardError(
+            f"train.train_policy.reward_function: there is no reward {name!r}{suggestion(name, known_rewards())}"
+            "; a reward of your own is module:function or path/file.py:function"
+        )
+    return import_thing(f"{_FOLDER}.{name}:{name}")
+
+
+def _users_function(name: str) -> Callable[..., Any]:
+    try:
+        function = import_thing(name)
+    except ConfigError as error:
+        raise RewardError(f"train.train_policy.reward_function: {error}") from error
+    except Exception as error:  # importing runs a user's code, which may raise anything
+        raise RewardError(
+            f"train.train_policy.reward_function: importing {name!r} failed: {one_line(error)}"
+        ) from error
+    if not callable(function):
+        raise RewardError(
+            f"train.train_policy.reward_function: {name!r} is a {type(function).__name__}, not a function"
+        )
+    return function
+
+
+def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    signature = inspect.signature(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    named = [
+        p.name for p in list(signature.parameters.values())[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    keywords = tuple(keyword for keyword in KEYWORDS if takes_all or keyword in named)
+    try:
+        signature.bind("", "", **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise RewardError(
+            f"train.train_policy.reward_function: {name!r} cannot be called as f(to_be_evaluated, reference"
+            f"{''.join(f', {k}=' for k in keywords)}): {error}; offered keywords: {', '.join(KEYWORDS)}"
+        ) from error
+    return keywords
+
+
+def one_line(error: BaseException) -> str:
+    """Class and message of an error on one line of bounded length."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 500 else text[:497] + "..."
+
+
+def _finite(value: Any, what: str) -> float:
+    if hasattr(value, "item"):  # numpy and torch scalars
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise ValueError(f"{what} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
+    if not math.isfinite(value):
+        raise ValueError(f"{what} {value}; the rule is a finite number")
+    return float(value)

@@ -1,0 +1,54 @@
+"""The text after the last `Answer:` is the reference, both normalised by Minerva's rules (DAPO-17k)."""
+
+from __future__ import annotations
+
+import re
+
+from cosmos_core.rewards.base import require_reference
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+# Order matters in all three tables: articles go before blanks do, longer debris before its own parts.
+_REPLACED = (
+    ("an ", ""), ("a ", ""), ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_DELETED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_REWRITTEN = (
+    (re.compile(r"^.*?\$(.*?)\$.*$"), r"\1"),
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+def direct_math(to_be_evaluated: str, reference: str) -> float:
+    """+1 if the last `Answer: ...` line equals the reference after normalisation, else -1; no such line is -1.
+
+    An empty reference is invalid.
+    """
+    expected = _normalised(require_reference(reference))
+    answers = _ANSWER.findall(to_be_evaluated)
+    return 1.0 if answers and _normalised(answers[-1]) == expected else -1.0
+
+
+def _normalised(answer: str) -> str:
+    answer = answer.rpartition("=")[2]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for debris in _DELETED:
+        answer = answer.replace(debris, "")
+    for pattern, rewritten in _REWRITTEN:
+        answer = pattern.sub(rewritten, answer)
+    answer = answer.replace("$", "")
+    if answer.replace(",", "").isdigit():
+        answer = answer.replace(",", "")
+    return answer.strip()

@@ -1,0 +1,15 @@
+"""The answer has the shape `<think>...</think>`, a blank line, `<answer>...</answer>`, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+_SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>$", re.DOTALL)
+
+
+def format(to_be_evaluated: str, reference: str) -> float:
+    """1 if the answer has exactly that shape, else 0.
+
+    The thought holds no think tags, one newline may follow the end, and the reference is not looked at.
+    """
+    return float(_SHAPE.match(to_be_evaluated) is not None)

@@ -1,0 +1,205 @@
+"""Rollout with vLLM inside the trainer's process, on a GPU or with the CPU build.
+
+In this process, because then weights are handed over by reference and no child can outlive the stage. vLLM changes
+much of the process that it starts in; `_process_kept` undoes that. Engines on other machines are not here.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cosmos_core.config.rollout import RolloutConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.rollout.base import check_prompts, completion, request_seed, stop_token_ids
+from cosmos_core.rollout.weights import check_norms, check_probe, checksum, probe_tokens
+from cosmos_core.types import Group, Prompt, Sampling
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # a dozen warnings at each start are about servers and kernels, not about a recipe
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would be the trainer's threads too
+}
+_LOWEST_TEMPERATURE = 0.01  # vLLM silently samples at this when asked for less
+
+
+class VllmEngine:
+    """One vLLM `LLM` and the trainer's module, whose log-probabilities every weight sync is checked against."""
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: str,
+        rollout: RolloutConfig,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._dtype = dtype
+        self._stop_ids = stop_token_ids(model, tokenizer)
+        self._version = 0
+        self._owns_process_group = not torch.distributed.is_initialized()
+        _set_environment()
+        with _process_kept():
+            self._vllm = _import_vllm()
+            try:
+                self._llm = self._vllm.LLM(**_engine_arguments(model, folder, rollout, max_model_len, dtype))
+            except ValueError as error:
+                reason = " ".join(str(error).split())[:400]
+                raise ConfigError(f"vLLM refuses {folder!r}: {reason}; or set rollout.backend = 'hf'") from error
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        """See `Engine.generate`; one request a completion, so that each has a seed of its own."""
+        check_prompts(prompts, self._max_model_len)
+        k = sampling.num_completions
+        tokens = [self._vllm.TokensPrompt(prompt_token_ids=list(p.token_ids)) for p in prompts for _ in range(k)]
+        parameters = [
+            self._parameters(sampling, request_seed(sampling.seed, step, p.id, i)) for p in prompts for i in range(k)
+        ]
+        with _process_kept():
+            self._llm.reset_prefix_cache()  # what was asked before must not decide which kernels run now
+            outputs = [request.outputs[0] for request in self._llm.generate(tokens, parameters, use_tqdm=False)]
+        rows = [
+            completion(
+                self._tokenizer, output.token_ids, output.logprobs.logprobs, stopped=output.finish_reason == "stop"
+            )
+            for output in outputs
+        ]
+        return [Group(p, tuple(rows[i * k : (i + 1) * k]), self._version) for i, p in enumerate(prompts)]
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> str:
+        """See `Engine.load_weights`; tied weights must come under both names."""
+        sent = dict(weights)
+        with _process_kept():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sent.items())})
+            self._llm.reset_prefix_cache()
+            self._llm.apply_model(lambda engine_model: check_norms(sent, dict(engine_model.named_parameters())))
+            self._check_against_trainer()
+        self._version = version
+        return checksum(sent.items())
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`; the CPU build has nothing to give back."""
+        if torch.cuda.is_available():
+            self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+        if torch.cuda.is_available():
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        if self._owns_process_group:
+            cleanup_dist_env_and_memory()
+
+    def _parameters(self, sampling: Sampling, seed: int) -> Any:
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature = {sampling.temperature} is below {_LOWEST_TEMPERATURE}, the least that vLLM samples at; "
+                "use 0 for greedy decoding"
+            )
+        return self._vllm.SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty, max_tokens=sampling.max_tokens, seed=seed,
+            stop_token_ids=self._stop_ids, logprobs=0, flat_logprobs=True, detokenize=False,
+        )  # fmt: skip
+
+    def _check_against_trainer(self) -> None:
+        probe = probe_tokens(self._model.config.get_text_config().vocab_size, self._max_model_len)
+        parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompt = self._vllm.TokensPrompt(prompt_token_ids=probe)
+        [request] = self._llm.generate([prompt], parameters, use_tqdm=False)
+        scored = zip(probe[1:], request.prompt_logprobs[1:], strict=True)
+        check_probe(self._model, probe, [logprobs[token].logprob for token, logprobs in scored], self._dtype)
+
+
+def _set_environment() -> None:
+    """Before vLLM is imported; what a user set wins."""
+    for name, value in (_ENVIRONMENT if torch.cuda.is_available() else _ENVIRONMENT | _CPU_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+
+
+def _import_vllm() -> Any:
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not torch.cuda.is_available():
+        # The rank of each sampled token, which nobody reads, would be compiled: 10 s and a C++ compiler.
+        current_platform.simple_compile_backend = "eager"
+    return vllm
+
+
+def _engine_arguments(
+    model: PreTrainedModel, folder: str, rollout: RolloutConfig, max_model_len: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "enforce_eager": rollout.enforce_eager,
+        "distributed_executor_backend": "uni",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that a token was drawn from
+        "generation_config": "vllm",  # a model's own sampling defaults must not mix with the recipe's
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if torch.cuda.is_available():
+        arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+    return arguments
+
+
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """Undo what vLLM does to its process: random states, threads, signal handlers, environment.
+
+    It seeds every generator at the start and draws from torch's global one in each step; it replaces
+    `torch.set_num_threads` by a function that refuses; and it puts libraries into LD_PRELOAD for its children, which
+    would reach the children of the trainer. Its own variables stay, because it reads them again.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    environment = dict(os.environ)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        for name in set(os.environ) - set(environment):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})

@@ -1,0 +1,184 @@
+"""The run directory: made, opened, found again by id or path. It is the truth; Prefect's database is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.load import read_toml
+from cosmos_core.errors import ConfigError
+from cosmos_core.run.digests import Digests
+from cosmos_core.run.files import read_json, write_json, write_text
+from cosmos_core.run.fingerprint import versions
+from cosmos_core.run.lock import Lock
+from cosmos_core.types import StageKind
+
+PIPELINE = "pipeline.toml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on disk."""
+
+    path: Path
+    pipeline: Pipeline
+    kinds: dict[str, StageKind]
+
+    @property
+    def id(self) -> str:
+        """`YYYYmmddHHMMSS`, with a suffix where two began in the same second."""
+        return self.path.name
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of all runs, with what they share: digests, fingerprints, locks."""
+        return self.path.parent
+
+    @cached_property
+    def digests(self) -> Digests:
+        """Shared cache of content digests."""
+        return Digests(self.output_dir / ".cosmos" / "digests.json")
+
+    def stage_path(self, name: str) -> Path:
+        """Folder of a stage."""
+        return self.path / "stages" / name
+
+
+def create_run(pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None) -> Run:
+    """Make the directory of a new run.
+
+    Raises:
+        ConfigError: the output folder cannot be written, or `run_id` is taken.
+    """
+    output_dir = writable(pipeline.output_dir)
+    path = _unused(output_dir, run_id or _timestamp(pipeline))
+    write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
+    (path / "stages").mkdir()
+    seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
+    facts = {
+        "run_id": path.name,
+        "pipeline": pipeline.config.name,
+        "started": time.time(),
+        "command": command or sys.argv,
+        "host": socket.gethostname(),
+        "git_commit": _git_commit(),
+        "python": sys.version.split()[0],
+        "versions": versions(),
+        "seeds": seeds,
+    }
+    write_json(path / "run.json", facts)
+    _list_run(output_dir, facts)
+    return Run(path, load_pipeline(path / PIPELINE, (), tuple(kinds)), kinds)
+
+
+def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
+    """Open an existing run from its directory alone.
+
+    Raises:
+        ConfigError: it is not a run, or its pipeline.toml was damaged.
+    """
+    if not (path / PIPELINE).is_file():
+        raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
+    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), tuple(kinds)), kinds)
+
+
+def find_run(name: str, output_dir: Path) -> Path:
+    """The directory of a run given by path or by id; `latest` and an empty name mean the newest.
+
+    Raises:
+        ConfigError: there is no such run; the message lists the newest ones.
+    """
+    if name and (Path(name) / PIPELINE).is_file():
+        return Path(name)
+    runs = sorted(path.parent.name for path in output_dir.glob(f"*/{PIPELINE}"))
+    if name in {"", "latest"} and runs:
+        return output_dir / runs[-1]
+    if name in runs:
+        return output_dir / name
+    known = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
+    raise ConfigError(f"no run {name or 'at all'!r} in {output_dir}{known}; give its path, or the folder of runs with --output-dir")
+
+
+def supersede(stage_path: Path) -> None:
+    """Move a stage directory aside: its content belongs to another fingerprint, or its owner wants it made again."""
+    if not stage_path.exists():
+        return
+    aside = stage_path.parent.parent / "superseded"
+    aside.mkdir(exist_ok=True)
+    number = 1 + sum(path.name.rpartition(".")[0] == stage_path.name for path in aside.iterdir())
+    os.rename(stage_path, aside / f"{stage_path.name}.{number}")
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be, absolute.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    folder = folder.expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"pipeline.output_dir = {str(folder)!r} cannot be written: {error.strerror}; choose another folder") from error
+    return folder
+
+
+def _timestamp(pipeline: Pipeline) -> str:
+    given = [recipe.train.timestamp for recipe in pipeline.recipes.values() if recipe.train.timestamp]
+    return given[0] if given else time.strftime("%Y%m%d%H%M%S")
+
+
+def _unused(output_dir: Path, run_id: str) -> Path:
+    if "/" in run_id or run_id.startswith("."):
+        raise ConfigError(f"run_id = {run_id!r} must be a plain folder name")
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        try:
+            (output_dir / f"{run_id}{suffix}").mkdir()
+            return output_dir / f"{run_id}{suffix}"
+        except FileExistsError:
+            continue
+    raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
+
+
+def _list_run(output_dir: Path, facts: dict[str, Any]) -> None:
+    with Lock(output_dir / ".cosmos" / "runs.lock") as lock:
+        lock.acquire()
+        runs = read_json(output_dir / "runs.json") or []
+        runs.append({key: facts[key] for key in ("run_id", "pipeline", "started")})
+        write_json(output_dir / "runs.json", runs)
+
+
+def _git_commit() -> str:
+    if shutil.which("git") is None:
+        return ""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def saved_pipeline_matches(run_path: Path, pipeline: Pipeline) -> list[str]:
+    """Keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
+    saved, given = _flat(read_toml(run_path / PIPELINE)), _flat(pipeline.as_toml())
+    return sorted(key for key in {*saved, *given} if saved.get(key) != given.get(key))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return {k: v for item in value for k, v in _flat(item, f"{prefix}{item.get('name', '')}.").items()}
+    return {prefix.rstrip("."): value}

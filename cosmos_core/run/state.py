@@ -1,0 +1,34 @@
+"""`state.json` and `events.jsonl`: where a stage stands and what happened to it. Written by the launcher alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.run.files import read_json, write_json
+
+State = dict[str, Any]
+FRESH: State = {"state": "waiting", "attempt": 0, "failures": 0, "worker_seconds": 0.0, "checkpoint_step": None}
+
+
+def read_state(stage_path: Path) -> State:
+    """The state of a stage; a stage that nobody touched is waiting."""
+    found = read_json(stage_path / "state.json")
+    return {**FRESH, **found} if isinstance(found, dict) else dict(FRESH)
+
+
+def update_state(stage_path: Path, **changes: Any) -> State:
+    """Replace some values of the state in one rename."""
+    stage_path.mkdir(parents=True, exist_ok=True)
+    state = {**read_state(stage_path), **changes}
+    write_json(stage_path / "state.json", state)
+    return state
+
+
+def record_event(stage_path: Path, event: str, detail: str = "") -> None:
+    """Append one line to the stage's history."""
+    stage_path.mkdir(parents=True, exist_ok=True)
+    with open(stage_path / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": time.time(), "event": event, "detail": detail}) + "\n")

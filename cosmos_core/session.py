@@ -1,0 +1,112 @@
+"""One `cosmos run` or `cosmos resume` from start to end: a server if need be, the flow, its progress, the final table."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, Preempted
+from cosmos_core.launch.server import prefect_server
+from cosmos_core.observe.console import Display, print_summary
+from cosmos_core.observe.logs import configure, quiet_environment
+from cosmos_core.run.directory import Run
+from cosmos_core.run.files import read_json
+from cosmos_core.run.state import read_state
+
+_WATCH_SECONDS = 0.3
+_DRAIN_SECONDS = 5.0
+
+
+def run_session(run: Run, from_stage: str, *, began: float) -> int:
+    """Run the flow in this process; the exit code. `began` is when the command was typed, in seconds since 1970."""
+    os.environ.update(quiet_environment(os.environ))
+    # The display says what matters; Prefect's own lines go to its server.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    configure("WARNING")
+    signal.signal(signal.SIGTERM, _terminate)
+    names = [stage.name for stage in run.pipeline.stages]
+    interrupted = False
+    with Display(names) as display, _watching(run, display):
+        display.message(f"run {run.id} in {run.path}")
+        try:
+            with prefect_server(run.output_dir / ".cosmos"):
+                _run_flow(run, from_stage)
+        except (KeyboardInterrupt, Preempted):
+            interrupted = True
+    print_summary(run.path, since=began)
+    code = EXIT_PREEMPTED if interrupted else exit_code(run)
+    if code != EXIT_OK:
+        print_hint(run)
+    return code
+
+
+def exit_code(run: Run) -> int:
+    """What the stages' states mean together."""
+    states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
+    failed = [state.get("exit_code", EXIT_CRASH) for state in states if state["state"] == "failed"]
+    if EXIT_USAGE in failed:
+        return EXIT_USAGE
+    if failed:
+        return EXIT_CRASH
+    return EXIT_OK if all(state["state"] in {"done", "reused"} for state in states) else EXIT_PREEMPTED
+
+
+def print_hint(run: Run) -> None:
+    """Say how to go on."""
+    import sys
+
+    sys.stderr.write(f"cosmos: run {run.id} is not complete; continue it with: cosmos resume {_short(run.path)}\n")
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _run_flow(run: Run, from_stage: str) -> None:
+    from prefect.events.worker import EventsWorker
+    from prefect.exceptions import TerminationSignal
+    from prefect.logging.handlers import APILogWorker
+
+    from flows.post_train import post_train
+
+    try:
+        post_train(config=str(run.path), from_stage=from_stage, return_state=True)
+    except TerminationSignal as error:
+        raise Preempted("asked to stop") from error
+    finally:
+        # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
+        APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
+        EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Preempted("asked to stop")
+
+
+@contextmanager
+def _watching(run: Run, display: Display) -> Iterator[None]:
+    """Feed the display from the run directory, which is the truth whoever runs the stages."""
+    done = threading.Event()
+
+    def look() -> None:
+        for stage in run.pipeline.stages:
+            path = run.stage_path(stage.name)
+            progress = read_json(path / "progress.json")
+            display.update(stage.name, read_state(path)["state"], progress if isinstance(progress, dict) else None)
+
+    def watch() -> None:
+        while not done.wait(_WATCH_SECONDS):
+            look()
+
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        look()

@@ -1,0 +1,61 @@
+"""Publish to a folder: `<target>/<version>/`, and `<target>/latest`, a symbolic link that moves last."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import UploadError
+from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
+
+RECORD = "published.json"
+
+
+class LocalTarget:
+    """Versions side by side in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def published(self) -> dict[str, Any] | None:
+        """The record of what `latest` points to; None: nothing."""
+        record = read_json(self.folder / "latest" / RECORD)
+        return record if isinstance(record, dict) else None
+
+    def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Copy, verify, move the pointer.
+
+        Raises:
+            UploadError: the folder cannot be written, or a copy differs from its source.
+        """
+        place = self.folder / version
+        try:
+            if self._damage(place, record):
+                with replaced_folder(place) as building:
+                    shutil.copytree(folder, building, dirs_exist_ok=True)
+                    write_json(building / RECORD, record)
+            if damage := self._damage(place, record):
+                raise UploadError(f"{place}: {damage} after the copy; the pointer was not moved")
+            self._point_to(version)
+        except OSError as error:
+            raise UploadError(f"target {self.folder} cannot be written: {error.strerror}; the pointer was not moved") from error
+        return str(place)
+
+    def _damage(self, place: Path, record: dict[str, Any]) -> str:
+        """Why a version is not complete; empty when every file has the recorded digest."""
+        if read_json(place / RECORD) is None:
+            return "no record"
+        found = {str(file.relative_to(place)): file for file in files_below(place)}
+        for name, digest in record["files"].items():
+            if name not in found or sha256(found[name]) != digest:
+                return f"{name} is missing or altered"
+        return ""
+
+    def _point_to(self, version: str) -> None:
+        link = self.folder / f".latest.{os.getpid()}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(version)
+        os.replace(link, self.folder / "latest")
+        sync_folder(self.folder)

@@ -1,0 +1,102 @@
+"""The program that a stage runs in: `python -m cosmos_core.worker <stage_dir>`.
+
+It reads `stage.toml`, calls the program of the stage's kind, and commits `result.json`. A user's error ends in one
+line in `error.json` and exit code 64, a stop request in 75, anything else in 1 with the traceback in the log.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+import os
+import signal
+import sys
+import tomllib
+import traceback
+from pathlib import Path
+
+from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, StageFailed
+from cosmos_core.observe.logs import configure
+from cosmos_core.registry import import_thing
+from cosmos_core.run.files import write_json
+from cosmos_core.run.manifest import commit
+from cosmos_core.run.stage import Stage, load_stage
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run the stage named on the command line; its exit code."""
+    _keep_locks_from_children()
+    path = Path(sys.argv[1])
+    configure()
+    try:
+        stage = load_stage(path)
+        _listen_for_stop(stage)
+        run_program(stage)
+    except CosmosError as error:
+        return _give_up(path, error)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            return _give_up(path, StageFailed(f"disk full: {error.strerror}: {error.filename or path}; free space and resume"))
+        return _crash(path, error)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a line and an exit code
+        return _crash(path, error)
+    return EXIT_OK
+
+
+def run_program(stage: Stage) -> None:
+    """Call the program of the stage's kind and commit what it returns."""
+    stage.progress.phase("start")
+    spec = tomllib.loads((stage.path / "stage.toml").read_text(encoding="utf-8"))
+    program = import_thing(spec["entry"])
+    try:
+        inspect.signature(program).bind(stage, **stage.config.arguments)
+    except TypeError as error:
+        raise ConfigError(f"stage {stage.name!r}: arguments do not fit {spec['entry']}: {error}") from error
+    outcome = program(stage, **stage.config.arguments)
+    commit(
+        stage.path, outcome, name=stage.name, kind=stage.config.kind, fingerprint=stage.fingerprint, inputs=stage.inputs
+    )
+
+
+def _keep_locks_from_children() -> None:
+    """The locks belong to this process and its launcher; a child that outlived both must not hold them."""
+    for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
+        os.set_inheritable(int(descriptor), False)
+
+
+def _listen_for_stop(stage: Stage) -> None:
+    def request(number: int, frame: object) -> None:
+        stage.stop_requested = True
+
+    for name in {"SIGTERM", *stage.recipe.train.signal_to_handle}:
+        signal.signal(signal.Signals[name], request)
+
+
+def _give_up(path: Path, error: CosmosError) -> int:
+    logger.error("%s", error, exc_info=error.__cause__)
+    return _say(path, error, type(error).__name__, str(error))
+
+
+def _crash(path: Path, error: Exception) -> int:
+    traceback.print_exc()
+    return _say(path, error, StageFailed.__name__, f"{type(error).__name__}: {error}")
+
+
+def _say(path: Path, error: Exception, kind: str, message: str) -> int:
+    try:
+        write_json(path / "error.json", {"type": kind, "message": " ".join(message.split())})
+    except OSError:
+        logger.exception("error.json could not be written")
+    return error.exit_code if isinstance(error, CosmosError) else EXIT_CRASH
+
+
+if __name__ == "__main__":
+    # A normal interpreter exit may hang in the threads of a library; everything is on disk by now.
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,83 @@
+"""The pipeline: a DAG of stages from one TOML, each a retryable task, independent branches in parallel."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectFuture, wait
+from prefect.states import Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
+from cosmos_core.launch.worker import stop_all
+from cosmos_core.run.directory import PIPELINE, Run, create_run, open_run, saved_pipeline_matches, supersede
+from cosmos_core.run.state import update_state
+from tasks.kinds import all_kinds
+from tasks.stage import stage_task
+
+
+@flow(name="post-train", flow_run_name="{config}", task_runner=ThreadPoolTaskRunner(max_workers=64))
+def post_train(
+    config: Annotated[str, Field(description="Pipeline or recipe TOML, or the directory of a run to continue")],
+    overrides: Annotated[list[str], Field(description="Settings such as train.optm_lr=2e-6")] = [],  # noqa: B006 - Prefect shows the default
+    run_id: Annotated[str, Field(description="Name of the run; an existing one is continued; empty: the time")] = "",
+    from_stage: Annotated[str, Field(description="Make this stage and everything behind it again; empty: none")] = "",
+) -> Any:
+    """Bring every stage of a pipeline to its result, reusing what is proven."""
+    run = open_or_create(config, overrides, run_id)
+    force(run, from_stage)
+    futures: dict[str, PrefectFuture[Any]] = {}
+    for stage in run.pipeline.stages:
+        upstream = [futures[name] for name in stage.after]
+        futures[stage.name] = stage_task(run.path, stage.name).submit(str(run.path), stage.name, wait_for=upstream)
+    try:
+        wait(list(futures.values()))
+    except (TerminationSignal, KeyboardInterrupt):
+        # Termination reaches this thread alone; the tasks wait in others and would not notice.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stop_all()
+        wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
+        raise
+    states = {name: future.state for name, future in futures.items()}
+    bad = [name for name, state in states.items() if not state.is_completed()]
+    if bad:
+        return Failed(message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}")
+    return Completed(message=f"run {run.id}: {len(states)} stages completed", data=str(run.path))
+
+
+def open_or_create(config: str, overrides: Sequence[str], run_id: str) -> Run:
+    """The run to work on: a run directory as it is, an existing `run_id` if it means the same, or a new one.
+
+    Raises:
+        ConfigError: the configuration is wrong, or differs from that of the existing run.
+    """
+    kinds = all_kinds()
+    path = Path(config).expanduser()
+    if path.is_dir():
+        if overrides:
+            raise ConfigError(f"{path} is a run; its settings are fixed. Start a new run with the overrides: what they leave alone is reused")
+        return open_run(path, kinds)
+    pipeline = load_pipeline(path, overrides, tuple(kinds))
+    existing = pipeline.output_dir.expanduser().absolute() / run_id
+    if run_id and (existing / PIPELINE).is_file():
+        if different := saved_pipeline_matches(existing, pipeline):
+            shown = ", ".join(different[:3])
+            raise ConfigError(f"run {run_id} exists and was made with other settings ({shown}); leave run_id out, or resume it as it is")
+        return open_run(existing, kinds)
+    return create_run(pipeline, kinds, run_id=run_id)
+
+
+def force(run: Run, from_stage: str) -> None:
+    """Move `from_stage` and everything behind it aside, so that it is made again."""
+    if not from_stage:
+        return
+    for name in sorted(run.pipeline.behind(from_stage)):
+        supersede(run.stage_path(name))
+        update_state(run.stage_path(name), forced=True)

@@ -1,0 +1,92 @@
+"""What Prefect's UI shows of a stage: a progress bar, a table of metrics, the curves as an image, a final card.
+
+Prefect keeps every version of an artifact, so all but the progress bar are written at most twice a minute. A server
+that does not answer costs a warning, never the stage.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.exceptions import PrefectException
+
+from cosmos_core.observe.plots import curves
+from cosmos_core.run.manifest import Result
+from cosmos_core.run.progress import read_metrics
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 3.0
+_TABLE_SECONDS = 30.0
+_ROWS = 20
+
+
+class StageArtifacts:
+    """Artifacts of one stage, in the task run that makes it."""
+
+    def __init__(self, run_id: str, stage_path: Path) -> None:
+        self._stage_path = stage_path
+        # Keys are lower-case letters, digits and dashes.
+        self._key = f"{run_id}-{stage_path.name}".lower().replace("_", "-")
+        self._progress_id: UUID | None = None
+        self._next_progress = 0.0
+        self._next_table = time.monotonic() + _TABLE_SECONDS
+
+    def update(self, progress: dict[str, Any]) -> None:
+        """Show the worker's progress."""
+        now = time.monotonic()
+        try:
+            if now >= self._next_progress and progress.get("total"):
+                self._next_progress = now + _PROGRESS_SECONDS
+                self._show_progress(100.0 * progress["step"] / progress["total"])
+            if now >= self._next_table:
+                self._next_table = now + _TABLE_SECONDS
+                self._show_metrics()
+        except (httpx.HTTPError, PrefectException) as error:
+            logger.warning("Prefect does not take artifacts now: %s", error)
+
+    def finish(self, result: Result) -> None:
+        """Show the end: full bar, last metrics, curves, and a card."""
+        try:
+            self._show_progress(100.0)
+            self._show_metrics()
+            create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
+        except (httpx.HTTPError, PrefectException) as error:
+            logger.warning("Prefect does not take artifacts now: %s", error)
+
+    def _show_progress(self, percent: float) -> None:
+        if self._progress_id is None:
+            created = create_progress_artifact(progress=percent, key=f"{self._key}-progress", description=self._stage_path.name)
+            self._progress_id = created if isinstance(created, UUID) else None
+        else:
+            update_progress_artifact(self._progress_id, progress=percent)
+
+    def _show_metrics(self) -> None:
+        lines = read_metrics(self._stage_path / "metrics.jsonl")
+        if not lines:
+            return
+        keys = ["step", *sorted({key for line in lines[-_ROWS:] for key in line} - {"step", "time"})]
+        create_table_artifact(
+            [{key: line.get(key) for key in keys} for line in lines[-_ROWS:]], key=f"{self._key}-metrics", description="Newest steps"
+        )
+        image = base64.b64encode(curves(lines)).decode()
+        create_image_artifact(image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description="Curves")
+
+
+def _card(result: Result) -> str:
+    rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
+    files = "\n".join(f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in result["outputs"][:_ROWS])
+    return f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|\n{rows}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

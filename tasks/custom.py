@@ -1,0 +1,5 @@
+"""Kind `custom`: a user's own function, `entry = "module:function"`, called with the stage and `arguments`."""
+
+from cosmos_core.types import StageKind
+
+KIND = StageKind(name="custom", entry="", result_version=1)

@@ -1,0 +1,10 @@
+"""Kind `export`: the model as it is published, in `train.param_dtype`, with a card, proven to load."""
+
+from cosmos_core.types import StageKind
+
+KIND = StageKind(
+    name="export",
+    entry="cosmos_core.checkpoint.export:run",
+    result_version=1,
+    recipe_tables=("train.param_dtype", "policy.model_revision"),
+)

@@ -1,0 +1,19 @@
+"""The kinds of stages: every file in this folder that has a `KIND`, found by its name. Imports no Prefect."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+import tasks
+from cosmos_core.types import StageKind
+
+_NOT_KINDS = {"kinds", "stage", "artifacts"}
+
+
+@cache
+def all_kinds() -> dict[str, StageKind]:
+    """Kind by name."""
+    names = [module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name not in _NOT_KINDS]
+    return {name: importlib.import_module(f"tasks.{name}").KIND for name in sorted(names)}

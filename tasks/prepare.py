@@ -1,0 +1,24 @@
+"""Kind `prepare`: read rows, check every one, tokenise once; training ranks only read what it wrote."""
+
+from cosmos_core.types import StageKind
+
+KIND = StageKind(
+    name="prepare",
+    entry="cosmos_core.data.prepare:run",
+    result_version=1,
+    # Only what decides about the rows: another learning rate must not tokenise again.
+    recipe_tables=(
+        "train.seed",
+        "train.train_policy.type",
+        "train.train_policy.dataset",
+        "train.train_policy.conversation_column_name",
+        "train.train_policy.prompt_column_name",
+        "train.train_policy.response_column_name",
+        "train.train_policy.system_prompt",
+        "policy.model_max_length",
+        "policy.model_revision",
+        "rollout.max_response_length",
+        "validation.dataset",
+        "validation.reward_function",
+    ),
+)

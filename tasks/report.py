@@ -1,0 +1,5 @@
+"""Kind `report`: the run as one HTML page, written in the flow's process from what is on disk."""
+
+from cosmos_core.types import StageKind
+
+KIND = StageKind(name="report", entry="cosmos_core.observe.report:run", result_version=1, in_worker=False, is_reusable=False)

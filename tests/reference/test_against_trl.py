@@ -1,0 +1,222 @@
+"""Our losses and TRL's, on the same random tensors, in float64.
+
+TRL's GRPO loss lives in a method of its trainer. It is called here on a stand-in that holds the attributes that it
+reads and hands it our log-probabilities in place of a model's. Which of its settings are ours:
+
+    ours                                        TRL
+    token-mean                                  loss_type "bnpo" (one micro-batch) or "dapo" (any split)
+    seq-mean-token-mean                         "grpo"
+    ... with unbiased_loss_max_tokens           "dr_grpo" with max_completion_length
+    seq-mean-token-sum                          "luspo"
+    lower_bound_ratio                           delta (the same while delta > 1 + epsilon_high)
+    unbiased_kl_estimate                        use_bias_correction_kl
+    unbiased_advantage                          scale_rewards "none"
+    advantages over the population std + 1e-6   "group": over the sample std (n - 1) + 1e-4
+
+TRL counts sequences without tokens in its means and divides micro-batches by their number; ours does neither, so the
+comparison uses sequences with tokens and, but for "dapo", whole batches.
+
+B sequences, T tokens, V vocabulary, G answers of a group.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, selective_log_softmax
+
+from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
+from cosmos_core.algorithms.grpo import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
+from cosmos_core.algorithms.sft import sft_loss
+from cosmos_core.models.hf import token_entropy, token_logprobs
+
+MAX_TOKENS = 12
+
+
+def random_batch(seed=0):
+    """Six answers to a vocabulary of seven, with old and reference policies far enough for every clip to act."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = {"dtype": torch.float64, "generator": generator}
+    logits_BTV = (2 * torch.randn(6, 8, 7, **shape)).requires_grad_()
+    ids_BT = torch.randint(7, (6, 8), generator=generator)
+    mask_BT = (torch.arange(8) < torch.tensor([8, 1, 5, 3, 7, 2]).unsqueeze(-1)).long()
+    logprobs_BT = token_logprobs(logits_BTV, ids_BT, dtype=torch.float64)
+    old_BT = logprobs_BT.detach() + 0.8 * torch.randn(6, 8, **shape)
+    ref_BT = logprobs_BT.detach() + torch.randn(6, 8, **shape)
+    entropy_BT = token_entropy(logits_BTV, dtype=torch.float64)
+    return logits_BTV, PolicyInputs(logprobs_BT, torch.randn(6, **shape), mask_BT, old_BT, ref_BT, entropy_BT)
+
+
+def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0):
+    """GRPOTrainer's loss of one micro-batch, and its metrics."""
+    accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (inputs.logprobs_BT, inputs.entropy_BT, None),
+        _metrics={"train": defaultdict(list)},
+        _entropy_bonus_enabled=False,
+        accelerator=accelerator,
+        args=SimpleNamespace(
+            delta=settings.lower_bound_ratio,
+            steps_per_generation=accumulation,
+            use_bias_correction_kl=settings.unbiased_kl_estimate,
+        ),
+        aux_loss_enabled=False,
+        beta=settings.kl_beta,
+        current_gradient_accumulation_steps=accumulation,
+        epsilon_high=settings.epsilon_high,
+        epsilon_low=settings.epsilon_low,
+        importance_sampling_level="token",
+        loss_type=loss_type,
+        max_completion_length=MAX_TOKENS,
+        model=SimpleNamespace(training=True),
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+    )
+    ids_BT = torch.zeros_like(inputs.mask_BT)
+    batch = {
+        "prompt_ids": ids_BT[:, :1],
+        "prompt_mask": ids_BT[:, :1],
+        "completion_ids": ids_BT,
+        "completion_mask": inputs.mask_BT,
+        "advantages": inputs.advantages_B,
+        "old_per_token_logps": inputs.old_logprobs_BT,
+        "ref_per_token_logps": inputs.ref_logprobs_BT,
+        "num_items_in_batch": torch.tensor(num_tokens),
+    }
+    return GRPOTrainer._compute_loss(trainer, None, batch), trainer._metrics["train"]
+
+
+def our_loss(inputs, loss_type, settings, max_tokens=None):
+    result = policy_loss(inputs, settings)
+    d = denominator(loss_type, inputs.mask_BT.sum(-1).tolist(), max_tokens)
+    return weighted_sum(result.loss_BT, inputs.mask_BT, loss_type, d, max_tokens), means(result.metrics)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "max_tokens", "trl_type"),
+    [
+        ("token-mean", None, "bnpo"),
+        ("seq-mean-token-mean", None, "grpo"),
+        ("seq-mean-token-mean", MAX_TOKENS, "dr_grpo"),
+        ("seq-mean-token-sum", None, "luspo"),
+    ],
+)
+@pytest.mark.parametrize(("beta", "unbiased"), [(0.0, False), (0.2, False), (0.2, True)])
+def test_grpo_loss_and_metrics_equal_trl(loss_type, max_tokens, trl_type, beta, unbiased):
+    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=beta, unbiased_kl_estimate=unbiased)
+    logits_BTV, inputs = random_batch()
+    loss, metrics = our_loss(inputs, loss_type, settings, max_tokens)
+    expected, expected_metrics = trl_loss(inputs, trl_type, settings)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert metrics["clip_high"] == pytest.approx(expected_metrics["clip_ratio/high_mean"][0], rel=1e-6)
+    assert metrics["clip_low"] == pytest.approx(expected_metrics["clip_ratio/low_mean"][0], rel=1e-6)
+    assert metrics["entropy"] == pytest.approx(expected_metrics["entropy"][0], rel=1e-12)
+    assert metrics["clip_high"] > 0
+    assert metrics["clip_low"] > 0
+    if beta and not unbiased:  # TRL reports the KL after, we before the ratio
+        assert metrics["kl"] == pytest.approx(expected_metrics["kl"][0], rel=1e-12)
+    (gradient,) = torch.autograd.grad(loss, logits_BTV, retain_graph=True)
+    (expected_gradient,) = torch.autograd.grad(expected, logits_BTV)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-14)
+
+
+def test_the_dual_clip_bites_in_the_comparison_with_delta():
+    settings = PolicySettings(0.2, 0.28, 1.5)
+    _, inputs = random_batch(seed=3)
+    loss, metrics = our_loss(inputs, "token-mean", settings)
+    assert metrics["clip_dual"] > 0
+    assert loss.item() == pytest.approx(trl_loss(inputs, "bnpo", settings)[0].item(), rel=1e-12)
+
+
+def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
+    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.2)
+    _, inputs = random_batch()
+    num_tokens = int(inputs.mask_BT.sum())
+    ours, theirs, metrics = 0.0, 0.0, {}
+    for start in range(0, 6, 2):
+        rows = slice(start, start + 2)
+        part = PolicyInputs(*(getattr(inputs, name)[rows] for name in PolicyInputs.__dataclass_fields__))
+        result = policy_loss(part, settings)
+        ours += weighted_sum(result.loss_BT, part.mask_BT, "token-mean", num_tokens).item()
+        theirs += trl_loss(part, "dapo", settings, accumulation=3, num_tokens=num_tokens)[0].item()
+        metrics = add_metrics(metrics, result.metrics)
+    assert ours == pytest.approx(theirs, rel=1e-12)
+    assert means(metrics) == pytest.approx(our_loss(inputs, "token-mean", settings)[1], rel=1e-12)
+
+
+def test_on_the_first_update_trl_and_we_take_the_policy_itself_as_the_old_one():
+    logits_BTV, inputs = random_batch()
+    first = PolicyInputs(inputs.logprobs_BT, inputs.advantages_B, inputs.mask_BT, entropy_BT=inputs.entropy_BT)
+    loss, _ = our_loss(first, "token-mean", PolicySettings())
+    expected, _ = trl_loss(first, "bnpo", PolicySettings())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradients = [torch.autograd.grad(value, logits_BTV, retain_graph=True)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-15)
+
+
+def test_advantages_equal_trls_but_for_the_convention_of_the_std():
+    rewards_G = [0.0, 1.0, float("nan"), 0.25, 1.0, -2.0]
+    (values,), counts = advantages([[None if r != r else r for r in rewards_G]], normalise_std=True)
+    tensor_G = torch.tensor(rewards_G, dtype=torch.float64)
+    population_std = nanstd(tensor_G).item() * (4 / 5) ** 0.5  # TRL's is Bessel-corrected; five are valid
+    expected_G = (tensor_G - torch.nanmean(tensor_G)) / (population_std + STD_EPSILON)
+    assert counts["invalid"] == 1
+    for value, reward, expected in zip(values, rewards_G, expected_G.tolist(), strict=True):
+        assert value is None if reward != reward else value == pytest.approx(expected, rel=1e-12)
+
+
+def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():
+    logits_BTV, _ = random_batch()
+    ids_BT = torch.randint(7, (6, 8), generator=torch.Generator().manual_seed(5))
+    for temperature in (1.0, 0.7):
+        ours_BT = token_logprobs(logits_BTV, ids_BT, temperature, torch.float64)
+        torch.testing.assert_close(ours_BT, selective_log_softmax(logits_BTV, ids_BT, temperature), rtol=0, atol=1e-14)
+        entropy_BT = token_entropy(logits_BTV, temperature, torch.float64)
+        torch.testing.assert_close(entropy_BT, entropy_from_logits(logits_BTV / temperature).detach())
+
+
+def sft_batch():
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).double()
+    ids_BT = torch.randint(32, (4, 10))
+    labels_BT = ids_BT.masked_fill(torch.rand(4, 10) < 0.4, -100)
+    labels_BT[2] = -100
+    return model, ids_BT, labels_BT
+
+
+def our_sft_loss(model, ids_BT, labels_BT, num_labels):
+    targets_BT = labels_BT[:, 1:]
+    mask_BT = targets_BT != -100
+    logprobs_BT = token_logprobs(model(ids_BT).logits[:, :-1], targets_BT.clamp(min=0), dtype=torch.float64)
+    return sft_loss(logprobs_BT, mask_BT, num_labels)[0]
+
+
+def gradients(loss, model):
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize("peer", ["transformers", "trl"])
+def test_sft_loss_and_gradient_equal_those_of_the_peers_however_the_step_is_split(peer):
+    model, ids_BT, labels_BT = sft_batch()
+    num_labels = int((labels_BT[:, 1:] != -100).sum())
+    loss = our_sft_loss(model, ids_BT, labels_BT, denominator("token-mean", [num_labels]))
+    gradient = gradients(loss, model)
+    parts = [our_sft_loss(model, ids_BT[k : k + 1], labels_BT[k : k + 1], num_labels) for k in range(4)]
+    if peer == "trl":  # what SFTTrainer trains with
+        add_fused_lm_head(model)
+        expected = model(ids_BT, labels=labels_BT, fused_lm_head=True, num_items_in_batch=num_labels).loss
+    else:
+        expected = ForCausalLMLoss(model(ids_BT).logits, labels_BT, 32, num_items_in_batch=torch.tensor(num_labels))
+    # Both peers compute the log-softmax in float32, whatever the model.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (gradient - gradients(expected, model)).abs().max() <= 1e-6 * gradient.abs().max()
+    assert sum(part.item() for part in parts) == pytest.approx(loss.item(), rel=1e-12)

@@ -1,0 +1,349 @@
+"""Checkpoints: exact, atomic, pruned, verified, and whole after a full disk or a kill at any moment."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
+from cosmos_core.config.train import TrainConfig
+from cosmos_core.errors import ModelError, StageFailed
+from cosmos_core.train.optim import build_optimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
+
+PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_checkpoint import *\n"
+
+
+class TiedModel(torch.nn.Module):
+    """A language model in small: tied embeddings, a matrix, a norm, dropout that draws from torch's generator."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(32, width)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.Dropout(0.1), torch.nn.LayerNorm(width)
+        )
+        self.lm_head = torch.nn.Linear(width, 32, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, input_ids_BT: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.lm_head(self.layers(self.embed_tokens(input_ids_BT)))
+
+
+def make_state(*, implementation: str = "fused", width: int = 16) -> TrainState:
+    model = TiedModel(width)
+    train = TrainConfig.model_validate({"optm_lr": 1e-2, "optm_impl": implementation})
+    return TrainState(model, build_optimizer(model, train))
+
+
+def train_step(state: TrainState) -> float:
+    """One step on random tokens: batch and dropout depend on torch's generator."""
+    input_ids_BT = torch.randint(32, (2, 8))
+    loss = torch.nn.functional.cross_entropy(state.model(input_ids_BT).flatten(0, 1), input_ids_BT.roll(-1).flatten())
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return loss.item()
+
+
+def fill(state: TrainState, value: float) -> None:
+    """Make the content tell its step: each weight and each moment is `value`."""
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.fill_(value)
+            for slot in state.optimizer.state.get(parameter, {}).values():
+                slot.fill_(value)
+    state.extra = {"value": value}
+
+
+def is_filled_with(state: TrainState, value: float) -> bool:
+    slots = [slot for each in state.optimizer.state.values() for slot in each.values()]
+    tensors = [*state.model.parameters(), *slots]
+    return len(slots) > 0 and state.extra == {"value": value} and all(bool((t == value).all()) for t in tensors)
+
+
+def open_checkpoints(
+    folder: Path, *, max_keep: int = -1, asynchronous: bool = False, fingerprint: str = "f"
+) -> Checkpointer:
+    return Checkpointer(folder, fingerprint=fingerprint, max_keep=max_keep, asynchronous=asynchronous)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("implementation", ["fused", "for-loop"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, implementation: str, asynchronous: bool
+) -> None:
+    state = make_state(implementation=implementation)
+    for _ in range(3):
+        train_step(state)
+    checkpoints = open_checkpoints(tmp_path, asynchronous=asynchronous)
+    state.extra = {"rng": capture_rng(), "position": [0, 7], "loss": 0.1}
+    checkpoints.save(3, state)
+    # These steps change every tensor while the writer thread may still be reading: it must have its own copy.
+    losses = [train_step(state) for _ in range(3)]
+    checkpoints.close()
+
+    resumed = make_state(implementation=implementation)
+    assert open_checkpoints(tmp_path).load_latest(resumed) == 3
+    assert resumed.extra["position"] == [0, 7]
+    assert resumed.extra["loss"] == 0.1
+    restore_rng(resumed.extra["rng"])  # type: ignore[arg-type]
+    assert [train_step(resumed) for _ in range(3)] == losses
+    for one, other in zip(state.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert resumed.model.lm_head.weight is resumed.model.embed_tokens.weight
+
+
+def test_saving_has_no_effect_on_the_training_even_before_its_first_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    alone = make_state()
+    expected = [train_step(alone) for _ in range(2)]
+    torch.manual_seed(0)
+    saved = make_state()
+    open_checkpoints(tmp_path).save(0, saved)
+    assert [train_step(saved) for _ in range(2)] == expected
+    fresh = make_state()
+    assert open_checkpoints(tmp_path).load_latest(fresh) == 0
+    assert not fresh.optimizer.state_dict()["state"]
+
+
+def test_random_generators_of_python_numpy_and_torch_continue_where_they_were() -> None:
+    np.random.standard_normal()  # leaves a second normal number in NumPy's cache
+    captured = json.loads(json.dumps(capture_rng()))
+    drawn = [random.random(), random.gauss(0, 1), np.random.standard_normal(3).tolist(), torch.randn(5).tolist()]
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    restore_rng(captured)
+    assert drawn == [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.standard_normal(3).tolist(),
+        torch.randn(5).tolist(),
+    ]
+
+
+def test_an_empty_folder_has_nothing_to_load(tmp_path: Path) -> None:
+    checkpoints = open_checkpoints(tmp_path / "none")
+    assert checkpoints.latest() is None
+    assert checkpoints.load_latest(make_state()) is None
+
+
+def test_the_newest_max_keep_checkpoints_stay(tmp_path: Path) -> None:
+    state, saved = make_state(), []
+    keeper = Checkpointer(tmp_path, fingerprint="f", max_keep=2, asynchronous=True, on_saved=saved.append)
+    for step in (2, 4, 10, 12):
+        keeper.save(step, state)
+    keeper.close()
+    assert names(tmp_path) == ["step_10", "step_12"]
+    assert saved == [2, 4, 10, 12]
+    everything = open_checkpoints(tmp_path, max_keep=-1)
+    everything.save(14, state)
+    assert names(tmp_path) == ["step_10", "step_12", "step_14"]
+
+
+def test_pruning_neither_counts_nor_deletes_later_steps_or_another_configuration(tmp_path: Path) -> None:
+    state = make_state()
+    open_checkpoints(tmp_path, fingerprint="other").save(3, state)
+    checkpoints = open_checkpoints(tmp_path, max_keep=1)
+    checkpoints.save(2, state)
+    checkpoints.save(9, state)
+    (tmp_path / "step_9" / "policy" / "manifest.json").write_text("{")
+    checkpoints.save(4, state)
+    assert names(tmp_path) == ["step_3", "step_4", "step_9"]
+    assert checkpoints.latest() == 4
+
+
+def damage_flip(policy: Path) -> None:
+    file = next(policy.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def damage_truncate(policy: Path) -> None:
+    file = next(policy.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def damage_missing(policy: Path) -> None:
+    next(policy.glob("*.safetensors")).unlink()
+
+
+def damage_unfinished(policy: Path) -> None:
+    (policy / "manifest.json").unlink()
+
+
+def damage_extra(policy: Path) -> None:
+    (policy / "extra.json").write_text('{"value": 2.1}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (damage_flip, "was altered"),
+        (damage_truncate, "bytes instead of"),
+        (damage_missing, "is gone"),
+        (damage_unfinished, "was not written to the end"),
+        (damage_extra, r"extra\.json was altered"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, reason: str
+) -> None:
+    state = make_state()
+    train_step(state)
+    checkpoints = open_checkpoints(tmp_path)
+    for step in (1, 2):
+        fill(state, float(step))
+        checkpoints.save(step, state)
+    damage(tmp_path / "step_2" / "policy")  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING):
+        loaded = make_state()
+        assert checkpoints.load_latest(loaded) == 1
+    assert is_filled_with(loaded, 1.0)
+    assert re.search(rf"step_2 is passed over: .*{reason}", caplog.text)
+
+
+def test_a_checkpoint_of_another_configuration_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_checkpoints(tmp_path, fingerprint="old").save(5, make_state())
+    assert open_checkpoints(tmp_path, fingerprint="new").load_latest(make_state()) is None
+    assert "step_5 is passed over: it belongs to another configuration" in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_tensor_that_differs(tmp_path: Path) -> None:
+    open_checkpoints(tmp_path).save(1, make_state())
+    with pytest.raises(ModelError, match=r"another model: \d+ tensors differ in name or shape, first 'embed_tokens"):
+        open_checkpoints(tmp_path).load_latest(make_state(width=8))
+
+
+def test_pickled_shards_of_cosmos_rl_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    policy = tmp_path / "step_7" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "model_rank_0.pth").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"model_rank_0\.pth is a pickled checkpoint .* safetensors"):
+        open_checkpoints(tmp_path).load_latest(make_state())
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    state = make_state()
+    train_step(state)
+    open_checkpoints(tmp_path).save(1, state)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    for file in files:
+        with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, KeyError, IndexError)):
+            pickle.load(io.BytesIO(file.read_bytes()))
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_it_moved_aside_comes_back(tmp_path: Path) -> None:
+    state = make_state()
+    open_checkpoints(tmp_path).save(4, state)
+    (tmp_path / "step_4").rename(tmp_path / ".step_4.123.old")
+    (tmp_path / ".step_4.123.tmp" / "policy").mkdir(parents=True)
+    (tmp_path / ".step_6.123.tmp" / "policy").mkdir(parents=True)
+    assert open_checkpoints(tmp_path).latest() == 4
+    assert names(tmp_path) == ["step_4"]
+
+
+def test_an_error_of_the_writer_thread_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
+    state = make_state()
+    checkpoints = open_checkpoints(tmp_path / "saved", asynchronous=True)
+    (tmp_path / "saved").rmdir()
+    (tmp_path / "saved").write_text("a file where the folder should be")
+    checkpoints.save(1, state)
+    with pytest.raises(StageFailed, match=r"while saving checkpoint step_1 in .*; there is no earlier checkpoint"):
+        checkpoints.wait()
+    checkpoints.close()
+
+
+def save_until_the_disk_is_full(folder: str, asynchronous: bool) -> None:
+    import resource
+
+    state = make_state()
+    train_step(state)
+    checkpoints = open_checkpoints(Path(folder), asynchronous=asynchronous)
+    fill(state, 20.0)
+    checkpoints.save(20, state)
+    checkpoints.wait()
+    # Python ignores SIGXFSZ, so a write past the limit is an OSError (EFBIG) in the middle of a file, like ENOSPC.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+    fill(state, 40.0)
+    try:
+        checkpoints.save(40, state)
+        checkpoints.close()
+    except StageFailed as error:
+        sys.stdout.write(str(error))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_loads(tmp_path: Path, asynchronous: bool) -> None:
+    call = f"save_until_the_disk_is_full({str(tmp_path)!r}, {asynchronous})"
+    done = subprocess.run([sys.executable, "-c", PROGRAM + call], capture_output=True, text=True, timeout=120)
+    assert done.stdout == (
+        f"disk full while saving checkpoint step_40 in {tmp_path}; "
+        "the checkpoint of step 20 is intact; free space and run again"
+    ), done.stderr
+    assert names(tmp_path) == ["step_20"]
+    state = make_state()
+    assert open_checkpoints(tmp_path).load_latest(state) == 20
+    assert is_filled_with(state, 20.0)
+
+
+def save_for_ever(folder: str) -> None:
+    state = make_state(width=512)
+    train_step(state)
+    checkpoints = open_checkpoints(Path(folder), max_keep=2, asynchronous=True)
+    step = checkpoints.load_latest(state) or 0
+    while True:
+        step += 1
+        fill(state, float(step))
+        checkpoints.save(step, state)
+
+
+def test_after_a_kill_at_any_moment_the_newest_whole_checkpoint_has_the_content_of_its_step(tmp_path: Path) -> None:
+    call = f"save_for_ever({str(tmp_path)!r})"
+    moments = random.Random(0)
+    loaded_steps = [0]
+    for _ in range(6):
+        saver = subprocess.Popen([sys.executable, "-c", PROGRAM + call], stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / f"step_{loaded_steps[-1] + 2}").exists():
+                assert saver.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.1))
+        finally:
+            saver.send_signal(signal.SIGKILL)
+            saver.wait()
+        state = make_state(width=512)
+        step = open_checkpoints(tmp_path, max_keep=2).load_latest(state)
+        assert step is not None
+        assert step > loaded_steps[-1]
+        assert is_filled_with(state, float(step))
+        loaded_steps.append(step)
+    assert len(names(tmp_path)) <= 3

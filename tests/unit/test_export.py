@@ -1,0 +1,213 @@
+"""Exports: transformers loads them to the same numbers, and a damaged one is caught by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from cosmos_core.checkpoint import export
+from cosmos_core.checkpoint.export import export_model
+from cosmos_core.checkpoint.prove import prove_export
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.errors import StageFailed
+from cosmos_core.run.stage import Stage
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 259,
+}  # fmt: skip
+FAMILIES = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {piece: i for i, piece in enumerate([*sorted(ByteLevel.alphabet()), *special])}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", chat_template=TEMPLATE)
+
+
+def make_model(family: str, *, tied: bool, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model_class, config_class = FAMILIES[family]
+    model = model_class(config_class(**SIZES, tie_word_embeddings=tied))
+    # Norms start at exactly 1, which every dtype holds: noise makes the cast visible in them too.
+    for parameter in model.parameters():
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    return model
+
+
+def rewrite(file: Path, change: str, key: str) -> None:
+    """Write a weight file again with one key dropped or added."""
+    tensors = load_file(file)
+    if change == "drop":
+        del tensors[key]
+    else:
+        tensors[key] = torch.zeros(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_export_holds_exactly_the_cast_weights_and_the_dtype(tmp_path: Path, family: str, tied: bool) -> None:
+    model = make_model(family, tied=tied)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for dtype in (torch.bfloat16, torch.float32):
+        target = tmp_path / str(dtype)
+        export_model(model, make_tokenizer(), target, dtype=dtype)
+        reloaded, loading = AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
+        assert not any(loading.values())
+        assert type(reloaded) is type(model)
+        for name, tensor in reloaded.state_dict().items():
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, before[name].to(dtype)), name
+        assert json.loads((target / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert ("lm_head.weight" in load_file(target / "model.safetensors")) == (not tied)
+        assert AutoTokenizer.from_pretrained(target).chat_template == TEMPLATE
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.dtype == torch.float32
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype"), [("qwen3", True, torch.bfloat16), ("llama", False, torch.float32)]
+)
+def test_a_fresh_interpreter_computes_the_same_logits_bit_for_bit(
+    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype
+) -> None:
+    model = make_model(family, tied=tied)
+    tokenizer = make_tokenizer()
+    export_model(model, tokenizer, tmp_path / "m", dtype=dtype, max_shard_size="20KB")
+    assert len(list((tmp_path / "m").glob("model-*-of-*.safetensors"))) > 2
+    checks = prove_export(model, tmp_path / "m", dtype=dtype, tokenizer=tokenizer)
+    assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+
+
+def test_one_flipped_bit_is_caught_and_its_tensor_named(tmp_path: Path) -> None:
+    model = make_model("qwen3", tied=True)
+    export_model(model, make_tokenizer(), tmp_path / "m", dtype=torch.bfloat16)
+    file = tmp_path / "m" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    header_size = int.from_bytes(content[:8], "little")
+    name = "model.layers.1.mlp.down_proj.weight"
+    start, _ = json.loads(content[8 : 8 + header_size])[name]["data_offsets"]
+    content[8 + header_size + start + 5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StageFailed, match=r"check 'bytes': model\.layers\.1\.mlp\.down_proj\.weight on disk"):
+        prove_export(model, tmp_path / "m", dtype=torch.bfloat16)
+
+
+def test_an_export_in_another_dtype_than_said_is_caught(tmp_path: Path) -> None:
+    model = make_model("llama", tied=False)
+    export_model(model, make_tokenizer(), tmp_path / "m", dtype=torch.bfloat16)
+    with pytest.raises(StageFailed, match="check 'bytes'"):
+        prove_export(model, tmp_path / "m", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "message"),
+    [
+        ("drop", "model.norm.weight", "missing model.norm.weight, unexpected none"),
+        ("drop", "model.embed_tokens.weight", "missing lm_head.weight, unexpected none"),
+        ("add", "model.extra.weight", "missing none, unexpected model.extra.weight"),
+    ],
+)
+def test_a_missing_or_left_over_key_is_caught_and_named(tmp_path: Path, change: str, key: str, message: str) -> None:
+    model = make_model("qwen3", tied=True)
+    export_model(model, make_tokenizer(), tmp_path / "m", dtype=None)
+    rewrite(tmp_path / "m" / "model.safetensors", change, key)
+    with pytest.raises(StageFailed, match=message):
+        prove_export(model, tmp_path / "m", dtype=None)
+
+
+def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
+    model = make_model("qwen3", tied=True)
+    export_model(model, make_tokenizer(), tmp_path / "m", dtype=None)
+    file = tmp_path / "m" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(StageFailed, match=r"model\.safetensors is damaged"):
+        prove_export(model, tmp_path / "m", dtype=None)
+
+
+def test_right_bytes_under_a_wrong_config_fail_the_reload(tmp_path: Path) -> None:
+    model = make_model("llama", tied=False)
+    export_model(model, make_tokenizer(), tmp_path / "m", dtype=torch.float32)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["rms_norm_eps"] = 0.1
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StageFailed, match="check 'reload': logits of the reloaded model differ by"):
+        prove_export(model, tmp_path / "m", dtype=torch.float32)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    program = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_export import make_model, make_tokenizer
+from cosmos_core.checkpoint.export import export_model
+from cosmos_core.errors import StageFailed
+model, tokenizer = make_model("qwen3", tied=True), make_tokenizer()
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    export_model(model, tokenizer, Path(sys.argv[1]) / "m", dtype=None)
+except StageFailed as error:
+    sys.stdout.write(str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == (
+        f"disk full while saving export {tmp_path / 'm'}; nothing is left of it; free space and run again"
+    ), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> None:
+    source, stage_path = tmp_path / "trained", tmp_path / "20260101000000" / "stages" / "export"
+    stage_path.mkdir(parents=True)
+    export_model(make_model("qwen3", tied=True), make_tokenizer(), source, dtype=torch.float32)
+    upstream = {
+        "kind": "sft", "digest": "d1g3st", "fingerprint": "f1", "metrics": {"validation/accuracy": 0.5},
+        "info": {"model": "final", "step": 12}, "inputs": {"prepare": {"digest": "d4ta", "fingerprint": "f0"}},
+    }  # fmt: skip
+    stage = Stage(
+        path=stage_path,
+        config=StageConfig(name="export", kind="export", model="stage:sft", after=("sft",)),
+        recipe=Recipe.model_validate({"policy": {"model_name_or_path": "Qwen/Qwen3-0.6B"}}),
+        model=str(source),
+        data=None,
+        inputs={"sft": upstream},
+        fingerprint="abc",
+    )
+    outcome = export.run(stage)
+    assert outcome.outputs == ("safetensors/step_12",)
+    assert outcome.info == {
+        "model": "safetensors/step_12",
+        "checks": ["keys", "bytes", "reload: bit-identical", "tokenizer"],
+        "dtype": "bfloat16",
+    }
+    target = stage_path / "safetensors" / "step_12"
+    assert outcome.metrics == {"export/bytes": (target / "model.safetensors").stat().st_size}
+    card = (target / "README.md").read_text()
+    for line in [
+        "base_model: Qwen/Qwen3-0.6B", "- Run: `20260101000000`", "- digest: `d1g3st`", "- made from `prepare`: `d4ta`",
+        "| validation/accuracy | 0.5 |", 'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")',
+    ]:  # fmt: skip
+        assert line in card.splitlines()

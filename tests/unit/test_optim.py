@@ -1,0 +1,123 @@
+"""The learning-rate schedule by hand-computed numbers, the parameter groups, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cosmos_core.config.train import TrainConfig
+from cosmos_core.train.optim import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
+
+
+def factors(total: int, **settings: object) -> list[float]:
+    train = TrainConfig.model_validate(settings)
+    return [learning_rate_factor(step, total, train) for step in range(total)]
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "expected"),
+    [
+        (None, [0.5, 1, 1, 1, 1, 1]),
+        ("none", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("sqrt", [0.5, 1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+        ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+    ],
+)
+def test_each_decay_curve_runs_over_all_steps_after_the_warm_up(decay_type: str | None, expected: list[float]) -> None:
+    assert factors(6, optm_warmup_steps=2, optm_decay_type=decay_type) == pytest.approx(expected, abs=1e-12)
+
+
+def test_warm_up_rises_from_the_start_factor_and_its_first_step_is_one_increment_above() -> None:
+    assert factors(8, optm_warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1, 1]
+    started = factors(8, optm_warmup_steps=4, optm_warmup_start_factor=0.2)
+    assert started[:5] == pytest.approx([0.4, 0.6, 0.8, 1, 1])
+    assert factors(3, optm_warmup_steps=1) == [1, 1, 1]
+    assert factors(3, optm_warmup_steps=0, optm_decay_type="linear") == pytest.approx([1, 2 / 3, 1 / 3])
+
+
+def test_a_float_warm_up_is_a_fraction_of_all_steps_and_an_int_a_count() -> None:
+    assert factors(8, optm_warmup_steps=0.5)[:5] == [0.25, 0.5, 0.75, 1, 1]
+    assert factors(4, optm_warmup_steps=1.0) == [0.25, 0.5, 0.75, 1]
+    assert factors(4, optm_warmup_steps=1) == [1, 1, 1, 1]
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_to_the_run() -> None:
+    assert factors(4, optm_warmup_steps=20) == [0.25, 0.5, 0.75, 1]
+
+
+def test_the_decay_ratio_leaves_a_stable_part_and_the_floor_is_the_minimum_factor() -> None:
+    decayed = factors(10, optm_warmup_steps=2, optm_decay_type="linear", optm_decay_ratio=0.4, optm_min_lr_factor=0.2)
+    assert decayed == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
+    train = TrainConfig.model_validate(
+        {"optm_warmup_steps": 2, "optm_decay_type": "linear", "optm_decay_ratio": 0.4, "optm_min_lr_factor": 0.2}
+    )
+    assert learning_rate_factor(10, 10, train) == pytest.approx(0.2)
+    assert learning_rate_factor(99, 10, train) == pytest.approx(0.2)
+
+
+def test_a_decay_that_would_begin_inside_the_warm_up_is_shortened_to_what_is_left() -> None:
+    schedule = factors(10, optm_warmup_steps=6, optm_decay_type="linear", optm_decay_ratio=0.8)
+    assert schedule[5:] == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+
+
+def test_every_group_gets_the_learning_rate_of_the_step() -> None:
+    model = torch.nn.Linear(2, 2)
+    train = TrainConfig(optm_lr=0.1, optm_warmup_steps=4)
+    optimizer = build_optimizer(model, train)
+    assert set_learning_rate(optimizer, 0, 10, train) == pytest.approx(0.025)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_one_step_is_adams_closed_form_with_decay_on_matrices_only(name: str, implementation: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        model.bias.fill_(2.0)
+    train = TrainConfig.model_validate(
+        {"optm_name": name, "optm_impl": implementation, "optm_lr": 0.1, "optm_weight_decay": 0.5, "epsilon": 1e-8}
+    )
+    optimizer = build_optimizer(model, train)
+    model.weight.grad, model.bias.grad = torch.full((1, 1), -3.0), torch.full((1,), -3.0)
+    optimizer.step()
+    # The first Adam step is lr * sign(gradient). AdamW shrinks the weight by lr * decay = 5 % besides; Adam adds
+    # decay * weight = 1 to the gradient, which keeps its sign.
+    assert model.bias.item() == pytest.approx(2.1, abs=1e-6)
+    assert model.weight.item() == pytest.approx(2.0 * 0.95 + 0.1 if name == "AdamW" else 2.1, abs=1e-6)
+
+
+def test_frozen_parameters_are_not_in_the_optimizer() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    model[1].requires_grad_(False)
+    optimizer = build_optimizer(model, TrainConfig())
+    kept = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert [id(p) for p in kept] == [id(model[0].weight), id(model[0].bias)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+
+def test_gradients_are_scaled_to_the_bound_and_the_norm_before_is_returned() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert clip_gradients(iter(parameters), 2.5) == pytest.approx(5.0)
+    assert [p.grad.item() for p in parameters[:2] if p.grad is not None] == pytest.approx([1.5, 2.0], rel=1e-5)
+    assert clip_gradients(parameters, 100.0) == pytest.approx(2.5, rel=1e-5)
+    assert parameters[0].grad.item() == pytest.approx(1.5, rel=1e-5)
+
+
+def test_a_bound_of_zero_only_measures() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_gradients([parameter], 0.0) == 5.0
+    assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_reported_and_the_gradients_are_left(bad: float) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([bad]), torch.tensor([4.0])
+    assert not math.isfinite(clip_gradients(parameters, 1.0))
+    assert parameters[1].grad.item() == 4.0

@@ -1,0 +1,207 @@
+"""The rule of each reward that comes with us, as accepted and refused answers with their values."""
+
+import math
+
+import pytest
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.base import known_rewards, load_reward
+
+THOUGHT = "<think>2 + 2\nis 4</think>"
+
+
+def score(name, answer, reference="unused", **fields):
+    value, _ = load_reward(name)({"to_be_evaluated": answer, "reference": reference, **fields})
+    return value
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        (THOUGHT + "\n\n<answer>4</answer>", 1),
+        (THOUGHT + "\n\n<answer>4\n5</answer>\n", 1),
+        (THOUGHT + "\n\n<answer></answer>", 1),
+        (THOUGHT + "\n<answer>4</answer>", 0),
+        (THOUGHT + "\n\n\n<answer>4</answer>", 0),
+        (THOUGHT + "\n\n<answer>4</answer>\n\n", 0),
+        (THOUGHT + "\n\n<answer>4</answer> so", 0),
+        (" " + THOUGHT + "\n\n<answer>4</answer>", 0),
+        ("<think>a<think>b</think>\n\n<answer>4</answer>", 0),
+        ("<think>a</think>b</think>\n\n<answer>4</answer>", 0),
+        ("<answer>4</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_format_wants_thought_blank_line_answer_and_nothing_else(answer, value):
+    assert score("format", answer) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("<answer>B</answer>", "B", 1),
+        ("<think>x</think> <answer> b\n</answer>", "<answer>B</answer>", 1),
+        ("B", "b", 1),
+        ("<answer>A</answer><answer>B</answer>", "B", 0),
+        ("the answer is B", "B", 0),
+        ("", "B", 0),
+    ],
+)
+def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(answer, reference, value):
+    assert score("single_choice", answer, reference) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("so\n#### 42", "work work\n#### 42", 1),
+        ("#### 1,234", "#### 1234", 1),
+        ("#### -3.5", "#### -3.5", 1),
+        ("#### 42 or #### 43", "#### 42", 1),
+        ("#### 43 or #### 42", "#### 42", 0),
+        ("42", "#### 42", 0),
+        ("####42", "#### 42", 0),
+        ("#### 42.0", "#### 42", 0),
+    ],
+)
+def test_gsm8k_compares_the_first_marked_numbers_as_strings(answer, reference, value):
+    assert score("gsm8k", answer, reference) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("Let me see.\nAnswer: 42", "42", 1),
+        ("answer: 41\nANSWER: 42", "42", 1),
+        ("Answer: 42\nwhich I checked", "42", 1),
+        ("Answer: x = 42", "42", 1),
+        ("Answer: $42$", "42", 1),
+        ("Answer: \\$42.50", "42.50", 1),
+        ("Answer: 1,234", "1234", 1),
+        ("Answer: 12 cm", "12", 1),
+        ("Answer: 90^\\circ", "90", 1),
+        ("Answer: 5 \\text{ and } 6", "5,6", 1),
+        ("Answer: 3 \\text{ m}", "3", 1),
+        ("Answer: \\frac12", "\\frac{1}{2}", 1),
+        ("Answer: \\sqrt2", "\\sqrt{2}", 1),
+        ("Answer: \\boxed{7}", "7", 1),
+        ("Answer: \\textbf{(A)}", "(A)", 1),
+        ("Answer: a square", "", None),
+        ("Answer: 43", "42", -1),
+        ("Answer: 42.", "42", -1),
+        ("Answer: 1/2", "0.5", -1),
+        ("42", "42", -1),
+        ("Answer:", "42", -1),
+    ],
+)
+def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, reference, value):
+    if value is None:
+        with pytest.raises(ValueError, match="reference answer is empty"):
+            score("direct_math", answer, reference)
+    else:
+        assert score("direct_math", answer, reference) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("The answer is 0.5.", "\\frac12", 1),
+        ("$x = 4$", "4", 1),
+        ("\\boxed{(x+1)^2}", "x^2 + 2x + 1", 1),
+        ("first 3, then \\boxed{4}", "$4$", 1),
+        ("\\boxed{1,000}", "1000", 1),
+        ("\\boxed{5}", "4", 0),
+        ("I do not know", "4", 0),
+        ("\\boxed{\\frac{1}{", "4", 0),
+        ("", "4", 0),
+    ],
+)
+def test_boxed_math_compares_mathematically(answer, reference, value):
+    assert score("boxed_math", answer, reference) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"), [(" cba\n", "cba", 1), ("cba", " cba ", 1), ("Cba", "cba", 0), ("", "cba", 0)]
+)
+def test_exact_match_ignores_blanks_around_only(answer, reference, value):
+    assert score("exact_match", answer, reference) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("gsm8k", ""),
+        ("gsm8k", "no number here"),
+        ("single_choice", " "),
+        ("single_choice", "<answer> </answer>"),
+        ("direct_math", ""),
+        ("boxed_math", ""),
+        ("exact_match", "\n"),
+    ],
+)
+def test_nothing_is_right_or_wrong_against_a_reference_that_has_no_answer(name, reference):
+    with pytest.raises(ValueError, match="reference"):
+        score(name, reference, reference)
+
+
+def test_known_rewards_are_the_files_that_hold_one():
+    assert known_rewards() == ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "single_choice"]
+
+
+def test_an_unknown_reward_names_the_key_and_the_nearest_name():
+    with pytest.raises(RewardError, match=r"train\.train_policy\.reward_function: .*'gsm8'; did you mean 'gsm8k'"):
+        load_reward("gsm8")
+    with pytest.raises(RewardError, match="known: boxed_math, direct_math, exact_match, format, gsm8k, single_choice"):
+        load_reward("zzzz")
+    with pytest.raises(RewardError, match="there is no reward 'runner'"):
+        load_reward("runner")
+
+
+def test_a_users_reward_gets_the_keywords_that_it_declares_and_may_return_metrics(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def brief(to_be_evaluated, reference, num_tokens, custom=None):\n"
+        "    return -num_tokens / custom['limit'], {'tokens': num_tokens}\n"
+        "def everything(to_be_evaluated, reference, **others):\n"
+        "    return float(sorted(others) == ['custom', 'finish_reason', 'num_tokens', 'prompt'])\n"
+        "def tokens(to_be_evaluated, reference, tokenizer):\n"
+        "    return 1.0\n"
+        "number = 3\n"
+    )
+    fields = {"to_be_evaluated": "a", "reference": "b", "num_tokens": 5, "custom": {"limit": 10}, "prompt": "p"}
+    assert load_reward(f"{file}:brief")(fields) == (-0.5, {"tokens": 5.0})
+    assert load_reward(f"{file}:everything")(fields) == (1.0, {})
+    with pytest.raises(RewardError, match="missing a required argument: 'tokenizer'; offered keywords: prompt"):
+        load_reward(f"{file}:tokens")
+    with pytest.raises(RewardError, match="is a int, not a function"):
+        load_reward(f"{file}:number")
+    with pytest.raises(RewardError, match="has no 'absent'"):
+        load_reward(f"{file}:absent")
+
+
+def test_a_users_file_that_cannot_be_imported_is_a_reward_error(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("def broken(:\n")
+    with pytest.raises(RewardError, match=r"importing .* failed: SyntaxError"):
+        load_reward(f"{file}:broken")
+
+
+@pytest.mark.parametrize(
+    "returned", ["None", "'1.0'", "float('nan')", "float('inf')", "[1.0]", "(1.0, {'x': float('nan')})"]
+)
+def test_what_is_no_finite_number_is_an_error(tmp_path, returned):
+    file = tmp_path / "odd.py"
+    file.write_text(f"def odd(to_be_evaluated, reference):\n    return {returned}\n")
+    with pytest.raises(ValueError, match="the rule is a"):
+        score(f"{file}:odd", "a")
+
+
+def test_numpy_scalars_and_booleans_are_numbers(tmp_path):
+    file = tmp_path / "kinds.py"
+    file.write_text(
+        "import numpy\ndef f(to_be_evaluated, reference):\n    return numpy.float32(0.5)\n"
+        "def g(to_be_evaluated, reference):\n    return to_be_evaluated == 'a'\n"
+    )
+    assert math.isclose(score(f"{file}:f", "a"), 0.5)
+    assert score(f"{file}:g", "a") == 1.0

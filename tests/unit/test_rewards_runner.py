@@ -1,0 +1,236 @@
+"""Rewards that hang, crash, lie or talk hurt only their own completion, and no process outlives the runner."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.runner import RewardRunner
+from cosmos_core.types import Completion, Group, Prompt
+
+BEHAVIOURS = '''
+import os, subprocess, sys, time
+
+def act(to_be_evaluated, reference):
+    """Does what the answer says."""
+    if to_be_evaluated == "hang":
+        while True:
+            pass
+    if to_be_evaluated == "raise":
+        raise KeyError("no such\\nthing")
+    if to_be_evaluated == "exit":
+        os._exit(3)
+    if to_be_evaluated == "sys.exit":
+        sys.exit("enough")
+    if to_be_evaluated == "kill":
+        os.kill(os.getpid(), 9)
+    if to_be_evaluated == "print":
+        print("[1.0, {}, \\"\\"]")
+        os.write(1, b"[1.0, {}, \\"\\"]\\n")
+        subprocess.run(["echo", "[1.0]"])
+        return float(sys.stdin.read() == "")
+    if to_be_evaluated == "nan":
+        return float("nan")
+    if to_be_evaluated == "text":
+        return "1.0"
+    if to_be_evaluated == "sleep":
+        sleeper = subprocess.Popen(["sleep", "1000"])
+        with open(reference, "a") as file:
+            file.write(f"{sleeper.pid}\\n")
+        time.sleep(1000)
+    if to_be_evaluated == "once":
+        if not os.path.exists(reference):
+            open(reference, "w").close()
+            os._exit(1)
+        return 0.25
+    return float(to_be_evaluated)
+
+def length(to_be_evaluated, reference):
+    return len(to_be_evaluated), {"double": 2 * len(to_be_evaluated)}
+'''
+
+
+@pytest.fixture
+def act(tmp_path):
+    file = tmp_path / "behaviours.py"
+    file.write_text(BEHAVIOURS)
+    return f"{file}:act"
+
+
+def requests(*answers, reference=""):
+    return [{"to_be_evaluated": answer, "reference": reference} for answer in answers]
+
+
+def children():
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_workers):
+    answers = ["0.5", "hang", "1", "raise", "2", "exit", "3", "print", "nan", "4", "text", "sys.exit", "kill", "5"]
+    with RewardRunner({act: 1.0}, timeout_seconds=0.3, num_workers=num_workers, retries=0) as runner:
+        scores = runner.score(requests(*answers))
+        again = runner.score(requests("6", "7"))
+    assert [s.value for s in scores] == [0.5, None, 1, None, 2, None, 3, 1, None, 4, None, None, None, 5]
+    assert [s.value for s in again] == [6, 7]
+    reasons = {a: s.error.removeprefix(f"{act}: ") for a, s in zip(answers, scores, strict=True) if s.value is None}
+    assert reasons == {
+        "hang": "not done in 0.3 s",
+        "raise": "KeyError: 'no such\\nthing'",
+        "exit": "its process exited with code 3",
+        "nan": "ValueError: returned nan; the rule is a finite number",
+        "text": "ValueError: returned a str; the rule is a number, or (number, dict of numbers)",
+        "sys.exit": "SystemExit: enough",
+        "kill": "its process was killed by signal 9",
+    }
+    assert all(s.error == "" for s in scores if s.value is not None)
+
+
+def test_a_completion_that_cost_a_child_is_tried_again(act, tmp_path):
+    with RewardRunner({act: 1.0}, timeout_seconds=5, retries=1) as runner:
+        scores = runner.score(requests("once", "1", reference=str(tmp_path / "seen")))
+    assert [s.value for s in scores] == [0.25, 1]
+
+
+def test_retries_are_bounded(act):
+    with RewardRunner({act: 1.0}, timeout_seconds=0.2, retries=2) as runner:
+        start = time.monotonic()
+        (score,) = runner.score(requests("hang"))
+        assert score.value is None
+        assert 0.6 <= time.monotonic() - start < 5
+
+
+def test_the_total_is_the_weighted_sum_and_metrics_are_unweighted(act):
+    length = act.replace(":act", ":length")
+    with RewardRunner({act: 2.0, length: -0.5}, timeout_seconds=5) as runner:
+        good, bad = runner.score(requests("1.25", "raise"))
+    assert good.value == 2.0 * 1.25 - 0.5 * 4
+    assert good.metrics == {act: 1.25, length: 4, f"{length}/double": 8}
+    assert bad.value is None
+    assert bad.metrics == {length: 5, f"{length}/double": 10}
+
+
+def test_a_hanging_second_reward_is_named_and_the_first_ones_value_kept(act):
+    length = act.replace(":act", ":length")
+    with RewardRunner({length: 1.0, act: 1.0}, timeout_seconds=0.2, retries=1) as runner:
+        bad, good = runner.score(requests("hang", "1"))
+    assert (bad.value, bad.error, bad.metrics[length]) == (None, f"{act}: not done in 0.2 s", 4)
+    assert good.value == 2
+
+
+def test_order_is_kept_over_thousands_of_long_requests_and_workers():
+    texts = [f"{'x' * (i % 5000)} #### {i}" for i in range(3000)]
+    with RewardRunner({"gsm8k": 1.0}, timeout_seconds=10, num_workers=2) as runner:
+        scores = runner.score([{"to_be_evaluated": t, "reference": f"#### {i - i % 2}"} for i, t in enumerate(texts)])
+        assert runner.score([]) == []
+    assert [s.value for s in scores] == [1.0, 0.0] * 1500
+
+
+def test_one_request_larger_than_every_pipe_buffer_is_scored():
+    text = "word \ud800 é " * 500_000
+    with RewardRunner({"exact_match": 1.0}, timeout_seconds=10) as runner:
+        assert [s.value for s in runner.score(requests(text, "b", reference=text))] == [1.0, 0.0]
+
+
+def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups_facts(tmp_path):
+    file = tmp_path / "facts.py"
+    file.write_text(
+        "def facts(answer, reference, prompt, num_tokens, finish_reason, custom):\n"
+        "    return num_tokens + 10 * (finish_reason == 'length') + 100 * (prompt == 'ask' + reference)"
+        " + 1000 * custom['bonus']\n"
+    )
+    groups = [
+        Group(Prompt(0, (1,), "aska", "a"), (completion(2, "stop"), completion(3, "length")), 0),
+        Group(Prompt(1, (1,), "other", "b"), (completion(1, "stop"),), 0),
+    ]
+    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, custom={"bonus": 1}) as runner:
+        scored = runner.score_groups(groups)
+    assert [s.group for s in scored] == groups
+    assert [[score.value for score in s.scores] for s in scored] == [[1102, 1113], [1001]]
+
+
+def completion(num_tokens, finish_reason):
+    return Completion((7,) * num_tokens, (-1.0,) * num_tokens, finish_reason, "text")
+
+
+def test_a_child_that_died_between_two_calls_is_replaced_without_blame(act):
+    with RewardRunner({act: 1.0}, timeout_seconds=5, retries=0) as runner:
+        runner.score(requests("1"))
+        (child,) = children()
+        child.kill()
+        child.wait(timeout=5)
+        assert [s.value for s in runner.score(requests("2"))] == [2]
+
+
+def test_children_of_a_thread_that_ended_are_replaced(act):
+    runner = RewardRunner({act: 1.0}, timeout_seconds=5, retries=0)
+    thread = threading.Thread(target=runner.__enter__)
+    thread.start()
+    thread.join()
+    psutil.wait_procs(children(), timeout=5)
+    assert [s.value for s in runner.score(requests("1", "2"))] == [1, 2]
+    runner.close()
+
+
+def test_a_reward_that_cannot_be_loaded_is_told_on_entering(act, tmp_path):
+    with pytest.raises(RewardError, match="did you mean 'gsm8k'"), RewardRunner({"gsm8": 1.0}, timeout_seconds=5):
+        pass
+    file = tmp_path / "dies.py"
+    file.write_text("import os\nos._exit(9)\n")
+    with (
+        pytest.raises(RewardError, match=r"loading the rewards .*dies.py:f failed: its process exited with code 9"),
+        RewardRunner({f"{file}:f": 1.0}, timeout_seconds=5),
+    ):
+        pass
+    assert children() == []
+
+
+def test_close_leaves_no_process_not_even_what_a_hanging_reward_started(act, tmp_path):
+    pids = tmp_path / "pids"
+    with RewardRunner({act: 1.0}, timeout_seconds=0.5, num_workers=2, retries=0) as runner:
+        scores = runner.score(requests("sleep", "sleep", "1", reference=str(pids)))
+        assert [s.value for s in scores] == [None, None, 1]
+        assert len(children()) == 2
+    assert children() == []
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2
+    assert not any(is_running(pid) for pid in started)
+
+
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # an orphan's corpse is for init to collect
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_children_die_with_a_parent_that_is_killed_while_a_reward_hangs(act):
+    program = (
+        "import sys\nfrom cosmos_core.rewards.runner import RewardRunner\n"
+        "with RewardRunner({sys.argv[1]: 1.0}, timeout_seconds=1000, num_workers=2) as runner:\n"
+        "    print('ready', flush=True)\n"
+        "    runner.score([{'to_be_evaluated': 'hang', 'reference': ''}])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, act], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "ready\n"
+    found = psutil.Process(parent.pid).children(recursive=True)
+    assert len(found) == 2
+    time.sleep(0.2)  # one of them is inside the endless loop now
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert psutil.wait_procs(found, timeout=5)[1] == []
+
+
+def test_a_child_imports_no_torch(tmp_path):
+    file = tmp_path / "light.py"
+    file.write_text("import sys\ndef light(answer, reference):\n    return float('torch' not in sys.modules)\n")
+    with RewardRunner({f"{file}:light": 1.0, "boxed_math": 0.0}, timeout_seconds=5) as runner:
+        (score,) = runner.score(requests("1", reference="1"))
+    assert score.value == 1
