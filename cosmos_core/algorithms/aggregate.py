@@ -50,8 +50,12 @@ def weighted_sum(
 
 
 def masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`values_BT` with exact zeros, in value and gradient, where the mask is 0, even over NaN or infinity."""
-    return torch.where(mask_BT.bool(), values_BT, torch.zeros_like(values_BT))
+    """`values_BT` with exact zeros, in value and gradient, where the mask is 0, even over NaN or infinity.
+
+    The result is at least float32: sums of half precision lose tokens, and exp of their differences overflows.
+    """
+    wide_BT = values_BT.to(torch.promote_types(values_BT.dtype, torch.float32))
+    return torch.where(mask_BT.bool(), wide_BT, torch.zeros_like(wide_BT))
 
 
 def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Differences of log-probabilities are clamped to this before exp; exp(20) still fits bfloat16 and float32."""
+"""Differences of log-probabilities are clamped to this before exp; exp(20) still fits float32."""
 
 
 def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
-def saving(what: str, advice: Callable[[], str]) -> Iterator[None]:
-    """Turn errors of the operating system inside the block into one line; `advice()` ends it.
+def saving(what: str, what_is_left: Callable[[], str]) -> Iterator[None]:
+    """Turn errors of the operating system inside the block into one line; `what_is_left()` is part of it.
 
     Raises:
         StageFailed: the disk is full, read-only, gone, ...
@@ -29,17 +29,18 @@ def saving(what: str, advice: Callable[[], str]) -> Iterator[None]:
     except CheckpointException as error:
         # A BaseException: left as it is, it would pass every `except Exception` on its way up.
         cause = next(iter(error.failures.values()))[0]
-        raise _readable(cause, what, advice) from error
+        raise _readable(cause, what, what_is_left) from error
     except (OSError, SafetensorError) as error:
-        raise _readable(error, what, advice) from error
+        raise _readable(error, what, what_is_left) from error
 
 
-def _readable(error: BaseException, what: str, advice: Callable[[], str]) -> BaseException:
+def _readable(error: BaseException, what: str, what_is_left: Callable[[], str]) -> BaseException:
     number = _error_number(error)
     if number is None:
         return error
-    reason = "disk full" if number in _FULL else os.strerror(number)
-    return StageFailed(f"{reason} while saving {what}; {advice()}")
+    if number in _FULL:
+        return StageFailed(f"disk full while saving {what}; {what_is_left()}; free space and run again")
+    return StageFailed(f"{os.strerror(number)} while saving {what}; {what_is_left()}; mend that and run again")
 
 
 def _error_number(error: BaseException) -> int | None:

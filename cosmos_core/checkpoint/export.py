@@ -42,8 +42,7 @@ def export_model(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    advice = "nothing is left of it; free space and run again"
-    with saving(f"export {target}", lambda: advice), replaced_folder(target) as building:
+    with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
         model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _exported_config(model, dtype).save_pretrained(building)
         tokenizer.save_pretrained(building)

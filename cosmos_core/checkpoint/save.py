@@ -148,8 +148,7 @@ class Checkpointer:
 
     def _what_is_left(self) -> str:
         whole = self.latest()
-        left = "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
-        return f"{left}; free space and run again"
+        return "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
 
 
 def _write_tensors(policy: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>", "<unk>")
+_ROLES = ("system", "user", "assistant")  # one token each, which makes a row a third shorter
 _CHARACTERS = "0123456789+=-*/?.,:'\n ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -30,8 +31,10 @@ _CHAT_TEMPLATE = (
 )
 _MAX_LENGTH = 64
 
+Sum = tuple[int, int]
 
-def make(
+
+def make(  # noqa: PLR0913 - keys of a stage's `arguments`, each with a default
     stage: Stage,
     *,
     train_rows: int = 20_000,
@@ -49,8 +52,9 @@ def make(
     Raises:
         ConfigError: more held-out rows than sums, or a width that the heads do not divide.
     """
-    if not 0 < heldout_rows < 100**digits:
-        raise ConfigError(f"heldout_rows = {heldout_rows} must be below the {100**digits} sums of {digits} digits")
+    num_sums = _num_summands(digits) ** 2
+    if not 0 < heldout_rows < num_sums:
+        raise ConfigError(f"heldout_rows = {heldout_rows} must be below the {num_sums} sums of {digits}-digit numbers")
     with replaced_folder(stage.path / "model") as folder:
         tokenizer = make_tokenizer()
         tokenizer.save_pretrained(folder)
@@ -67,10 +71,11 @@ def make(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, ChatML, `<|im_end|>` as the end token."""
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS))}
+    """One token a character and a role, ChatML, `<|im_end|>` as the end token."""
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_ROLES, *_CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # `.` would leave out line breaks
+    # Not `.`, which would leave out line breaks.
+    tokenizer.pre_tokenizer = Split(Regex("|".join([*_ROLES, r"[\s\S]"])), "isolated")
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
     return PreTrainedTokenizerFast(
@@ -114,13 +119,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int
         return Qwen3ForCausalLM(config)
 
 
-def _sums(train_rows: int, heldout_rows: int, digits: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pairs of summands to train on and, disjoint from them, to hold out; 3+4 and 4+3 are two sums."""
-    base = 10**digits
-    draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(base**2)
-    pairs = [divmod(int(number), base) for number in np.argsort(draws, kind="stable")]
+def _sums(train_rows: int, heldout_rows: int, digits: int, seed: int) -> tuple[list[Sum], list[Sum]]:
+    """Pairs of summands to train on and, disjoint from them, to hold out; 34+12 and 12+34 are two sums."""
+    smallest, count = 10 ** (digits - 1), _num_summands(digits)
+    draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count**2)
+    numbers = np.argsort(draws, kind="stable").tolist()
+    pairs = [(smallest + number // count, smallest + number % count) for number in numbers]
     heldout, known = pairs[:heldout_rows], pairs[heldout_rows:]
     return [known[i % len(known)] for i in range(train_rows)], heldout
+
+
+def _num_summands(digits: int) -> int:
+    return 9 * 10 ** (digits - 1)
 
 
 def _write_rows(path: Path, sums: list[tuple[int, int]]) -> None:

@@ -53,14 +53,14 @@ def conversation_tokens(
     spans = prefix_spans(render_part, conversation, full)
     if spans is None and (marked := _marked_tokens(tokenizer, conversation)):
         return marked
+    closing = _added_tokens(tokenizer)
     if spans is None:
-        spans = skeleton_spans(render_part, conversation, full)
+        spans = skeleton_spans(render_part, conversation, full, closing)
     if spans is None:
         raise DataError(
             f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
             "{% generation %} and {% endgeneration %} around them in the tokenizer's chat template"
         )
-    closing = _added_tokens(tokenizer)
     return _masked_tokens(tokenizer, full, [trimmed(span, full, closing) for span in spans], where)
 
 
@@ -119,9 +119,17 @@ def render(
             "(chat_template.jinja), start from an instruct model, or give plain text in a column `text`"
         )
     try:
-        return _render(tokenizer, messages, add_generation_prompt)
+        text = _render(tokenizer, messages, add_generation_prompt)
     except TemplateError as error:
         raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+    for message in messages:
+        # Templates of some vision models look for parts in the content, and write nothing for a string.
+        if message["role"] == "user" and message["content"].strip()[-20:] not in text:
+            raise DataError(
+                f"{where}: the chat template leaves out the user's text {message['content'][:40]!r}; "
+                "use a template that accepts strings as content"
+            )
+    return text
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
@@ -138,9 +146,7 @@ def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[i
     return ids, [1] * len(ids)
 
 
-def _marked_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
-) -> tuple[list[int], list[int]] | None:
+def _marked_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]] | None:
     """What the template itself marks with {% generation %}; None when it marks nothing."""
     if not tokenizer.is_fast or not _GENERATION_MARK.search(tokenizer.get_chat_template()):
         return None

@@ -11,6 +11,7 @@ from typing import Any
 
 from cosmos_core.errors import DataError
 
+Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
 
@@ -24,7 +25,7 @@ _ROLES = {
 }  # fmt: skip
 
 
-def read_conversation(row: dict[str, Any], where: str, column: str = "", system_prompt: str = "") -> list[Message] | str:
+def read_conversation(row: Row, where: str, column: str = "", system_prompt: str = "") -> list[Message] | str:
     """The conversation of a row; a string is plain text, which has no turns.
 
     Args:
@@ -54,7 +55,7 @@ def read_conversation(row: dict[str, Any], where: str, column: str = "", system_
 
 
 def read_prompt(
-    row: dict[str, Any], where: str, prompt_column: str = "", response_column: str = "", system_prompt: str = ""
+    row: Row, where: str, prompt_column: str = "", response_column: str = "", system_prompt: str = ""
 ) -> tuple[list[Message], str]:
     """The prompt of a row as turns, and its reference answer ("" when there is none).
 
@@ -76,7 +77,7 @@ def read_prompt(
     return _ask(turns, _reference(row, response_column), where)
 
 
-def read_held_out(row: dict[str, Any], where: str, column: str = "", system_prompt: str = "") -> tuple[list[Message], str]:
+def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "") -> tuple[list[Message], str]:
     """Prompt and reference answer of a row that is made to be learned: ask what the last assistant turn answers.
 
     Raises:
@@ -100,7 +101,7 @@ def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[
     return turns, reference or ""
 
 
-def _reference(row: dict[str, Any], column: str) -> str | None:
+def _reference(row: Row, column: str) -> str | None:
     column = column or next((c for c in _REFERENCE_COLUMNS if row.get(c) is not None), "")
     if not column:
         return None
@@ -108,7 +109,7 @@ def _reference(row: dict[str, Any], column: str) -> str | None:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _as_turns(row: dict[str, Any], column: str, role: str, where: str) -> list[Message]:
+def _as_turns(row: Row, column: str, role: str, where: str) -> list[Message]:
     value = row[column]
     return [{"role": role, "content": value}] if isinstance(value, str) else _turns(value, column, where)
 
@@ -149,5 +150,5 @@ def _with_system(turns: list[Message], system_prompt: str) -> list[Message]:
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def _columns(row: dict[str, Any]) -> str:
+def _columns(row: Row) -> str:
     return ", ".join(row) or "(none)"

@@ -34,7 +34,7 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
     Raises:
         DataError: the rows do not fill one batch.
     """
-    if drop_last and num_rows < batch_size or num_rows == 0:
+    if num_rows < (batch_size if drop_last else 1):
         raise DataError(
             f"the data set has {num_rows} rows, fewer than one batch of {batch_size}; "
             "lower train.train_batch_per_replica or give more rows"

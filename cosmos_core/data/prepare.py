@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,21 +80,28 @@ def run(stage: Stage) -> Outcome:
     done = 0
     with replaced_folder(stage.path / "data") as folder:
         for split, rows in splits.items():
-            counts = _Counts(jobs[split].kind)
-            with pa.ipc.new_file(split_path(folder, split), SCHEMAS[jobs[split].kind]) as file:
-                for chunk in _tokenised(stage, jobs[split], rows):
-                    if stage.stop_requested:
-                        raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
-                    file.write_batch(chunk.batch)
-                    counts.add(chunk)
-                    done += chunk.batch.num_rows
-                    stage.progress.step(done, total)
-            statistics[split] = counts.summary()
+            path = split_path(folder, split)
+            statistics[split] = _write_split(stage, path, jobs[split], rows, done, total)
+            done += len(rows)
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
         write_json(folder / "statistics.json", statistics)
     metrics = {f"data/{s}_{name}": float(statistics[s][name]) for s in splits for name in ("rows", "tokens")}
     info: dict[str, JsonValue] = {"data": "data"}
     return Outcome(outputs=("data",), metrics=metrics, info=info)
+
+
+def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, total: int) -> dict[str, Any]:
+    """Write one file; `done` of `total` rows went before. Returns its statistics."""
+    counts = _Counts(job.kind)
+    with pa.ipc.new_file(path, SCHEMAS[job.kind]) as file, closing(_tokenised(stage, job, rows)) as chunks:
+        for chunk in chunks:
+            file.write_batch(chunk.batch)
+            counts.add(chunk)
+            done += chunk.batch.num_rows
+            stage.progress.step(done, total)
+            if stage.stop_requested:
+                raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
+    return counts.summary()
 
 
 def _splits(stage: Stage) -> dict[str, Rows]:
@@ -129,7 +138,7 @@ def _job(recipe: Recipe, split: str) -> Job:
     return Job(recipe, "prompts", max_length - longest_answer)
 
 
-def _tokenised(stage: Stage, job: Job, rows: Rows) -> Iterator[Chunk]:
+def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Chunks in the order of the rows, made in this process or in several."""
     model, revision = stage.model, job.recipe.policy.model_revision
     pieces = (
@@ -180,8 +189,8 @@ def _make_chunk_here(job: Job, piece: list[tuple[str, Row]]) -> Chunk:
 def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, piece: list[tuple[str, Row]]) -> Chunk:
     """Tokenise rows, given with their places, into one record batch."""
     if job.kind == "prompts":
-        records = [_prompt(tokenizer, job, row, where) for where, row in piece]
-        return Chunk(_batch(records, "prompts"), 0)
+        prompts = [_prompt(tokenizer, job, row, where) for where, row in piece]
+        return Chunk(_batch(prompts, "prompts"), 0)
     records, num_cut = [], 0
     for where, row in piece:
         tokens = conversation_tokens(tokenizer, _conversation(job.recipe, row, where), where)

@@ -14,16 +14,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
 from cosmos_core.config.dataset import DatasetConfig
+from cosmos_core.data.messages import Row
 from cosmos_core.errors import DataError
-
-Row = dict[str, Any]
 
 _TRAIN = "train"
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
@@ -185,7 +184,7 @@ def _object(text: str, where: str) -> Row:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}; write one object a line") from None
+        raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}") from None
     if not isinstance(value, dict):
         raise DataError(f'{where}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}')
     return value
@@ -264,7 +263,7 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        raise DataError(f"{key}.name: {path} was saved by `datasets` but cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{key}.name: {path} cannot be read by `datasets`: {_first_line(error)}") from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:
         raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")

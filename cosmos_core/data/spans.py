@@ -6,7 +6,6 @@ has to write. Two methods, each proven against the rendering before it is believ
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Sequence
 
 from jinja2.exceptions import TemplateError
@@ -35,7 +34,9 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
     return spans
 
 
-def skeleton_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
+def skeleton_spans(
+    render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
+) -> list[Span] | None:
     """Render with a unique word in place of each answer, and find the parts that stayed the same in the whole.
 
     What the template puts between the generation prompt and an answer (an empty think block) counts as answer.
@@ -55,7 +56,8 @@ def skeleton_spans(render: Render, messages: list[Message], full: str) -> list[S
         heads = [_head(render, hollow[:i], part) for i, part in zip(turns, fixed, strict=False)]
     except (TemplateError, IndexError):
         return None
-    return _align(full, heads, tail=fixed[-1], closer=ending[-1])
+    closers = [_closer(part, ending[-1], closing_tokens) for part in fixed[1:]]
+    return _align(full, heads, fixed[-1], closers)
 
 
 def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
@@ -88,25 +90,45 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
 
 
 def _head(render: Render, before: list[Message], part: str) -> str:
-    """The fixed part before an answer up to the generation prompt's end."""
+    """The fixed part before an answer, up to the end of the generation prompt, or of as much of it as is there.
+
+    A template that asks with `<think>` and renders an answer without thoughts keeps a beginning of the prompt only.
+    """
     without, with_prompt = render(before, False), render(before, True)
-    generation_prompt = with_prompt.removeprefix(without)
-    end = part.rfind(generation_prompt) if generation_prompt and generation_prompt != with_prompt else -1
-    return part if end < 0 else part[: end + len(generation_prompt)]
+    asked = before[-1]["content"].strip() if before else ""
+    body = part.rfind(asked) + len(asked)  # never look for the prompt in what the user says
+    if not with_prompt.startswith(without) or asked not in part:
+        return part
+    prompt = with_prompt[len(without) :]
+    for length in range(len(prompt), 0, -1):
+        found = part.rfind(prompt[:length], body)
+        if found >= 0:
+            return part[: found + length]
+    return part
 
 
-def _align(full: str, heads: list[str], tail: str, closer: str) -> list[Span] | None:
-    """Spans between the fixed parts; each takes with it as much of the next part as `closer` shares with it."""
+def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
+    """The beginning of the part after an answer that closes the turn: what it shares with the last turn's ending.
+
+    It stops after a whole token: `<|end|><|user|>` shares `<|end|><|` with `<|end|><|endoftext|>`.
+    """
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(part, ending, strict=False)) if a != b), min(len(part), len(ending))
+    )
+    ends = [part.rfind(token, 0, shared) + len(token) for token in closing_tokens if token in part[:shared]]
+    return part[: max(ends)] if ends else part[:shared]
+
+
+def _align(full: str, heads: list[str], tail: str, closers: list[str]) -> list[Span] | None:
+    """Spans between the fixed parts, each with what closes its turn."""
     if not full.startswith(heads[0]) or not full.endswith(tail):
         return None
     spans = []
     start = len(heads[0])
-    for k in range(len(heads)):
-        is_last = k + 1 == len(heads)
-        following = tail if is_last else heads[k + 1]
-        end = len(full) - len(tail) if is_last else full.find(following, start)
-        if end < start or not following and not is_last:
+    for following, closer in zip([*heads[1:], None], closers, strict=True):
+        end = len(full) - len(tail) if following is None else full.find(following, start)
+        if end < start or following == "":
             return None
-        spans.append((start, end + len(os.path.commonprefix([following, closer]))))
-        start = end + len(following)
+        spans.append((start, end + len(closer)))
+        start = end + len(following or "")
     return spans

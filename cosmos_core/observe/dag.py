@@ -53,8 +53,8 @@ def draw(run: RunRecord) -> str:
     return (
         f'<svg class="dag" role="img" aria-label="stages of the pipeline" viewBox="0 0 {width} {height + 2 * _MARGIN}" '
         f'style="max-width: {1.15 * width:.0f}px; min-width: {0.72 * width:.0f}px">'
-        '<defs><marker id="dag-arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0.5 L8 4 L0 7.5 z"/></marker></defs>'
+        '<defs><marker id="dag-arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0 0.5 L8 4 L0 7.5 z"/></marker></defs>'
         f"{''.join(edges)}{''.join(boxes)}</svg>"
     )
 
@@ -105,10 +105,11 @@ def _edge(source: _Node, target: _Node) -> str:
 
 def _box(node: _Node, stage: StageRecord) -> str:
     x, y, seconds = node.left, node.y, stage.seconds
-    time = wording.duration(seconds) if seconds is not None else ""
+    time = wording.duration(seconds) if seconds is not None and label(stage) == stage.status else ""
     name = stage.name if len(stage.name) <= 17 else f"{stage.name[:16]}…"
+    hint = f"{stage.name} ({stage.kind}): {stage.status}"
     return (
-        f'<g class="box state-{escape(stage.status)}"><title>{escape(f"{stage.name} ({stage.kind}): {stage.status}")}</title>'
+        f'<g class="box state-{escape(stage.status)}"><title>{escape(hint)}</title>'
         f'<rect x="{x:g}" y="{y:g}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="8"/>'
         f'<rect class="edge-mark" x="{x:g}" y="{y + 8:g}" width="3.5" height="{_BOX_HEIGHT - 16}" rx="1.75"/>'
         f'<text class="name" x="{x + 13:g}" y="{y + 20:g}">{escape(name)}</text>'

@@ -10,6 +10,7 @@ import hashlib
 import io
 import math
 import re
+import threading
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -38,6 +39,7 @@ _STYLE: Any = {
     "font.size": 8.0,
     "text.parse_math": False,
 }
+_drawing = threading.Lock()  # matplotlib's settings are global, and stages end in several threads
 Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -52,7 +54,7 @@ def curves(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS
     panels = _panels(source, keys)
     width = max(1, min(3, len(panels)))
     height = max(1, math.ceil(len(panels) / width))
-    with matplotlib.rc_context(_STYLE):
+    with _drawing, matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_SIZE[0] * width, _SIZE[1] * height), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_INK)
@@ -73,7 +75,7 @@ def curves_svg(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PA
     from matplotlib.figure import Figure
 
     pictures = []
-    with matplotlib.rc_context(_STYLE):
+    with _drawing, matplotlib.rc_context(_STYLE):
         for name, series in _panels(source, keys).items():
             figure = Figure(figsize=_SIZE, layout="constrained")
             _draw(figure.add_subplot(), name, series)
@@ -110,6 +112,9 @@ def _draw(axes: Axes, name: str, series: Series) -> None:
         axes.plot(
             steps, values, color=colour, linewidth=1.4, marker="o" if is_sparse else "", markersize=2.8, label=key
         )
+    drawn = {x for steps, values in shown.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)}
+    if len(drawn) == 1:
+        axes.set_xlim(min(drawn) - 1, max(drawn) + 1)
     axes.set_title(name, loc="left", fontsize=9, color=_INK)
     axes.tick_params(colors=_INK, labelsize=7, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
@@ -134,7 +139,7 @@ def _inline(figure: Figure, label: str) -> str:
     body = re.sub(r'<g id="[^"]*">', "<g>", body)
     body = re.sub(r" font-family: [^;\"]*;", "", body)
     own = hashlib.sha256(body.encode()).hexdigest()[:8]
-    body = re.sub(r'((?:id="|href="#))(m[0-9a-f]+")', rf"\1{own}-\2", body)
+    body = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{own}-\2", body)
     body = re.sub(r"\s*\n\s*", " ", body).replace("xlink:href", "href")
     for colour, variable in _VARIABLES.items():
         body = body.replace(colour, variable)

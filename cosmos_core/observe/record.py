@@ -41,7 +41,7 @@ class StageRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Wall time from its first attempt to its end, or to now while it runs; None: it never started."""
+        """Wall time from its first attempt to its end, or to now while it runs; None: it did not run here."""
         started, ended = self.state.get("started"), self.state.get("ended")
         if not started or self.status in {"waiting", "reused"}:
             return None

@@ -86,7 +86,7 @@ def _cards(record: RunRecord) -> str:
         cards += [
             ("wall time", wording.duration(wall)),
             ("inside stage workers", wording.duration(inside)),
-            ("orchestration overhead", wording.duration(max(0.0, wall - inside))),
+            ("overhead", wording.duration(max(0.0, wall - inside))),
         ]
     finished = sum(stage.status in {"done", "reused"} for stage in record.stages if stage.kind != "report")
     cards.append(("stages finished", f"{finished} of {sum(stage.kind != 'report' for stage in record.stages)}"))

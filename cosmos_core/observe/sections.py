@@ -23,8 +23,8 @@ _MORE_LETTERS = 1200  # of one completion; longer ones are cut
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:
-    """An html table; header and cells are html already. A cell that starts with `<td` brings its own tag."""
-    head = "".join(f"<th>{cell}</th>" for cell in header)
+    """An html table; header (none: no head) and cells are html already, a cell from `<td` on brings its own tag."""
+    head = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr></thead>" if header else ""
     body = "".join(f"<tr>{''.join(c if c.startswith('<td') else f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table class="{css}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -179,9 +179,9 @@ def _answer_cell(line: dict[str, Any] | None) -> str:
     if line is None:
         return "<td>–</td>"
     reward = line.get("reward")
-    is_known = isinstance(reward, int | float)
-    css = "invalid" if not is_known else "good" if reward > 0 else "bad"
-    said = f"reward {wording.number(reward)}" if is_known else "no valid reward"
+    css, said = "invalid", "no valid reward"
+    if isinstance(reward, int | float):
+        css, said = "good" if reward > 0 else "bad", f"reward {wording.number(reward)}"
     text = _cut(str(line.get("completion", ""))) or '<span class="note">(empty)</span>'
     return f'<td><div class="text">{text}</div><div class="reward {css}">{escape(said)}</div></td>'
 
@@ -212,8 +212,8 @@ def _stage(stage: StageRecord) -> str:
         _rollouts(stage) if stage.kind == "rl" else "",
         _events(stage),
     ]
-    found = wording.headline(stage.metrics)
-    headline = f"{found[0]} {wording.number(found[1])}" if found else ""
+    found = wording.key_metrics(stage.metrics, most=1).items()
+    headline = " ".join(f"{wording.family(key)} {wording.number(value)}" for key, value in found)
     seconds = wording.duration(stage.seconds) if stage.seconds is not None else ""
     is_open = " open" if drawn or stage.status in {"failed", "stopped"} else ""
     return (
@@ -231,7 +231,7 @@ def _facts(pairs: Sequence[tuple[str, str]], css: str = "") -> str:
 def _info(stage: StageRecord) -> str:
     shown = {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
     rows = [[escape(key), _value(value)] for key, value in shown.items()]
-    return table(["result", ""], rows, "info") if rows else ""
+    return table([], rows, "info") if rows else ""
 
 
 def _value(value: Any) -> str:
@@ -278,7 +278,8 @@ def _outputs(stage: StageRecord) -> str:
 
 
 def _bytes(size: Any) -> str:
-    return f"{wording.count(size)}B".replace("kB", " kB").replace("MB", " MB").replace("GB", " GB") if size else "0 B"
+    text = wording.count(size) if isinstance(size, int) else "?"
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
 def _digest(value: Any) -> str:

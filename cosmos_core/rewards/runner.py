@@ -43,7 +43,6 @@ _BLOCK = 1 << 16
 class _Job:
     """One completion on its way to a score."""
 
-    index: int
     line: bytes
     failures: int = 0
     """Children that it cost: hung, or ended by themselves."""
@@ -156,7 +155,8 @@ class RewardRunner:
 
     def __enter__(self) -> RewardRunner:
         try:
-            self._children = [_Child(self._hello) for _ in range(self._num_workers)]
+            for _ in range(self._num_workers):
+                self._children.append(_Child(self._hello))
             while not all(child.is_ready for child in self._children):
                 self._turn()
         except BaseException:
@@ -182,11 +182,12 @@ class RewardRunner:
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One score a request, in order; a request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`."""
-        jobs = [_Job(index, json.dumps(request).encode() + b"\n") for index, request in enumerate(requests)]
+        jobs = [_Job(json.dumps(request).encode() + b"\n") for request in requests]
         self._pending.extend(jobs)
         try:
-            self._children = [self._living(child) for child in self._children]
             assert self._children, "use the runner as a context manager"
+            for child in [child for child in self._children if child.has_ended()]:
+                self._replace(child)
             while self._pending or any(child.jobs for child in self._children):
                 self._turn()
         except BaseException:
@@ -219,7 +220,7 @@ class RewardRunner:
             if (child.jobs or not child.is_ready) and now >= child.deadline:
                 lost.setdefault(child, "")
         for child, reason in lost.items():
-            self._replace(child, reason)
+            self._lose(child, reason)
 
     def _hand_out(self) -> None:
         """Top up each child, with fewer requests towards the end so that all finish together."""
@@ -252,9 +253,8 @@ class RewardRunner:
         if lines:
             child.deadline = time.monotonic() + self._timeout
 
-    def _replace(self, child: _Child, reason: str) -> None:
+    def _lose(self, child: _Child, reason: str) -> None:
         """Start another child; the job that killed this one is tried again or given up, the others just wait."""
-        child.kill()
         if not child.is_ready:
             names = ", ".join(self._weights)
             raise RewardError(f"loading the rewards {names} failed: {reason or f'not done in {START_SECONDS:g} s'}")
@@ -270,13 +270,11 @@ class RewardRunner:
             else:
                 guilty.answers.append((None, {}, error))
             self._pending.extendleft(reversed(child.jobs))
-        self._children[self._children.index(child)] = _Child(self._hello)
+        self._replace(child)
 
-    def _living(self, child: _Child) -> _Child:
-        if not child.has_ended():
-            return child
+    def _replace(self, child: _Child) -> None:
         child.kill()
-        return _Child(self._hello)
+        self._children[self._children.index(child)] = _Child(self._hello)
 
     def _total(self, job: _Job) -> Score:
         total, metrics, errors = 0.0, {}, []

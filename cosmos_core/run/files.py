@@ -96,4 +96,8 @@ def files_below(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
     found = [path for path in root.rglob("*") if path.is_file()]
-    return sorted(path for path in found if not any(p.startswith(".") and p.endswith((".tmp", ".old")) for p in path.parts))
+    return sorted(path for path in found if not any(_is_temporary(part) for part in path.relative_to(root).parts))
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith((".tmp", ".old"))

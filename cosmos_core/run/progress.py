@@ -33,6 +33,7 @@ class Progress:
         self._path = path
         self._min_interval = min_interval_seconds
         self._last_write = 0.0
+        self._lock = threading.Lock()  # `saved` comes from the thread that writes checkpoints
         self._state: dict[str, Any] = {
             "pid": os.getpid(), "phase": "start", "deadline_seconds": PHASE_SECONDS["start"], "step": 0, "total": None,
             "checkpoint_step": None, "metrics": {}, "started": time.time(), "heartbeat": time.time(),
@@ -62,10 +63,11 @@ class Progress:
 
     def _write(self, *, force: bool) -> None:
         now = time.time()
-        self._state["heartbeat"] = now
-        if force or now - self._last_write >= self._min_interval:
-            self._last_write = now
-            write_json(self._path, self._state, durable=False)
+        with self._lock:
+            self._state["heartbeat"] = now
+            if force or now - self._last_write >= self._min_interval:
+                self._last_write = now
+                write_json(self._path, self._state, durable=False)
 
 
 class Metrics:

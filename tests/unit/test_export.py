@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -177,6 +179,34 @@ except StageFailed as error:
         f"disk full while saving export {tmp_path / 'm'}; nothing is left of it; free space and run again"
     ), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fresh_interpreter_does_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_export import make_model, make_tokenizer
+from cosmos_core.checkpoint.export import export_model
+from cosmos_core.checkpoint.prove import prove_export
+model, target = make_model("qwen3", tied=True), Path(sys.argv[1]) / "m"
+export_model(model, make_tokenizer(), target, dtype=None)
+while True:
+    prove_export(model, target, dtype=None)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = psutil.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (children := trainer.children()):
+            assert trainer.is_running()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert alive == []
 
 
 def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""What tests share: the real command in a folder of its own, and a way to see what it left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.run.files import read_json
+from cosmos_core.run.state import read_state
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def processes_below(folder: Path) -> dict[int, str]:
+    """Live processes, this one excepted, whose command line or environment names the folder."""
+    wanted, found = str(folder).encode(), {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{entry}/cmdline").read_bytes()
+            text = command + Path(f"/proc/{entry}/environ").read_bytes()
+            state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if int(entry) != os.getpid() and state not in "ZX" and wanted in text:
+            found[int(entry)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll; fail with `what` when the time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+class Workspace:
+    """A folder in which `cosmos` is run as a user runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # The marker is what `processes_below` finds; the rest keeps the tests from talking to a server of the developer's.
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {"WORKSPACE": str(path)}
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file in the folder."""
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("PROGRAMS", str(PROGRAMS)))
+        return file
+
+    def cosmos(self, *arguments: str, timeout: float = 300, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end and check its exit code."""
+        done = subprocess.run(
+            [sys.executable, "-m", "cosmos_core", *arguments],
+            cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        return done
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start the command and leave it running; its output is in `command.log`."""
+        with open(self.path / "command.log", "a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "cosmos_core", *arguments],
+                cwd=self.path, env=self.environment, stdout=log, stderr=log, text=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    @property
+    def run(self) -> Path:
+        """The newest run."""
+        return sorted((self.path / "outputs").glob("2*"))[-1]
+
+    def stage(self, name: str) -> Path:
+        """A stage of the newest run."""
+        return self.run / "stages" / name
+
+    def is_past(self, name: str, step: int) -> bool:
+        """Whether a stage of the newest run has reached a step."""
+        if not list((self.path / "outputs").glob("2*")):
+            return False
+        progress = read_json(self.stage(name) / "progress.json")
+        return isinstance(progress, dict) and progress["step"] >= step
+
+    def state(self, name: str) -> str:
+        """The state of a stage of the newest run."""
+        return str(read_state(self.stage(name))["state"])
+
+    def expect_quiet(self, seconds: float = 15) -> None:
+        """Nothing that was started here is running any more."""
+        wait_until(lambda: not processes_below(self.path), seconds, f"still running: {processes_below(self.path)}")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path):
+    """A workspace; whatever a failed test left running in it is ended by pid."""
+    yield Workspace(tmp_path)
+    for pid in processes_below(tmp_path):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder of small real data sets."""
+    folder = Path(os.environ.get("COSMOS_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no test data in {folder}; set COSMOS_TEST_DATA")
+    return folder

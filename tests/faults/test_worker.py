@@ -1,0 +1,96 @@
+"""Workers that crash, hang, refuse or leave children behind, without Prefect: the launcher's contract alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.launch import worker
+from cosmos_core.run.directory import Run, create_run
+from cosmos_core.run.state import read_state
+from tasks.kinds import all_kinds
+from tasks.stage import perform, should_retry
+from tests.conftest import PROGRAMS, processes_below
+
+
+def make_run(folder: Path, function: str, settings: str = "") -> Run:
+    from cosmos_core.config.compose import load_pipeline
+
+    file = folder / "p.toml"
+    file.write_text(
+        f'[pipeline]\noutput_dir = "{folder / "outputs"}"\ngrace_seconds = 2\n'
+        f'[[pipeline.stages]]\nname = "s"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:{function}"\n{settings}\n'
+    )
+    return create_run(load_pipeline(file, (), tuple(all_kinds())), all_kinds())
+
+
+def attempts_until_given_up(run: Run) -> int:
+    """Apply the retry policy as the flow does."""
+    from tasks.stage import _record_failure
+
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            perform(run, "s")
+        except StageFailed as error:
+            _record_failure(run.stage_path("s"), error)
+            if not should_retry(run.path, "s", error):
+                return attempts
+        else:
+            return attempts
+
+
+def test_a_refused_input_is_the_same_error_in_the_launcher_and_is_never_retried(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count", "arguments = { refuse = true }")
+    with pytest.raises(DataError, match=r"^rows.jsonl:3: refused on purpose$") as caught:
+        perform(run, "s")
+    assert not should_retry(run.path, "s", caught.value)
+
+
+def test_a_stage_that_hangs_past_the_deadline_of_its_phase_is_killed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "hang")
+    with pytest.raises(StageFailed, match="no sign of life for .* in phase 'collective'"):
+        perform(run, "s")
+    assert not processes_below(tmp_path)
+
+
+def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count", 'timeout = "1s"\narguments = { steps = 1000 }')
+    with pytest.raises(StageFailed, match="longer than timeout = 1 s"):
+        perform(run, "s")
+    assert not processes_below(tmp_path)
+
+
+def test_attempts_without_progress_are_bounded_by_retries(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "never_progress", "retries = 1")
+    assert attempts_until_given_up(run) == 2
+    assert read_state(run.stage_path("s"))["error"].startswith("stage 's' crashed (exit code 3)")
+
+
+def test_a_crash_after_progress_is_retried_and_continues_from_the_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count", "retries = 1\narguments = { steps = 6, crash_at = 4 }")
+    assert attempts_until_given_up(run) == 2
+    assert (run.stage_path("s") / "visits.txt").read_text() == "start 0\nstart 4\n"
+
+
+def test_what_a_worker_leaves_behind_is_killed_even_in_a_session_of_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "leaves_a_child")
+    os.environ["WORKSPACE"] = str(tmp_path)
+    try:
+        perform(run, "s")
+    finally:
+        del os.environ["WORKSPACE"]
+    assert not processes_below(tmp_path)
+
+
+def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count")
+    assert worker.reap(run.stage_path("s")), "a stage that nobody started has no owner"
+    perform(run, "s")
+    result, was_reused = perform(run, "s")
+    assert was_reused
+    assert result["metrics"] == {"count": 10.0}

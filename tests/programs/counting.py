@@ -1,0 +1,56 @@
+"""A trivial stage: counts to `steps` with a checkpoint each step; its output is a digest chain over all steps."""
+
+import hashlib
+import json
+import os
+import time
+
+from cosmos_core.errors import DataError, Preempted
+from cosmos_core.types import Outcome
+
+
+def count(stage, steps=10, seconds=0.05, crash_at=0, refuse=False):
+    """Chain digests; resumes from `checkpoint.json`; crashes hard once at `crash_at`."""
+    if refuse:
+        raise DataError("rows.jsonl:3: refused on purpose")
+    checkpoint = stage.path / "checkpoint.json"
+    state = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "chain": str(stage.seed)}
+    with open(stage.path / "visits.txt", "a") as visits:
+        visits.write(f"start {state['step']}\n")
+    while state["step"] < steps:
+        stage.progress.phase("step")
+        time.sleep(seconds)
+        state = {"step": state["step"] + 1, "chain": hashlib.sha256(state["chain"].encode()).hexdigest()}
+        stage.metrics.log(state["step"], {"loss": 1 / state["step"]})
+        temporary = checkpoint.with_suffix(".new")
+        temporary.write_text(json.dumps(state))
+        os.replace(temporary, checkpoint)
+        stage.progress.saved(state["step"])
+        stage.progress.step(state["step"], steps, loss=1 / state["step"])
+        if crash_at and state["step"] == crash_at and not (stage.path / "crashed").exists():
+            (stage.path / "crashed").touch()
+            os.kill(os.getpid(), 9)
+        if stage.stop_requested:
+            raise Preempted(f"saved at step {state['step']}")
+    (stage.path / "out.txt").write_text(state["chain"])
+    return Outcome(outputs=("out.txt",), metrics={"count": float(steps)}, info={"model": "out.txt"})
+
+
+def hang(stage):
+    """Enters a phase with a deadline of one second and never beats again."""
+    stage.progress.phase("collective", deadline_seconds=1)
+    time.sleep(600)
+
+
+def never_progress(stage):
+    """Crashes at once, each time."""
+    os._exit(3)
+
+
+def leaves_a_child(stage):
+    """Ends while a grandchild in a session of its own still runs."""
+    import subprocess
+
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (stage.path / "out.txt").write_text("done")
+    return Outcome(outputs=("out.txt",))

@@ -1,0 +1,279 @@
+"""Which tokens are learned, for chat templates of every habit; expected texts are written out by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from transformers import PreTrainedTokenizer
+
+from cosmos_core.data.conversation import conversation_tokens, cut, tokenize_conversation, tokenize_prompt
+from cosmos_core.errors import DataError, ModelError
+from tests.unit.data_tokenizers import (
+    CHATML,
+    FORGETS_THOUGHTS,
+    LLAMA3,
+    MISTRAL,
+    PLAIN_WORDS,
+    TRIMS_THE_END,
+    byte_tokenizer,
+    learned,
+    unlearned,
+)
+
+TWO_TURNS = [
+    {"role": "user", "content": "What is the answer?"},
+    {"role": "assistant", "content": "The answer is 42."},
+    {"role": "user", "content": "Sure? \n"},
+    {"role": "assistant", "content": "  Yes é😀!\n\n Quite."},
+]
+THOUGHTS = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfirst"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "<think>\nmm\n</think>\n\nsecond"},
+]
+TEST_DATA = Path(os.environ.get("COSMOS_TEST_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
+
+
+def masked(tokenizer: Any, messages: Any) -> tuple[list[str], list[str]]:
+    ids, mask = tokenize_conversation(tokenizer, messages, 10_000, "row")
+    return learned(tokenizer, ids, mask), unlearned(tokenizer, ids, mask)
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_chatml_learns_answers_and_their_end_tokens_and_nothing_else(trim_offsets):
+    yes, no = masked(byte_tokenizer(CHATML, trim_offsets=trim_offsets), TWO_TURNS)
+    assert yes == ["The answer is 42.<|im_end|>", "  Yes é😀!\n\n Quite.<|im_end|>"]
+    assert no == [
+        "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>user\nSure? \n<|im_end|>\n<|im_start|>assistant\n",
+        "\n",
+    ]
+
+
+def test_llama3_headers_are_not_learned_and_its_trimmed_answers_are():
+    yes, no = masked(byte_tokenizer(LLAMA3, end_token="<|eot_id|>"), TWO_TURNS)
+    assert yes == ["The answer is 42.<|eot_id|>", "Yes é😀!\n\n Quite.<|eot_id|>"]
+    assert no[0] == (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nWhat is the answer?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert len(no) == 2
+
+
+def test_mistral_instructions_without_a_generation_prompt():
+    yes, no = masked(byte_tokenizer(MISTRAL, end_token="</s>"), TWO_TURNS)
+    assert yes == [" The answer is 42.</s>", "   Yes é😀!\n\n Quite.</s>"]
+    assert no == ["<s>[INST] What is the answer?[/INST]", "[INST] Sure? \n[/INST]"]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_template_that_trims_the_end_of_the_whole_text(trim_offsets):
+    yes, no = masked(byte_tokenizer(TRIMS_THE_END, trim_offsets=trim_offsets), TWO_TURNS)
+    assert yes == ["The answer is 42.<|im_end|>", "  Yes é😀!\n\n Quite.<|im_end|>"]
+    assert no[1] == "\n\n<|im_start|>user\nSure? \n<|im_end|>\n\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_forgets_the_thoughts_of_earlier_turns():
+    yes, no = masked(byte_tokenizer(FORGETS_THOUGHTS), THOUGHTS)
+    assert yes == ["first<|im_end|>", "<think>\nmm\n</think>\n\nsecond<|im_end|>"]
+    assert no[1] == "\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_think_block_that_the_template_adds_is_learned():
+    yes, _ = masked(byte_tokenizer(FORGETS_THOUGHTS), TWO_TURNS[:2])
+    assert yes == ["<think>\n\n</think>\n\nThe answer is 42.<|im_end|>"]
+
+
+def test_without_a_closing_token_the_words_that_the_template_writes_are_learned():
+    yes, no = masked(byte_tokenizer(PLAIN_WORDS), TWO_TURNS[:2])
+    assert yes == ["The answer is 42.\n\n"]
+    assert no == ["### user:\nWhat is the answer?\n\n### assistant:\n"]
+
+
+def test_a_last_user_turn_is_not_learned():
+    yes, no = masked(byte_tokenizer(FORGETS_THOUGHTS), THOUGHTS[:3])
+    assert yes == ["first<|im_end|>"]
+    assert no[-1] == "\n<|im_start|>user\none<|im_end|>\n"
+
+
+def test_two_assistant_turns_in_a_row_are_both_learned():
+    turns = [*TWO_TURNS[:2], {"role": "assistant", "content": "More."}]
+    assert masked(byte_tokenizer(CHATML), turns)[0] == ["The answer is 42.<|im_end|>", "More.<|im_end|>"]
+
+
+def test_what_the_template_itself_marks_wins_over_guessing_and_takes_the_end_token_with_it():
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    yes, _ = masked(byte_tokenizer(marked), THOUGHTS)
+    assert yes == ["\n\nfirst<|im_end|>", "<think>\nmm\n</think>\n\nsecond<|im_end|>"]
+
+
+def test_a_template_that_reorders_turns_is_an_error_that_names_row_and_remedy():
+    reverses = "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    with pytest.raises(DataError, match=r"^train.jsonl:7: the assistant's turns cannot be found.*generation"):
+        conversation_tokens(byte_tokenizer(reverses), TWO_TURNS, "train.jsonl:7")
+
+
+def test_a_template_that_writes_nothing_for_string_content_is_an_error():
+    parts_only = "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+    with pytest.raises(DataError, match="row: the chat template leaves out the user's text 'What is the answer"):
+        conversation_tokens(byte_tokenizer(parts_only), TWO_TURNS, "row")
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_with_the_templates_words():
+    turns = [{"role": "system", "content": "s"}, *TWO_TURNS]
+    with pytest.raises(DataError, match="row 3: the chat template refuses the conversation: only user and assistant"):
+        conversation_tokens(byte_tokenizer(MISTRAL), turns, "row 3")
+
+
+# Templates of real models as TRL keeps them, each with TRL's own version that marks what the assistant writes. TRL
+# also learns the line break after the end token; Qwen2.5's mark starts one line break early. Both are set aside.
+REAL_TEMPLATES = ["cohere", "cohere2", "gemma3", "lfm2", "llama3", "phi3", "qwen2_5", "qwen2_5_vl", "qwen3"]
+
+
+@pytest.mark.parametrize("name", [*REAL_TEMPLATES, "qwen3_vl", "qwen3_instruct_2507"])
+def test_real_templates_agree_with_the_marks_of_trl(name):
+    folder = Path(trl.__file__).parent / "chat_templates"
+    if not (folder / f"{name}_training.jinja").is_file():
+        pytest.skip(f"this TRL has no training template for {name}")
+    messages = TWO_TURNS[:2]
+    template = (folder / f"{name}.jinja").read_text()
+    ids, mask = conversation_tokens(byte_tokenizer(template), messages, "row")
+    oracle = byte_tokenizer(template)
+    oracle.chat_template = (folder / f"{name}_training.jinja").read_text()
+    expected = oracle.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids == expected["input_ids"]
+    ours, theirs = learned(oracle, ids, mask), learned(oracle, ids, expected["assistant_masks"])
+    assert [text.strip("\n") for text in ours] == [text.strip("\n") for text in theirs]
+    assert "42." in ours[0] and len(ours) == 1
+
+
+def test_tokens_are_those_of_the_whole_rendering_tokenised_once():
+    tokenizer = byte_tokenizer(CHATML)
+    ids, _ = conversation_tokens(tokenizer, TWO_TURNS, "row")
+    assert ids == list(tokenizer.apply_chat_template(TWO_TURNS)["input_ids"])
+
+
+def test_a_token_across_the_border_of_prompt_and_answer_is_learned():
+    tokenizer = byte_tokenizer(CHATML.replace("assistant\\n", "assistant\\n"))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{{ '' }}"
+    tokenizer.add_tokens(["t:The"])
+    ids, mask = conversation_tokens(tokenizer, TWO_TURNS[:2], "row")
+    assert learned(tokenizer, ids, mask) == ["t:The answer is 42."]
+
+
+def test_plain_text_is_learned_whole_with_an_end_token():
+    tokenizer = byte_tokenizer(None)
+    ids, mask = tokenize_conversation(tokenizer, "Hello there", 100, "row")
+    assert tokenizer.decode(ids) == "Hello there<|im_end|>"
+    assert mask == [1] * len(ids)
+
+
+def test_cutting_keeps_the_left_and_refuses_to_leave_nothing_to_learn():
+    tokenizer = byte_tokenizer(CHATML)
+    ids, mask = conversation_tokens(tokenizer, TWO_TURNS, "row")
+    first = mask.index(1)
+    assert cut((ids, mask), first + 2, "row") == (ids[: first + 2], [0] * first + [1, 1])
+    with pytest.raises(DataError, match=f"a.jsonl:3: nothing to learn.*first {first} of its {len(ids)} tokens"):
+        tokenize_conversation(tokenizer, TWO_TURNS, first, "a.jsonl:3")
+
+
+def test_a_conversation_without_an_assistant_turn_is_an_error():
+    with pytest.raises(DataError, match="a.jsonl:9: a conversation without an assistant turn"):
+        conversation_tokens(byte_tokenizer(CHATML), TWO_TURNS[:1], "a.jsonl:9")
+
+
+def test_a_tokenizer_without_chat_template_is_a_model_error_with_the_remedy():
+    with pytest.raises(ModelError, match=r"has no chat template; save one .*chat_template.jinja"):
+        conversation_tokens(byte_tokenizer(None), TWO_TURNS, "row")
+
+
+class Characters(PreTrainedTokenizer):
+    """A tokenizer without offsets. With `pairs` it joins `assistant\\n` and the character after it."""
+
+    def __init__(self, pairs: bool = False, **options: Any) -> None:
+        self.pairs = pairs
+        super().__init__(pad_token="\0", eos_token="\0", **options)
+
+    vocab_size = 0x110000
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        letters = list(text)
+        if self.pairs and "assistant\nT" in text:
+            at = text.index("\nT")
+            letters[at : at + 2] = [text[at : at + 2]]
+        return letters
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token) if len(token) == 1 else 0x10FFFF
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
+
+
+def test_a_slow_tokenizer_is_masked_piece_by_piece():
+    template = CHATML.replace("<|im_end|>", "|")
+    ids, mask = conversation_tokens(Characters(chat_template=template), TWO_TURNS[:2], "row")
+    assert "".join(chr(i) for i, bit in zip(ids, mask, strict=True) if bit) == "The answer is 42.|\n"
+
+
+def test_a_slow_tokenizer_whose_tokens_cross_the_border_is_an_error():
+    with pytest.raises(DataError, match="row: Characters cannot say which characters a token covers"):
+        conversation_tokens(Characters(pairs=True, chat_template=CHATML), TWO_TURNS[:2], "row")
+
+
+def test_a_prompt_ends_with_the_generation_prompt():
+    tokenizer = byte_tokenizer(CHATML)
+    ids, text = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
+    assert text == "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == list(tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)["input_ids"])
+
+
+def test_a_prompt_longer_than_the_model_is_an_error_and_one_that_just_fits_is_not():
+    tokenizer = byte_tokenizer(CHATML)
+    ids, _ = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
+    assert tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids), "row")[0] == ids
+    with pytest.raises(DataError, match=f"a.jsonl:2: prompt longer than the model: {len(ids)} tokens.*{len(ids) - 1}"):
+        tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids) - 1, "a.jsonl:2")
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, TRIMS_THE_END, FORGETS_THOUGHTS])
+def test_real_conversations_learn_exactly_the_answers(template):
+    import datasets
+
+    folder = TEST_DATA / "sharegpt52k_small"
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}; set COSMOS_TEST_DATA")
+    end = "<|eot_id|>" if template is LLAMA3 else "<|im_end|>"
+    tokenizer = byte_tokenizer(template, end_token=end)
+    for row in datasets.load_from_disk(str(folder))["train"]:
+        answers = [turn["content"] for turn in row["conversation"] if turn["role"] == "assistant"]
+        ids, mask = conversation_tokens(tokenizer, row["conversation"], "row")
+        texts = [text.removeprefix("<think>\n\n</think>\n\n") for text in learned(tokenizer, ids, mask)]
+        expected = [answer.lstrip() if template is FORGETS_THOUGHTS else answer for answer in answers]
+        expected = [answer.strip() if template is LLAMA3 else answer for answer in expected]
+        assert texts == [answer + end for answer in expected]
+
+
+def test_gsm8k_learns_exactly_the_solutions():
+    file = TEST_DATA / "gsm8k" / "test.jsonl"
+    if not file.is_file():
+        pytest.skip(f"no test data at {file}; set COSMOS_TEST_DATA")
+    tokenizer = byte_tokenizer(CHATML)
+    for line in file.read_text().splitlines()[:50]:
+        row = json.loads(line)
+        turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        ids, mask = conversation_tokens(tokenizer, turns, "row")
+        assert learned(tokenizer, ids, mask) == [row["answer"] + "<|im_end|>"]

@@ -1,0 +1,145 @@
+"""Progress lines, character by character."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from cosmos_core.observe import wording
+from cosmos_core.observe.console import Display
+
+
+class Clock:
+    """Seconds that only move when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def progress(step: int, total: int | None, at: float, phase: str = "step", **metrics: float) -> dict[str, Any]:
+    return {
+        "pid": 7, "phase": phase, "step": step, "total": total, "metrics": metrics, "started": 1000.0,
+        "heartbeat": 1000.0 + at,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_ten_seconds(
+    clock: Clock, out: io.StringIO
+) -> None:
+    speed = {"throughput/tokens_per_second": 3200.0}
+    with Display(["prepare", "grpo"], stream=out, clock=clock) as display:
+        display.update("prepare", "reused")
+        display.update("grpo", "running", progress(0, None, 0, "load"))
+        clock.now += 10
+        display.update("grpo", "running", progress(0, None, 10, "load"))
+        for step in range(1, 13):  # the first step at 20 s, then one every 1.5 s
+            clock.now += 1.5
+            at = 20 + 1.5 * (step - 1)
+            display.update(
+                "grpo", "running", progress(step, 80, at, "generate", loss=0.01, **{"reward/mean": 0.4314}, **speed)
+            )
+        clock.now += 100
+        display.update("grpo", "running", progress(79, 80, 137, "validate", loss=0.01))
+        display.update("grpo", "done", progress(80, 80, 140, "export", **{"reward/mean": 0.7}, **speed))
+    assert out.getvalue().splitlines() == [
+        "prepare  reused",
+        "grpo     running",
+        "grpo     load",
+        "grpo     step 7/80  reward 0.431  3.2k tok/s  eta 1m50s",
+        "grpo     validate  step 79/80  loss 0.010  eta 1.5s",
+        "grpo     done  step 80/80  reward 0.700  2m08s",
+    ]
+
+
+def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO) -> None:
+    display = Display(["sft"], stream=out, clock=clock)
+    display.update("sft", "running", progress(1, 40, 5, loss=2.0))
+    display.update("sft", "running", progress(21, 40, 25, loss=1.0))
+    display.update("sft", "retrying")
+    display.update("sft", "running", {**progress(20, 40, 100, loss=1.0), "pid": 8})
+    clock.now += 10
+    display.update("sft", "running", {**progress(21, 40, 104, loss=1.0), "pid": 8})
+    assert out.getvalue().splitlines() == [
+        "sft  running",
+        "sft  retrying",
+        "sft  running",
+        "sft  step 21/40  loss 1.000  eta 1m16s",
+    ]
+
+
+def test_a_failed_stage_says_where_it_was(clock: Clock, out: io.StringIO) -> None:
+    display = Display(["sft"], stream=out, clock=clock)
+    display.update("sft", "running", progress(3, 40, 1, loss=float("nan")))
+    clock.now += 61
+    display.update("sft", "failed")
+    display.message("sft: [red]loss is nan")
+    assert out.getvalue().splitlines()[1:] == ["sft  failed  step 3/40  loss nan  1m01s", "sft: [red]loss is nan"]
+
+
+def test_branches_may_update_at_once_on_a_terminal_with_messages_between(out: io.StringIO) -> None:
+    names = ["a", "b", "c"]
+    with Display(names, terminal=True, stream=out) as display:
+
+        def work(name: str) -> None:
+            for step in range(60):
+                display.update(name, "running", progress(step, 60, step, loss=1.0))
+                display.message(f"{name} says {step}")
+                time.sleep(0.005)
+            display.update(name, "done")
+
+        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert not any(thread.is_alive() for thread in threads)
+    shown = out.getvalue()
+    assert all(f"{name} says {step}" in shown for name in names for step in range(60))
+    last = shown[shown.rindex("✓ a") :]
+    assert last.count("59/60") == 3 and "✓ b" in last and "✓ c" in last
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0s"), (3.14, "3.1s"), (9.96, "10s"), (59.4, "59s"), (59.6, "1m00s"), (100, "1m40s"), (3599.7, "1h00m"),
+     (7500, "2h05m"), (273600, "3d04h"), (None, "–"), (float("inf"), "–"), (-1, "0.0s")],
+)  # fmt: skip
+def test_durations_read_as_people_say_them(seconds: float | None, text: str) -> None:
+    assert wording.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.4314, "0.431"), (0.0, "0.000"), (12, "12"), (1.23456e-5, "1.23e-05"), (54321.0, "5.43e+04"), (-0.002, "-0.002"),
+     (float("nan"), "nan"), (None, "–"), (True, "True"), ("published", "published")],
+)  # fmt: skip
+def test_numbers_have_three_digits_that_matter(value: Any, text: str) -> None:
+    assert wording.number(value) == text
+
+
+def test_metrics_are_told_apart_by_what_they_are_about() -> None:
+    keys = ("loss", "train/loss", "reward/mean", "validation/reward", "reward/std")
+    assert [wording.family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
+    assert wording.headline({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
+    assert wording.headline({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
+    assert wording.headline({"grad_norm": 1.0}) is None
+    metrics = {"time/step": 1.0, "kl": 0.1, "loss": 0.2, "validation/loss": 0.3, "reward/mean": 0.4}
+    assert list(wording.key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
+    assert [wording.count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]

@@ -1,0 +1,102 @@
+"""Log lines and the environment that keeps libraries quiet."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cosmos_core.observe.logs import NO_PHONE_HOME, configure, quiet_environment
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_a_record_is_one_line_with_time_level_logger_and_message() -> None:
+    stream = io.StringIO()
+    configure("INFO", stream)
+    logging.getLogger("cosmos_core.x").info("step %d", 3)
+    logging.getLogger("cosmos_core.x").warning("careful")
+    logging.getLogger("cosmos_core.x").debug("too much")
+    lines = stream.getvalue().splitlines()
+    assert [re.sub(r"^\d\d:\d\d:\d\d", "HH:MM:SS", line) for line in lines] == [
+        "HH:MM:SS INFO  cosmos_core.x  step 3",
+        "HH:MM:SS WARN  cosmos_core.x  careful",
+    ]
+
+
+def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_levels() -> None:
+    stream = io.StringIO()
+    configure("DEBUG", stream)
+    for name in ("httpx", "prefect.flow_runs", "vllm.engine", "transformers.trainer", "matplotlib.font_manager"):
+        logger = logging.getLogger(name)
+        before = logger.level
+        logger.setLevel(logging.DEBUG)
+        logger.info("noise from %s", name)
+        logger.error("trouble in %s", name)
+        logger.setLevel(before)
+    assert "noise" not in stream.getvalue() and stream.getvalue().count("trouble in") == 5
+
+
+def test_configuring_twice_does_not_say_things_twice() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure("INFO", first)
+    configure("INFO", second)
+    logging.getLogger("cosmos_core.x").info("once")
+    assert first.getvalue() == "" and second.getvalue().count("once") == 1
+
+
+def test_without_a_stream_lines_follow_sys_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure()
+    late = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", late)
+    logging.getLogger("cosmos_core.x").info("here")
+    assert late.getvalue().endswith("cosmos_core.x  here\n")
+
+
+def test_the_lines_survive_the_import_of_prefect() -> None:
+    code = (
+        "import logging\n"
+        "from cosmos_core.observe.logs import configure\n"
+        "configure()\n"
+        "import prefect\n"
+        "logging.getLogger('prefect.flow_runs').info('noise')\n"
+        "logging.getLogger('cosmos_core.x').info('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "cosmos_core.x  still here" in done.stderr and "noise" not in done.stderr + done.stdout
+
+
+def test_the_quiet_environment_yields_to_what_the_user_set() -> None:
+    env = {"DO_NOT_TRACK": "0", "HOME": "/home/me"}
+    quiet = quiet_environment(env)
+    assert quiet["DO_NOT_TRACK"] == "0" and quiet["HOME"] == "/home/me"
+    assert quiet["VLLM_NO_USAGE_STATS"] == "1" and quiet["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert NO_PHONE_HOME.keys() <= quiet.keys() and env.keys() == {"DO_NOT_TRACK", "HOME"}
+
+
+def test_prefect_reads_the_switches_as_off() -> None:
+    code = (
+        "from prefect.settings import get_current_settings\n"
+        "s = get_current_settings()\n"
+        "print(s.server.analytics_enabled, s.cloud.enable_orchestration_telemetry,"
+        " s.server.ui.show_promotional_content, s.telemetry.enable_resource_metrics)\n"
+    )
+    import os
+
+    env = {**quiet_environment({}), "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=env
+    )
+    assert done.stdout.split() == ["False"] * 4

@@ -1,0 +1,91 @@
+"""Curves from metrics: what is drawn, read back from the svg; the png opened by Pillow."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from cosmos_core.observe.plots import curves, curves_svg
+
+LINES: list[dict[str, Any]] = [
+    {"step": i, "time": 1.0, "loss": float(30 - i), "reward/mean": float(i), "reward/std": 1.0, "time/step": 2.0}
+    for i in range(21)
+]
+
+
+def pictures(svg: str) -> list[ET.Element]:
+    return list(ET.fromstring(f"<page>{svg}</page>"))
+
+
+def paths(picture: ET.Element, colour: str = "--line-0") -> list[list[tuple[float, float]]]:
+    """Points of the pieces of a curve."""
+    drawn = [
+        e.attrib["d"]
+        for e in picture.iter("path")
+        if colour in e.get("style", "") and "fill: none" in e.attrib["style"]
+    ]
+    pieces = [piece for d in drawn for piece in d.split("M") if piece.strip()]
+    return [[(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", piece)] for piece in pieces]
+
+
+def test_there_is_one_panel_a_family_that_has_values() -> None:
+    found = pictures(curves_svg(LINES))
+    assert [picture.get("aria-label") for picture in found] == ["loss by step", "reward by step"]
+    assert (
+        curves_svg([]) == "" and curves_svg([{"step": 1, "loss": math.nan}]) == "" and curves_svg(LINES, ["kl"]) == ""
+    )
+
+
+def test_a_straight_line_of_values_is_drawn_straight_and_falls_where_the_loss_falls() -> None:
+    loss, reward = (paths(picture)[0] for picture in pictures(curves_svg(LINES)))
+    for points, sign in ((loss, 1), (reward, -1)):  # y grows downwards in svg
+        (x0, y0), (x1, y1) = points[0], points[-1]
+        assert x1 > x0 and sign * (y1 - y0) > 0
+        for x, y in points:
+            assert abs((y - y0) / (y1 - y0) - (x - x0) / (x1 - x0)) < 1e-3
+
+
+def test_nan_leaves_a_gap() -> None:
+    lines = [{**line, "loss": math.nan if line["step"] == 10 else line["loss"] + line["step"] % 2} for line in LINES]
+    pieces = paths(pictures(curves_svg(lines, ["loss"]))[0])
+    assert [len(piece) for piece in pieces] == [10, 10]
+
+
+def test_the_curves_of_a_family_share_a_panel_and_have_a_legend() -> None:
+    lines = [*LINES, *({"step": i, "validation/reward": i / 2} for i in (0, 10, 20))]
+    picture = pictures(curves_svg(lines, ["reward"]))[0]
+    assert len(paths(picture, "--line-0")) >= 1 and len(paths(picture, "--line-1")) >= 1
+    texts = [element.text for element in picture.iter("text")]
+    assert "reward/mean" in texts and "validation/reward" in texts and "reward/std" not in texts
+
+
+def test_a_name_with_markup_or_dollars_is_drawn_as_it_is() -> None:
+    lines = [{"step": i, "a$b<i>$/loss": float(i), "loss": 1.0} for i in range(3)]
+    texts = [element.text for element in pictures(curves_svg(lines))[0].iter("text")]
+    assert "a$b<i>$/loss" in texts
+
+
+def test_the_svg_brings_no_style_sheet_no_address_and_no_id_twice() -> None:
+    svg = curves_svg([*LINES, *({"step": i, "validation/loss": i / 2} for i in (0, 10, 20))])
+    assert "<style" not in svg and "http" not in svg
+    ids = re.findall(r'id="([^"]+)"', svg)
+    assert len(ids) == len(set(ids)) and all(
+        f'id="{name}"' in svg for name in re.findall(r"(?:url\(|href=.)#([\w-]+)", svg)
+    )
+    assert svg == curves_svg([*LINES, *({"step": i, "validation/loss": i / 2} for i in (0, 10, 20))])
+
+
+def test_the_png_is_a_picture_with_something_on_it_also_for_one_point_and_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 21, "lo')
+    for source in (path, LINES, [{"step": 3, "loss": 1.0}], [], tmp_path / "missing.jsonl"):
+        image = Image.open(io.BytesIO(curves(source))).convert("L")
+        assert image.width >= 400 and image.getextrema() != (255, 255)
+    assert Image.open(io.BytesIO(curves(path))).size == Image.open(io.BytesIO(curves(LINES))).size

@@ -1,0 +1,323 @@
+"""The report page and the printed summary, from run directories written here by hand."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.observe import report
+from cosmos_core.observe.console import print_status, print_summary
+from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
+from cosmos_core.run.stage import Stage
+
+STARTED = 1_760_000_000.0
+HOSTILE = '<script>alert("no")</script> & <b>4</b>'
+# name, kind, after, begins, worker seconds, metrics, info
+STAGES: list[tuple[str, str, list[str], float, float, dict[str, float], dict[str, Any]]] = [
+    ("prepare", "prepare", [], 1, 9, {"rows": 20000}, {}),
+    ("eval-base", "validate", ["prepare"], 11, 14, {"validation/accuracy": 0.015, "validation/loss": 3.1}, {}),
+    ("sft", "sft", ["prepare"], 11, 61, {"loss": 0.412, "perplexity": 1.51}, {"model": "safetensors/step_40"}),
+    ("eval-sft", "validate", ["sft"], 74, 15, {"validation/accuracy": 0.405, "validation/loss": 0.44}, {}),
+    ("grpo", "rl", ["sft"], 74, 143, {"reward/mean": 0.71, "loss": -0.002}, {"model": "safetensors/step_80"}),
+    ("eval-grpo", "validate", ["grpo"], 219, 16, {"validation/accuracy": 0.705, "validation/loss": 0.52}, {}),
+    ("gate", "gate", ["eval-grpo"], 236, 0, {}, {"conditions": [
+        {"condition": "validation/accuracy >= 0.6", "value": 0.705, "passed": True},
+        {"condition": "validation/loss <= 0.5", "value": 0.52, "passed": False}]}),
+    ("export", "export", ["gate", "grpo"], 237, 11, {}, {"model": "safetensors/step_80", "checks": ["keys", "load"]}),
+    ("report", "report", ["export", "eval-base", "eval-sft"], 249, 0, {}, {}),
+]  # fmt: skip
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_pipeline(run: Path) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    text = '[pipeline]\nname = "arithmetic-demo"\n'
+    for name, kind, after, *_ in STAGES:
+        text += f'[[pipeline.stages]]\nname = "{name}"\nkind = "{kind}"\nafter = {json.dumps(after)}\n'
+    (run / "pipeline.toml").write_text(text)
+
+
+def samples(name: str) -> list[dict[str, Any]]:
+    right = {"eval-base": 0, "eval-sft": 8, "eval-grpo": 14}[name]
+    answers = [f"{17 + i} + {35 + i} = {52 + 2 * i}" if i < right else f"{i} 7 7 2 {HOSTILE}" for i in range(20)]
+    return [
+        {"step": 0, "prompt": f"What is {17 + i} + {35 + i}?", "reference": str(52 + 2 * i), "completion": answer,
+         "reward": float(i < right) if i != 4 else None}
+        for i, answer in enumerate(answers)
+    ]  # fmt: skip
+
+
+def finished_run(tmp_path: Path) -> Path:
+    run = tmp_path / "20251009085320"
+    write_pipeline(run)
+    write(run / "run.json", {
+        "run_id": run.name, "pipeline": "arithmetic-demo", "started": STARTED, "command": ["cosmos", "run", "a b.toml"],
+        "host": "node-3", "git_commit": "0123456789abcdef", "python": "3.11.7", "seeds": {"sft": 42, "grpo": 42},
+        "versions": {"torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.30.0"},
+    })  # fmt: skip
+    for name, kind, after, begins, seconds, metrics, info in STAGES:
+        folder = run / "stages" / name
+        begun, ended = STARTED + begins, STARTED + begins + seconds + 0.6
+        is_self = kind == "report"
+        state = "running" if is_self else "reused" if name == "prepare" else "done"
+        write(folder / "state.json", {
+            "state": state, "attempt": 2 if name == "grpo" else 1, "started": begun,
+            "ended": None if is_self else ended, "worker_seconds": seconds, "error": "",
+        })  # fmt: skip
+        write_lines(folder / "events.jsonl", [{"time": begun, "event": "started", "detail": "attempt 1"}])
+        outputs = [{"path": f"out/{i}.bin", "size": 1_830_000, "sha256": f"{i}{name}" + "e" * 50} for i in range(2)]
+        result = {
+            "name": name, "kind": kind, "fingerprint": "f" * 64, "created": ended, "metrics": metrics, "info": info,
+            "inputs": {other: {"fingerprint": "f" * 64, "digest": f"d-{other}" + "0" * 50} for other in after},
+            "outputs": outputs, "digest": f"d-{name}" + "0" * 50,
+            "reused_from": "/runs/earlier/stages/prepare" if name == "prepare" else None,
+        }  # fmt: skip
+        if not is_self:
+            write(folder / "result.json", result)
+        if kind == "validate":
+            write_lines(folder / "samples.jsonl", samples(name))
+    write_curves(run / "stages")
+    stages = run / "stages"
+    write_lines(stages / "grpo" / "events.jsonl", [
+        {"time": STARTED + 74, "event": "started", "detail": "attempt 1"},
+        {"time": STARTED + 122, "event": "checkpoint", "detail": "step 20"},
+        {"time": STARTED + 131, "event": "crashed", "detail": "signal 9; retried in 2 s"},
+        {"time": STARTED + 133, "event": "resumed", "detail": "from step 20"},
+    ])  # fmt: skip
+    return run
+
+
+def write_curves(stages: Path) -> None:
+    losses = [
+        {"step": i, "train/loss": 2.4 * math.exp(-i / 14) + 0.41, "grad_norm": 1 + math.sin(i), "time/step": 1.5}
+        for i in range(1, 41)
+    ]
+    held_out = [{"step": i, "validation/loss": 2.4 * math.exp(-i / 14) + 0.46} for i in (10, 20, 30, 40)]
+    write_lines(stages / "sft" / "metrics.jsonl", [*losses, *held_out])
+    rewards = [
+        {"step": i, "reward/mean": 0.72 - 0.32 * math.exp(-i / 30) + 0.02 * math.sin(3 * i),
+         "loss": 0.004 * math.sin(i), "kl": 0.0004 * i, "grad_norm": 0.3 + 0.1 * math.cos(i)}
+        for i in range(1, 81)
+    ]  # fmt: skip
+    accuracies = [{"step": i, "validation/accuracy": 0.4 + i / 260} for i in (0, 20, 40, 60, 80)]
+    write_lines(stages / "grpo" / "metrics.jsonl", [*rewards, *accuracies])
+    rollouts = [
+        {"step": s, "prompt": f"What is {s} + {i}?", "reference": str(s + i), "completion": f"= {s + i}", "reward": 1.0}
+        for s in (1, 40, 80)
+        for i in range(4)
+    ]
+    write_lines(stages / "grpo" / "samples.jsonl", rollouts)
+
+
+def failed_run(tmp_path: Path) -> Path:
+    run = tmp_path / "20251009101500"
+    write_pipeline(run)
+    sft = run / "stages" / "sft"
+    done = {"state": "done", "attempt": 1, "started": STARTED, "ended": STARTED + 5}
+    write(run / "stages" / "prepare" / "state.json", done)
+    failed = {"state": "failed", "attempt": 3, "started": STARTED + 6, "ended": STARTED + 66}
+    write(sft / "state.json", {**failed, "error": f"boom {HOSTILE}"})
+    (sft / "result.json").write_text('{"name": "sft", "met')
+    (sft / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    (sft / "events.jsonl").write_text('{"time": 1760000000, "event": "crashed"}\n{"ti')
+    (sft / "samples.jsonl").write_text("not json\n")
+    return run
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed in order, and collects texts and attributes."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def test_the_page_of_a_finished_run_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
+    source = report.build(finished_run(tmp_path))
+    page = Page(source)
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "link", "img", "iframe", "object", "base"}
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            assert not (name in {"src", "href", "xlink:href"} and not str(value).startswith("#")), (tag, name, value)
+    assert "http://" not in source and "https://" not in source and "@import" not in source and "url(h" not in source
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_completion_with_a_script_is_shown_and_not_run(tmp_path: Path) -> None:
+    source = report.build(finished_run(tmp_path))
+    assert "<script" not in source and html.escape(HOSTILE) in source
+    assert 'alert("no")</script> & <b>4</b>' in Page(source).text
+
+
+def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    text = Page(report.build(run)).text
+    assert "arithmetic-demo done run 20251009085320 · " in text
+    assert "accuracy 0.015 → 0.705" in text
+    assert "accuracy 0.015 0.405 0.705 +0.690" in text and "loss 3.100 0.440 0.520 -2.580" in text
+    assert "gate validation/accuracy >= 0.6 0.705 passed" in text
+    assert "gate validation/loss <= 0.5 0.520 not met" in text
+    model = run / "stages" / "export" / "safetensors" / "step_80"
+    assert str(model) in text and f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})" in text
+    assert (
+        "sft prepare d-prepare0 d-sft00000 2 files, 3.7 MB" in text
+        and "reused from /runs/earlier/stages/prepare" in text
+    )
+    assert "What is 17 + 35? reference: 52 0 7 7 2" in text and "17 + 35 = 52 reward 1.000" in text
+    assert "no valid reward" in text and "The first 12 of 20 prompts" in text
+    assert "crashed signal 9; retried in 2 s" in text and "cosmos run a b.toml" in text
+    assert "torch 2.13.0" in text and "8 of 8" in text
+
+
+def test_the_graph_has_a_box_a_stage_and_an_arrow_a_dependency(tmp_path: Path) -> None:
+    page = Page(report.build(finished_run(tmp_path)))
+    classes = [str(attributes.get("class")) for tag, attributes in page.tags if tag == "g"]
+    boxes = [name for name in classes if name.startswith("box ")]
+    arrows = [attributes for tag, attributes in page.tags if tag == "path" and "marker-end" in attributes]
+    assert len(boxes) == len(STAGES) and boxes.count("box state-reused") == 1 and boxes.count("box state-done") == 7
+    assert len(arrows) == sum(len(after) for _, _, after, *_ in STAGES)
+
+
+def test_no_two_boxes_of_the_graph_overlap_and_arrows_go_right(tmp_path: Path) -> None:
+    graph = report.build(finished_run(tmp_path))
+    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="(\d+)" height="(\d+)" rx="8"', graph)
+    boxes = [tuple(map(float, numbers)) for numbers in found]
+    assert len(boxes) == len(STAGES)
+    for i, (x, y, width, height) in enumerate(boxes):
+        for other_x, other_y, *_ in boxes[:i]:
+            assert abs(x - other_x) >= width or abs(y - other_y) >= height
+    for path in re.findall(r'<path class="edge" d="([^"]+)"', graph):
+        words = path.split()
+        assert float(words[-2]) > float(words[0].removeprefix("M"))
+
+
+def test_a_run_that_failed_half_way_still_has_a_page(tmp_path: Path) -> None:
+    source = report.build(failed_run(tmp_path))
+    text = Page(source).text
+    assert "arithmetic-demo failed" in text and 'sft: boom <script>alert("no")' in text
+    assert "<script" not in source and text.count("waiting") >= 7 and "Before and after" not in text
+    assert 'class="curve"' in source
+
+
+def test_an_empty_folder_and_a_missing_pipeline_have_a_page(tmp_path: Path) -> None:
+    assert "pipeline running" in Page(report.build(tmp_path / "nothing")).text
+    run = finished_run(tmp_path)
+    (run / "pipeline.toml").write_text("[pipeline\n")
+    assert "eval-grpo" in Page(report.build(run)).text
+
+
+def test_the_report_stage_writes_the_page_into_the_stage_and_the_run(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    path = run / "stages" / "report"
+    stage = Stage(path, StageConfig(name="report", kind="report"), Recipe(), "", None, {}, "f")
+    outcome = report.run(stage)
+    assert outcome.outputs == ("report.html",) and outcome.info == {"report": str(run / "report.html")}
+    assert (path / "report.html").read_text() == (run / "report.html").read_text()
+    assert "this page" in Page((run / "report.html").read_text()).text
+
+
+def test_worker_time_of_parallel_stages_is_not_counted_twice(tmp_path: Path) -> None:
+    run = read_run(finished_run(tmp_path))
+    covered = {begins + second for _, _, _, begins, seconds, *_ in STAGES for second in range(int(seconds))}
+    assert busy_seconds(run, STARTED) == len(covered) == 240
+
+
+def test_worker_time_of_an_earlier_command_is_not_counted(tmp_path: Path) -> None:
+    run = read_run(finished_run(tmp_path))
+    assert busy_seconds(run, STARTED + 219) == 16 + 11
+
+
+def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    model = run / "stages" / "export" / "safetensors" / "step_80"
+    assert lines[0] == "arithmetic-demo  20251009085320  done after 4m09s"
+    assert lines[1].split() == ["stage", "state", "time", "metrics"]
+    assert lines[2].split() == ["prepare", "≡", "reused", "rows", "20000"]
+    assert next(line for line in lines if line.startswith("grpo ")).split() == [
+        "grpo", "✓", "done", "2m24s", "reward/mean", "0.710", "loss", "-0.002"
+    ]  # fmt: skip
+    assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
+    assert f"model                      {model}" in lines
+    assert f"load it with               {loading_line(model)}" in lines
+
+
+def test_the_loading_line_is_python_that_names_the_folder() -> None:
+    line = loading_line(Path("/some where/it's"))
+    compile(line, "line", "exec")
+    assert line.endswith('from_pretrained("/some where/it\'s")')
+
+
+def test_the_summary_of_a_failed_run_says_why(tmp_path: Path) -> None:
+    out = io.StringIO()
+    print_summary(failed_run(tmp_path), stream=out)
+    assert f"sft: boom {HOSTILE}" in out.getvalue() and "failed after" in out.getvalue()
+
+
+def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    write(run / "stages" / "grpo" / "state.json", {"state": "running", "attempt": 2, "started": time.time() - 100})
+    progress = {"phase": "step", "step": 12, "total": 80, "metrics": {"reward/mean": 0.5}}
+    write(run / "stages" / "grpo" / "progress.json", progress)
+    (run / "stages" / "grpo" / "result.json").unlink()
+    row = next(row for row in rows(read_run(run)) if row["stage"] == "grpo")
+    assert (row["state"], row["attempt"], row["step"], row["total"]) == ("running", 2, 12, 80)
+    assert row["metrics"] == {"reward/mean": 0.5}
+    out = io.StringIO()
+    print_status(run, stream=out)
+    line = next(line for line in out.getvalue().splitlines() if line.startswith("grpo"))
+    assert line.split() == ["grpo", "rl", "▶", "running", "2", "12/80", "1m40s", "reward/mean", "0.500"]
+
+
+def test_stages_come_after_what_they_wait_for(tmp_path: Path) -> None:
+    names = [stage.name for stage in read_run(finished_run(tmp_path)).stages]
+    for name, _, after, *_ in STAGES:
+        assert all(names.index(other) < names.index(name) for other in after)
