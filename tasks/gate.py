@@ -19,13 +19,15 @@ def run(stage: Stage) -> Outcome:
         ConfigError: a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
+    # `STAGE.METRIC` tells two stages apart that report the same figure.
+    named = {f"{name}.{key}": value for name, result in stage.inputs.items() for key, value in result["metrics"].items()}
     conditions = [parse_condition(text) for text in stage.config.require]
     record = target_of(stage.config.target).published() if stage.config.target else None
     published: dict[str, float] | None = record["metrics"] if record else None
     report: list[JsonValue] = []
     failed = []
     for condition in conditions:
-        value = _value(condition, metrics, stage)
+        value = _value(condition, metrics | named, stage)
         passed = condition.holds(value, published)
         bound = (published or {}).get(condition.metric) if condition.needs_published else float(condition.bound)
         report.append({"condition": condition.text, "value": value, "bound": bound, "passed": passed})

@@ -7,15 +7,35 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, denominator, masked, token_metric
+from cosmos_core.algorithms.base import LogProbs, Loss, MicroBatch, Sample, Update
 
 
-def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, denominator: float) -> tuple[Tensor, Metrics]:
+def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[Tensor, Metrics]:
     """Sum of -log p over the labels where the mask is 1, divided by D (`aggregate.denominator`).
 
     The metric `nll` is the plain token mean in nats, whatever D is.
     """
-    loss = -masked(logprobs_BT, loss_mask_BT).sum() / denominator
+    loss = -masked(logprobs_BT, loss_mask_BT).sum() / total
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
+
+
+class Sft:
+    """Supervised fine-tuning as an algorithm of the loop: one update a step, token mean over all its samples."""
+
+    temperature = 1.0
+    with_entropy = False
+
+    def updates(self, samples: Sequence[Sample], logprobs: LogProbs) -> Iterator[Update]:
+        """All samples in one optimizer step."""
+        total = denominator("token-mean", [sample.num_learned for sample in samples])
+
+        def loss(batch: MicroBatch) -> Loss:
+            value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, total)
+            return Loss(value, metrics)
+
+        yield Update(samples, loss)

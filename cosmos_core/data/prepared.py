@@ -115,6 +115,22 @@ def open_prompts(folder: Path, split: str) -> Prompts:
     return Prompts(_open(split_path(folder, split), "prompts"))
 
 
+def rows_kind(folder: Path, split: str) -> str:
+    """What a split holds, `sequences` or `prompts`, from the head of its file.
+
+    Raises:
+        DataError: there is no such split, or the file is damaged.
+    """
+    path = split_path(folder, split)
+    try:
+        with pa.memory_map(str(path)) as file:
+            return str((pa.ipc.open_file(file).schema.metadata or {}).get(b"rows", b"").decode())
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; run the prepare stage that should have written this split") from None
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from error
+
+
 def _open(path: Path, kind: RowKind) -> list[pa.RecordBatch]:
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the prepare stage that should have written this split")
@@ -123,7 +139,7 @@ def _open(path: Path, kind: RowKind) -> list[pa.RecordBatch]:
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate(full=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
     found = (reader.schema.metadata or {}).get(b"rows", b"").decode()
     if found != kind:

@@ -219,7 +219,7 @@ def _csv(path: Path) -> Part:
             values.append(row)
             lines.append(reader.line_num)
     except csv.Error as error:
-        raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
+        raise DataError(f"{path.name}:{reader.reader.line_num}: malformed CSV, {error}") from None
     return Part(values, path.name, lines)
 
 
@@ -233,7 +233,7 @@ def _text(path: Path) -> str:
 def _parquet(path: Path) -> Part:
     try:
         return Part(_columns(pa.parquet.read_table(path)), path.name)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path.name} is not a readable parquet file: {str(error).splitlines()[0]}") from error
 
 
@@ -246,7 +246,7 @@ def _arrow(path: Path) -> Part:
         except pa.ArrowInvalid:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path.name} is not a readable Arrow file: {str(error).splitlines()[0]}") from error
     return Part(_columns(table), path.name)
 
@@ -262,7 +262,7 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
 
     try:
         saved = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, pa.ArrowInvalid) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{key}.name: {path} cannot be read by `datasets`: {_first_line(error)}") from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:

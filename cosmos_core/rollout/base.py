@@ -31,6 +31,7 @@ class Engine(Protocol):
 
         Raises:
             DataError: a prompt leaves no room for an answer.
+            ConfigError: the engine cannot sample like that.
         """
         ...
 

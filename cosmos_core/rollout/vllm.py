@@ -34,7 +34,7 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would be the trainer's threads too
 }
-_LOWEST_TEMPERATURE = 0.01  # vLLM silently samples at this when asked for less
+_TEMPERATURES = (0.01, 2.0)  # below, vLLM samples at 0.01 without an error; above, it raises one of its own
 
 
 class VllmEngine:
@@ -62,6 +62,7 @@ class VllmEngine:
         _set_environment()
         with _process_kept():
             self._vllm = _import_vllm()
+            _check_head_size(model, folder)
             try:
                 self._llm = self._vllm.LLM(**_engine_arguments(model, folder, rollout, max_model_len, dtype))
             except ValueError as error:
@@ -118,10 +119,11 @@ class VllmEngine:
             cleanup_dist_env_and_memory()
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+        low, high = _TEMPERATURES
+        if sampling.temperature != 0 and not low <= sampling.temperature <= high:
             raise ConfigError(
-                f"temperature = {sampling.temperature} is below {_LOWEST_TEMPERATURE}, the least that vLLM samples at; "
-                "use 0 for greedy decoding"
+                f"temperature = {sampling.temperature}: vLLM samples between {low} and {high} and takes 0 for greedy; "
+                "or set rollout.backend = 'hf'"
             )
         return self._vllm.SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -152,6 +154,22 @@ def _import_vllm() -> Any:
         # The rank of each sampled token, which nobody reads, would be compiled: 10 s and a C++ compiler.
         current_platform.simple_compile_backend = "eager"
     return vllm
+
+
+def _check_head_size(model: PreTrainedModel, folder: str) -> None:
+    """Refuse at the start what vLLM's CPU attention would crash on in the first request."""
+    if torch.cuda.is_available():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise ConfigError(
+            f"vLLM on CPU has no attention for head_dim = {size} of {folder!r}, only for {known}; "
+            "set rollout.backend = 'hf'"
+        )
 
 
 def _engine_arguments(

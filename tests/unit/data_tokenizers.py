@@ -86,4 +86,4 @@ def unlearned(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[int
 
 def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[int], wanted: int) -> list[str]:
     runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([i for i, _ in run], skip_special_tokens=False) for bit, run in runs if bit == wanted]
+    return [str(tokenizer.decode([i for i, _ in run])) for bit, run in runs if bit == wanted]

@@ -1,0 +1,161 @@
+"""Where samples come from: a data set (SFT) or rollouts scored by rewards (RL). SFT and RL differ here and nowhere else.
+
+What a feed gives at a step is a pure function of (seed, step) and, for rollouts, of the weights: a resumed run asks
+for the same step and gets the same samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.grpo import advantages
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.data.order import batch_positions, batches_per_epoch
+from cosmos_core.data.prepared import Prompts, Sequences
+from cosmos_core.rewards.runner import RewardRunner
+from cosmos_core.rollout.base import Engine
+from cosmos_core.run.progress import Progress
+from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
+
+
+class Feed(Protocol):
+    """Gives the samples of a train step."""
+
+    total_steps: int
+
+    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Samples of train step `step`, counted from 0, and figures about them."""
+        ...
+
+
+def total_steps(recipe: Recipe, rows_per_step: int, num_rows: int) -> int:
+    """Train steps of a run: its epochs, at most `max_num_steps`.
+
+    Raises:
+        DataError: the rows do not fill one step.
+    """
+    steps = recipe.train.epoch * batches_per_epoch(rows_per_step, num_rows)
+    return min(steps, recipe.train.max_num_steps or steps)
+
+
+class SequenceFeed:
+    """Prepared sequences in an order that is a pure function of seed, epoch and position."""
+
+    def __init__(self, rows: Sequences, recipe: Recipe) -> None:
+        self._rows = rows
+        self._policy = recipe.train.train_policy
+        self._batch = recipe.train.train_batch_per_replica
+        self._seed = recipe.train.train_policy.dataloader_seed
+        self.total_steps = total_steps(recipe, self._batch, len(rows))
+
+    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """The rows of this step."""
+        places = batch_positions(self._seed, step, self._batch, len(self._rows), self._policy.dataloader_shuffle)
+        found = [Sample(*self._rows[int(place)]) for place in places]
+        return found, {"epoch": (step + 1) * self._batch / len(self._rows)}
+
+
+class RolloutFeed:
+    """Prompts answered by an engine under the present weights, scored, and turned into samples with advantages."""
+
+    def __init__(
+        self, prompts: Prompts, engine: Engine, rewards: RewardRunner, recipe: Recipe, progress: Progress, *, between: Callable[[int], None]
+    ) -> None:
+        """`between(step)` is called between generating and scoring, and may raise to stop: nothing was trained yet."""
+        policy = recipe.train.train_policy
+        assert isinstance(policy, GrpoConfig)
+        self._prompts, self._engine, self._rewards, self._progress = prompts, engine, rewards, progress
+        self._policy, self._recipe, self._between = policy, recipe, between
+        self._num_prompts = recipe.train.train_batch_per_replica // recipe.rollout.n_generation
+        self.sampling = training_sampling(recipe)
+        self.total_steps = total_steps(recipe, self._num_prompts, len(prompts))
+        self.last: list[ScoredGroup] = []
+        """The groups of the newest step."""
+
+    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Generate, score, credit."""
+        places = batch_positions(
+            self._policy.dataloader_seed, step, self._num_prompts, len(self._prompts), self._policy.dataloader_shuffle
+        )
+        chosen = [self._prompts[int(place)] for place in places]
+        began = time.perf_counter()
+        self._progress.phase("generate")
+        groups = []
+        for start in range(0, len(chosen), self._recipe.rollout.batch_size):
+            groups += self._engine.generate(chosen[start : start + self._recipe.rollout.batch_size], self.sampling, step)
+            self._progress.beat()
+        self._between(step)
+        generated = time.perf_counter()
+        self._progress.phase("score")
+        self.last = self._rewards.score_groups(groups)
+        scored = time.perf_counter()
+        found, counts = samples_of(self.last, normalise_std=not self._policy.unbiased_advantage)
+        num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+        figures = {
+            **reward_figures(self.last),
+            "reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"]),
+            "rollout/version_lag": float(max(step - group.version for group in groups)),
+            "time/generate": generated - began,
+            "time/score": scored - generated,
+            "throughput/generated_tokens_per_second": num_tokens / max(1e-9, generated - began),
+        }
+        return found, figures
+
+
+def training_sampling(recipe: Recipe) -> Sampling:
+    """How training completions are drawn."""
+    config = recipe.rollout.sampling_config
+    seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
+    assert seed is not None
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        repetition_penalty=config.repetition_penalty,
+        max_tokens=recipe.rollout.max_response_length,
+        num_completions=recipe.rollout.n_generation,
+        seed=seed,
+    )
+
+
+def samples_of(groups: Sequence[ScoredGroup], *, normalise_std: bool) -> tuple[list[Sample], dict[str, int]]:
+    """Completions with a valid score as samples; an invalid one is left out, and its group compared without it."""
+    credit, counts = advantages([[score.value for score in group.scores] for group in groups], normalise_std=normalise_std)
+    found = []
+    for group, values in zip(groups, credit, strict=True):
+        for completion, score, value in zip(group.group.completions, group.scores, values, strict=True):
+            if value is not None and score.value is not None:
+                found.append(_sample(group.group.prompt, completion, value, score.value))
+    return found, counts
+
+
+def _sample(prompt: Prompt, completion: Completion, advantage: float, reward: float) -> Sample:
+    ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
+    mask = np.zeros(len(ids), dtype=np.uint8)
+    mask[len(prompt.token_ids) :] = 1
+    return Sample(ids, mask, advantage, reward, np.array(completion.logprobs, dtype=np.float32))
+
+
+def reward_figures(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Means over valid completions; how many were invalid; lengths."""
+    scores = [score for group in groups for score in group.scores]
+    values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
+    completions = [completion for group in groups for completion in group.group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    figures = {
+        "reward/invalid": float(len(scores) - len(values)),
+        "completion/length_mean": float(np.mean(lengths)),
+        "completion/length_max": float(np.max(lengths)),
+        "completion/truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
+    }
+    if len(values):
+        figures |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+    for name in sorted({name for score in scores for name in score.metrics}):
+        figures[f"reward/{name}"] = float(np.mean([score.metrics[name] for score in scores if name in score.metrics]))
+    return figures

@@ -1,0 +1,133 @@
+"""The loop. The first file to read: a feed gives samples, an algorithm turns them into updates, a rank applies them.
+
+It does not know which algorithm runs, where samples come from, or what the model is. Everything that a step needs is
+a function of the step number and of what a checkpoint holds, so a run that was killed anywhere and resumed ends with
+the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
+from cosmos_core.errors import Preempted
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.feeds import Feed
+from cosmos_core.train.rank import Rank
+
+Measure = Callable[[int], dict[str, float]]
+"""Held-out figures after that many steps, named `validation/...`."""
+
+
+@dataclass
+class Loop:
+    """One training, from whatever step its newest checkpoint is at to its last."""
+
+    stage: Stage
+    rank: Rank
+    feed: Feed
+    algorithm: Algorithm
+    checkpointer: Checkpointer
+    weights_changed: Callable[[int], dict[str, float]] = lambda step: {}
+    """Tells whoever generates that the weights have seen `step` steps; returns figures about it."""
+    measure: Measure | None = None
+    """None: no validation during training."""
+
+    def run(self) -> dict[str, float]:
+        """Train to the end; the figures of the last step and the newest validation."""
+        start = self._restore()
+        train, validation = self.stage.recipe.train, self.stage.recipe.validation
+        self.weights_changed(start)
+        if self.measure and validation.val_before_train and start == 0:
+            self._log(0, self._measured(0))
+        for step in range(start, self.feed.total_steps):
+            began = time.perf_counter()
+            self.stop_if_asked(step)
+            metrics = self._step(step)
+            done = step + 1
+            metrics |= self.weights_changed(done)
+            metrics["time/step"] = time.perf_counter() - began
+            if self.measure and (done % validation.freq == 0 or done == self.feed.total_steps):
+                metrics |= self._measured(done)
+            self._log(done, metrics)
+            if train.ckpt.enable_checkpoint and done % train.ckpt.save_freq == 0:
+                self._save(done)
+        self.checkpointer.wait()
+        if self.checkpointer.latest() != self.feed.total_steps:
+            self._save(self.feed.total_steps)
+            self.checkpointer.wait()
+        # From the log and not from here: a run that was killed after its last step has the same final figures.
+        last = read_metrics(self.stage.path / "metrics.jsonl")[-1]
+        return {key: value for key, value in last.items() if key not in {"step", "time"}}
+
+    def stop_if_asked(self, step: int) -> None:
+        """Save and end if a signal asked to; `step` steps are complete and nothing of the next has changed a weight.
+
+        Raises:
+            Preempted: a signal asked to stop.
+        """
+        if not self.stage.stop_requested:
+            return
+        if self.stage.recipe.train.save_ckpt_at_exit and step > 0:
+            self._save(step)
+            self.checkpointer.wait()
+            raise Preempted(f"stopped after step {step} of {self.feed.total_steps}; checkpoint saved")
+        raise Preempted(f"stopped after step {step} of {self.feed.total_steps}; nothing saved")
+
+    def _step(self, step: int) -> dict[str, float]:
+        learning_rate = self.rank.set_learning_rate(step, self.feed.total_steps)
+        samples, metrics = self.feed.samples(step)
+        self.stage.progress.phase("step")
+        began = time.perf_counter()
+        logprobs = partial(self.rank.logprobs, temperature=self.algorithm.temperature)
+        for update in self.algorithm.updates(samples, logprobs):
+            # Several updates a step: the last one's figures stand for the step.
+            metrics |= self.rank.update(update, temperature=self.algorithm.temperature, with_entropy=self.algorithm.with_entropy)
+        seconds = time.perf_counter() - began
+        num_tokens = sum(len(sample.input_ids) for sample in samples)
+        return metrics | {
+            "lr": learning_rate,
+            "tokens": float(num_tokens),
+            "time/train": seconds,
+            "throughput/tokens_per_second": num_tokens / max(1e-9, seconds),
+        }
+
+    def _restore(self) -> int:
+        """Continue from the newest whole checkpoint; the number of steps that it has seen."""
+        state = self._state()
+        start = self.checkpointer.load_latest(state) or 0
+        if start:
+            rng = state.extra["rng"]
+            assert isinstance(rng, dict)
+            # Last of all set-up: starting an engine draws from and reseeds every generator.
+            restore_rng(rng)
+            self.stage.progress.saved(start)
+        self.stage.metrics.cut_back(start)
+        self.stage.progress.step(start, self.feed.total_steps)
+        return start
+
+    def _save(self, step: int) -> None:
+        self.stage.progress.phase("save")
+        state = self._state()
+        state.extra = {"step": step, "total_steps": self.feed.total_steps, "rng": capture_rng()}
+        self.checkpointer.save(step, state)
+
+    def _state(self) -> TrainState:
+        return TrainState(self.rank.model, self.rank.optimizer)
+
+    def _measured(self, step: int) -> dict[str, float]:
+        assert self.measure is not None
+        self.stage.progress.phase("validate")
+        began = time.perf_counter()
+        return {**self.measure(step), "time/validate": time.perf_counter() - began}
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        self.stage.metrics.log(step, metrics)
+        shown = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
+        self.stage.progress.step(step, self.feed.total_steps, **{name: metrics[key] for key, name in shown.items() if key in metrics})

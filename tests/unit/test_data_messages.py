@@ -1,0 +1,117 @@
+"""Rows of every known form become the same turns, and wrong ones an error that names the row."""
+
+from __future__ import annotations
+
+import pytest
+
+from cosmos_core.data.messages import read_conversation, read_held_out, read_prompt
+from cosmos_core.errors import DataError
+
+ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "be brief"}
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, ANSWERED]},
+        {"conversation": SHAREGPT},
+        {"conversations": SHAREGPT},
+        {"mine": [ASKED, ANSWERED], "messages": [ASKED]},
+        {"prompt": "q", "response": "a"},
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"question": "q", "answer": "a"},
+        {"messages": None, "question": "q", "answer": "a"},
+        {
+            "messages": [
+                {**ASKED, "tool_calls": None},
+                {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "q", "from": None}, {"role": None, "from": "gpt", "value": "a"}]},
+    ],
+)
+def test_known_forms_become_the_same_turns(row):
+    assert read_conversation(row, "row", "mine") == [ASKED, ANSWERED]
+
+
+def test_plain_text_stays_text():
+    assert read_conversation({"text": "hello"}, "row") == "hello"
+
+
+def test_a_system_prompt_is_put_first_unless_there_is_one():
+    assert read_conversation({"messages": [ASKED, ANSWERED]}, "row", "", "be brief") == [SYSTEM, ASKED, ANSWERED]
+    own = [{"role": "system", "content": "own"}, ASKED, ANSWERED]
+    assert read_conversation({"messages": own}, "row", "", "be brief") == own
+
+
+def test_what_a_template_may_read_beside_role_and_content_is_kept():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert read_conversation({"messages": [ASKED, call]}, "row")[1] == {**call, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, "a.jsonl:4: column 'messages' is an empty conversation"),
+        (
+            {"messages": [{"role": "boss", "content": "x"}]},
+            "a.jsonl:4, turn 1 of 'messages': unknown role 'boss'; known:",
+        ),
+        ({"messages": [ASKED, {"from": "claude", "value": "x"}]}, "a.jsonl:4, turn 2 of 'messages': unknown role 'cla"),
+        ({"messages": ["hi"]}, "a.jsonl:4, turn 1 of 'messages': 'hi' is not a turn"),
+        ({"messages": {"role": "user"}}, "a.jsonl:4: column 'messages' holds .* a conversation is a list of turns"),
+        ({"messages": [{"role": "user", "content": 3}]}, "a.jsonl:4, turn 1 of 'messages': content '3' is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content .* is not text"),
+        ({"text": ""}, "a.jsonl:4: column 'text' is an empty text"),
+        ({"prompt": "q", "label": 1}, "a.jsonl:4: no conversation among the columns prompt, label; set train"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_an_error_that_names_it(row, message):
+    with pytest.raises(DataError, match=message):
+        read_conversation(row, "a.jsonl:4")
+
+
+@pytest.mark.parametrize(
+    ("row", "reference"),
+    [
+        ({"prompt": "q", "answer": "a"}, "a"),
+        ({"question": "q", "solution": 7}, "7"),
+        ({"problem": "q", "result": ["x", "é"]}, '["x", "é"]'),
+        ({"prompt": [ASKED], "response": "a"}, "a"),
+        ({"conversations": SHAREGPT}, "a"),
+        ({"messages": [ASKED, ANSWERED], "answer": "b"}, "b"),
+        ({"prompt": "q"}, ""),
+    ],
+)
+def test_prompts_and_references_are_found_in_the_documented_columns(row, reference):
+    assert read_prompt(row, "row") == ([ASKED], reference)
+
+
+def test_named_columns_win_and_the_system_prompt_is_put_first():
+    row = {"prompt": "no", "answer": "no", "mine": "q", "gold": "a"}
+    assert read_prompt(row, "row", "mine", "gold", "be brief") == ([SYSTEM, ASKED], "a")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"prompt": "q"}, ("mine", ""), r"r: no column 'mine' \(train_policy.prompt_column_name\); the row has prompt"),
+        ({"prompt": "q"}, ("", "gold"), r"r: no column 'gold' \(train_policy.response_column_name\)"),
+        ({"x": "q"}, ("", ""), "r: no prompt among the columns x; set train.train_policy.prompt_column_name"),
+        ({"messages": [ANSWERED]}, ("", ""), "r: a prompt without a user turn"),
+    ],
+)
+def test_a_row_without_a_prompt_is_an_error(row, columns, message):
+    with pytest.raises(DataError, match=message):
+        read_prompt(row, "r", *columns)
+
+
+def test_a_held_out_conversation_is_asked_up_to_its_last_answer():
+    row = {"messages": [ASKED, ANSWERED, ASKED, {"role": "assistant", "content": "last"}]}
+    assert read_held_out(row, "row", "", "be brief") == ([SYSTEM, ASKED, ANSWERED, ASKED], "last")
+    assert read_held_out({"question": "q", "answer": "a"}, "row") == ([ASKED], "a")
+    with pytest.raises(DataError, match="row: plain text has no prompt to answer"):
+        read_held_out({"text": "hello"}, "row")

@@ -1,0 +1,236 @@
+"""The `prepare` stage from rows to memory-mapped tokens: content, kinds, splits, identical bytes, and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.data.prepare import run
+from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
+from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.run.files import read_json, sha256
+from cosmos_core.run.stage import Stage
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
+
+RL_LENGTHS = {"policy": {"model_max_length": 64}, "rollout": {"max_response_length": 16}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    byte_tokenizer(CHATML).save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, count: int, first: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"question": f"What is {i}+1?", "answer": f"It is {i + 1}."} for i in range(first, first + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_stage(path: Path, model: Path, recipe: dict, data: Path | None = None) -> Stage:
+    path.mkdir(parents=True, exist_ok=True)
+    config = StageConfig(name="prepare", kind="prepare")
+    return Stage(
+        path=path, config=config, recipe=Recipe.model_validate(recipe), model=str(model), data=data, inputs={},
+        fingerprint="f",
+    )  # fmt: skip
+
+
+def sft(name: Path | str, **policy) -> dict:
+    dataset = {"name": str(name), **policy.pop("dataset", {})}
+    return {"train": {"train_policy": {"type": "sft", "dataset": dataset, **policy}}}
+
+
+def grpo(name: Path | str, **policy) -> dict:
+    recipe = sft(name, **policy)
+    recipe["train"]["train_policy"]["type"] = "grpo"
+    return {**recipe, **RL_LENGTHS}
+
+
+def test_sft_rows_come_back_as_tokens_and_masks_with_true_statistics(tmp_path, model):
+    outcome = run(make_stage(tmp_path / "s", model, sft(write_rows(tmp_path / "a.jsonl", 600))))
+    tokenizer = byte_tokenizer(CHATML)
+    sequences = open_sequences(tmp_path / "s" / "data", "train")
+    assert len(sequences) == 600
+    for i in (0, 255, 256, 599, -1):  # across the borders of record batches
+        ids, mask = sequences[i]
+        assert ids.dtype == np.int64 and mask.dtype == np.uint8
+        assert learned(tokenizer, ids.tolist(), mask.tolist()) == [f"It is {i % 600 + 1}.<|im_end|>"]
+    lengths = [len(sequences[i][0]) for i in range(600)]
+    assert sequences.lengths.tolist() == lengths
+    said = read_json(tmp_path / "s" / "data" / "statistics.json")
+    assert said == {
+        "train": {
+            "kind": "sequences", "rows": 600, "tokens": sum(lengths), "truncated_rows": 0,
+            "label_tokens": sum(int(sequences[i][1].sum()) for i in range(600)),
+            "length": {
+                "min": min(lengths), "mean": sum(lengths) / 600, "p50": float(np.median(lengths)),
+                "p95": float(np.percentile(lengths, 95)), "max": max(lengths),
+            },
+        }
+    }  # fmt: skip
+    assert outcome.outputs == ("data",) and outcome.info == {"data": "data"}
+    assert outcome.metrics == {"data/train_rows": 600.0, "data/train_tokens": float(sum(lengths))}
+    assert not has_split(tmp_path / "s" / "data", "validation")
+    with pytest.raises(IndexError):
+        sequences[600]
+
+
+def test_long_rows_are_cut_on_the_right_and_counted(tmp_path, model):
+    recipe = {**sft(write_rows(tmp_path / "a.jsonl", 3)), "policy": {"model_max_length": 24}}
+    run(make_stage(tmp_path / "s", model, recipe))
+    sequences = open_sequences(tmp_path / "s" / "data", "train")
+    assert sequences.lengths.tolist() == [24, 24, 24]
+    assert read_json(tmp_path / "s" / "data" / "statistics.json")["train"]["truncated_rows"] == 3
+    run(make_stage(tmp_path / "t", model, sft(tmp_path / "a.jsonl")))
+    whole = open_sequences(tmp_path / "t" / "data", "train")
+    assert all((sequences[i][0] == whole[i][0][:24]).all() for i in range(3))
+
+
+def test_grpo_rows_come_back_as_prompts_with_references(tmp_path, model):
+    run(make_stage(tmp_path / "s", model, grpo(write_rows(tmp_path / "a.jsonl", 300), system_prompt="Add.")))
+    prompts = open_prompts(tmp_path / "s" / "data", "train")
+    prompt = prompts[260]
+    assert prompt.id == 260 and prompt.reference == "It is 261."
+    assert prompt.text == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat is 260+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert byte_tokenizer(CHATML).decode(list(prompt.token_ids)) == prompt.text
+    assert [p.id for p in prompts[298:]] == [298, 299] and len(list(prompts)) == 300
+
+
+def test_held_out_rows_are_sequences_for_sft_and_prompts_when_rewards_score_them(tmp_path, model):
+    rows, held_out = write_rows(tmp_path / "a.jsonl", 4), write_rows(tmp_path / "v.jsonl", 2, first=50)
+    validation = {"dataset": {"name": str(held_out)}}
+    run(make_stage(tmp_path / "loss", model, {**sft(rows), "validation": validation}))
+    assert len(open_sequences(tmp_path / "loss" / "data", "validation")) == 2
+    rewarded = {**validation, "reward_function": "exact_match", "max_response_length": 8}
+    run(make_stage(tmp_path / "reward", model, {**sft(rows), "validation": rewarded}))
+    prompts = open_prompts(tmp_path / "reward" / "data", "validation")
+    assert [p.reference for p in prompts] == ["It is 51.", "It is 52."]
+    assert prompts[0].text == "<|im_start|>user\nWhat is 50+1?<|im_end|>\n<|im_start|>assistant\n"
+    run(make_stage(tmp_path / "rl", model, {**grpo(rows), "validation": validation}))
+    assert len(open_prompts(tmp_path / "rl" / "data", "validation")) == 2
+
+
+def test_test_size_splits_the_training_rows_without_overlap(tmp_path, model):
+    rows = write_rows(tmp_path / "a.jsonl", 20)
+    run(make_stage(tmp_path / "s", model, grpo(rows, dataset={"test_size": 5})))
+    train, held_out = (open_prompts(tmp_path / "s" / "data", split) for split in ("train", "validation"))
+    assert (len(train), len(held_out)) == (15, 5)
+    assert len({p.reference for p in [*train, *held_out]}) == 20
+
+
+def test_rows_of_a_stage_win_over_the_recipe_and_bring_their_held_out_rows(tmp_path, model):
+    write_rows(tmp_path / "made" / "train.jsonl", 3, first=70)
+    write_rows(tmp_path / "made" / "validation.jsonl", 1, first=90)
+    run(make_stage(tmp_path / "s", model, grpo("missing.jsonl"), data=tmp_path / "made"))
+    assert [p.reference for p in open_prompts(tmp_path / "s" / "data", "train")] == [
+        f"It is {i}." for i in (71, 72, 73)
+    ]
+    assert [p.reference for p in open_prompts(tmp_path / "s" / "data", "validation")] == ["It is 91."]
+
+
+def test_the_bytes_depend_neither_on_the_run_nor_on_the_number_of_processes(tmp_path, model):
+    rows = write_rows(tmp_path / "a.jsonl", 700)
+    digests = []
+    for name, workers in (("one", 0), ("again", 1), ("two", 2)):
+        run(make_stage(tmp_path / name, model, sft(rows, dataloader_num_workers=workers)))
+        digests.append([sha256(tmp_path / name / "data" / file) for file in ("train.arrow", "statistics.json")])
+    assert digests[0] == digests[1] == digests[2]
+    assert not psutil.Process().children(recursive=True) or all(
+        "resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrong_row_is_named_and_nothing_is_written(tmp_path, model, workers):
+    rows = write_rows(tmp_path / "a.jsonl", 300)
+    with open(rows, "a", encoding="utf-8") as file:
+        file.write('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(DataError, match=r"^a\.jsonl:301: a conversation without an assistant turn"):
+        run(make_stage(tmp_path / "s", model, sft(rows, dataloader_num_workers=workers)))
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["progress.json"]
+
+
+def test_a_prompt_longer_than_the_model_is_named(tmp_path, model):
+    rows = tmp_path / "a.jsonl"
+    rows.write_text(json.dumps({"question": "2+3?", "answer": "5"}) + "\n" + json.dumps({"question": "x" * 60}) + "\n")
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: prompt longer than the model: .* leaves 48"):
+        run(make_stage(tmp_path / "s", model, grpo(rows)))
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_a_configuration_error(tmp_path, model):
+    recipe = {**grpo(write_rows(tmp_path / "a.jsonl", 2)), "rollout": {"max_response_length": 64}}
+    with pytest.raises(ConfigError, match=r"max_response_length = 64 \(rollout\) leaves no room .* = 64"):
+        run(make_stage(tmp_path / "s", model, recipe))
+
+
+def test_a_stop_leaves_nothing_behind(tmp_path, model):
+    stage = make_stage(tmp_path / "s", model, sft(write_rows(tmp_path / "a.jsonl", 600)))
+    stage.stop_requested = True
+    with pytest.raises(Preempted, match=r"stopped after 256 of 600 rows"):
+        run(stage)
+    assert not (tmp_path / "s" / "data").exists()
+
+
+def test_progress_says_how_many_rows_are_done(tmp_path, model):
+    run(make_stage(tmp_path / "s", model, sft(write_rows(tmp_path / "a.jsonl", 10))))
+    progress = read_json(tmp_path / "s" / "progress.json")
+    assert (progress["phase"], progress["step"], progress["total"]) == ("prepare", 10, 10)
+
+
+def test_the_wrong_kind_a_missing_split_and_a_damaged_file_are_data_errors(tmp_path, model):
+    run(make_stage(tmp_path / "s", model, sft(write_rows(tmp_path / "a.jsonl", 10))))
+    folder = tmp_path / "s" / "data"
+    with pytest.raises(DataError, match=r"holds sequences, but prompts to answer .* are needed"):
+        open_prompts(folder, "train")
+    with pytest.raises(DataError, match=r"validation\.arrow does not exist; run the prepare stage"):
+        open_sequences(folder, "validation")
+    content = (folder / "train.arrow").read_bytes()
+    middle = len(content) // 2
+    for damaged in (content[:-40], b"", content[: middle - 600] + b"\0" * 1200 + content[middle + 600 :]):
+        (folder / "train.arrow").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"train\.arrow is damaged"):
+            open_sequences(folder, "train")
+
+
+def test_the_processes_of_a_killed_stage_end_too(tmp_path, model):
+    rows = write_rows(tmp_path / "a.jsonl", 60_000)
+    program = tmp_path / "killed.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.unit.test_data_prepare import make_stage, run, sft\n"
+        "if __name__ == '__main__':\n"
+        "    recipe = sft(sys.argv[1], dataloader_num_workers=2)\n"
+        "    run(make_stage(Path(sys.argv[2]), Path(sys.argv[3]), recipe))\n"
+    )
+    arguments = [str(rows), str(tmp_path / "s"), str(model)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    parent = subprocess.Popen([sys.executable, str(program), *arguments], env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (read_json(tmp_path / "s" / "progress.json") or {}).get("step") and time.monotonic() < deadline:
+            assert parent.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) == 2
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        assert not psutil.wait_procs(children, timeout=15)[1]
+    finally:
+        if parent.poll() is None:
+            os.killpg(parent.pid, signal.SIGKILL)
+            parent.wait()

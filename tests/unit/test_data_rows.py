@@ -1,0 +1,157 @@
+"""Reading rows from every kind of file, and the place that each error names."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from cosmos_core.config.dataset import DatasetConfig
+from cosmos_core.data.rows import has_local_split, load_rows, split_rows
+from cosmos_core.errors import DataError
+
+ROWS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(5)]
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_arrow_file(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def write_arrow_stream(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table)
+
+
+WRITERS = {
+    "rows.jsonl": write_jsonl,
+    "lines.json": write_jsonl,
+    "array.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
+    "rows.csv": lambda path: pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), path),
+    "rows.parquet": lambda path: pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path),
+    "file.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+    "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
+    "saved_splits": lambda path: datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(str(path)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    assert list(load_rows(DatasetConfig(name=str(tmp_path / name)))) == ROWS
+
+
+def test_a_row_knows_its_line_although_blank_lines_are_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\ufeff{"x": 1}\n\n{"x": 2}\r\n', encoding="utf-8")
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
+    assert [rows.where(i) for i in range(2)] == ["a.jsonl:1", "a.jsonl:3"]
+    assert rows[1] == {"x": 2}
+
+
+def test_a_csv_row_knows_its_line_and_keeps_leading_zeros(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,answer\n"two\nlines",007\nb,8\n')
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
+    assert rows[0] == {"prompt": "two\nlines", "answer": "007"}
+    assert rows.where(1) == "a.csv:4"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"x": 1}\n{"x": }\n', r"^a\.jsonl:2: malformed JSON, Expecting value at column 7"),
+        ("a.jsonl", '{"x": 1}\n[1, 2]\n', r"^a\.jsonl:2: a line must be a JSON object .*'\[1, 2\]'"),
+        ("a.jsonl", "\n \n", r"^a\.jsonl: file holds no rows"),
+        ("a.json", '[{"x": 1},\n {"x": }]', r"^a\.json:2: malformed JSON"),
+        ("a.json", '[{"x": 1}, 3]', r"^a\.json row 1: a row must be a JSON object, not '3'"),
+        ("a.json", "[]", r"^a\.json: file holds no rows"),
+        ("a.csv", "x,y\n1,2\n3\n", r"^a\.csv:3: the line does not have the 2 fields"),
+        ("a.csv", "x,y\n1,2,3\n", r"^a\.csv:2: the line does not have the 2 fields"),
+        ("a.csv", 'x,y\n1,"2\n', r"^a\.csv:2: malformed CSV"),
+        ("a.parquet", "no", r"^a\.parquet is not a readable parquet file"),
+        ("a.arrow", "no", r"^a\.arrow is not a readable Arrow file"),
+        ("a.txt", "no", r"a\.txt has the suffix '\.txt'; known: \.jsonl"),
+    ],
+)
+def test_a_malformed_file_is_a_data_error_that_names_the_place(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(DatasetConfig(name=str(tmp_path / name)))
+
+
+def test_text_that_is_not_utf8_is_a_data_error(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"x": "\xff"}\n')
+    with pytest.raises(DataError, match=r"^a\.jsonl: byte 7 is not UTF-8"):
+        load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("name", ["./missing.jsonl", "/no/such/folder", "missing.parquet"])
+def test_a_missing_file_is_a_data_error_that_names_key_and_path(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"validation\.dataset\.name = '.*(missing|folder).*': .*does not exist"):
+        load_rows(DatasetConfig(name=name), "validation.dataset")
+
+
+def test_a_hub_id_without_a_network_is_a_data_error(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"dataset\.name = 'nobody/nothing' is no local file and could not be had"):
+        load_rows(DatasetConfig(name="nobody/nothing"))
+
+
+def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path):
+    for name, part in [
+        ("train-00001", ROWS[1:2]),
+        ("train-00000", ROWS[:1]),
+        ("test", ROWS[4:]),
+        ("trains", ROWS[2:3]),
+    ]:
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    folder = str(tmp_path)
+    assert list(load_rows(DatasetConfig(name=folder))) == ROWS[:2]
+    assert list(load_rows(DatasetConfig(name=folder, split=("test", "train")))) == [ROWS[4], *ROWS[:2]]
+    with pytest.raises(DataError, match=r"has no file for the split 'validation'; it holds test\.jsonl, train-00000"):
+        load_rows(DatasetConfig(name=folder, split=("validation",)))
+    assert has_local_split(tmp_path, "test") and not has_local_split(tmp_path, "validation")
+
+
+def test_files_that_are_named_for_no_split_are_all_training_rows_but_held_out_files_never_are(tmp_path):
+    for name, part in [("b", ROWS[1:2]), ("a", ROWS[:1]), ("test", ROWS[4:])]:
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    rows = load_rows(DatasetConfig(name=str(tmp_path)))
+    assert list(rows) == ROWS[:2]
+    assert rows.where(1) == "b.jsonl:1"
+
+
+def test_a_single_file_or_a_saved_data_set_has_no_other_split(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"split = 'test', but .*a\.jsonl is one file"):
+        load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl"), split=("test",)))
+    WRITERS["saved_splits"](tmp_path / "saved")
+    with pytest.raises(DataError, match=r"split = 'test', but .*saved has train"):
+        load_rows(DatasetConfig(name=str(tmp_path / "saved"), split=("test",)))
+    assert load_rows(DatasetConfig(name=str(tmp_path / "saved"))).where(2) == "saved[train] row 2"
+
+
+def test_held_out_rows_are_disjoint_complete_ordered_and_depend_on_the_seed_alone(tmp_path):
+    rows = load_rows(DatasetConfig(name=str(write_jsonl(tmp_path / "a.jsonl", [{"x": i} for i in range(100)]))))
+    train, held_out = split_rows(rows, 20, seed=1)
+    kept, rest = [row["x"] for row in train], [row["x"] for row in held_out]
+    assert len(rest) == 20 and sorted(kept + rest) == list(range(100))
+    assert kept == sorted(kept) and rest == sorted(rest)
+    assert held_out.where(0) == f"a.jsonl:{rest[0] + 1}"
+    assert [row["x"] for row in split_rows(rows, 0.2, seed=1)[1]] == rest
+    assert [row["x"] for row in split_rows(rows, 20, seed=2)[1]] != rest
+    with pytest.raises(DataError, match=r"test_size = 100 of 100 rows leaves none to train on"):
+        split_rows(rows, 100, seed=1)

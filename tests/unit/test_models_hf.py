@@ -1,0 +1,180 @@
+"""Loading and auditing models, and log-probabilities against closed forms and transformers itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cosmos_core.errors import ModelError
+from cosmos_core.models.hf import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    named_weights,
+    sequence_logprobs,
+    token_entropy,
+    token_logprobs,
+)
+from tests.unit.tiny_model import save_tiny_model
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del weights[name]
+        else:
+            weights[name] = tensor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return load_model(str(folder), dtype=torch.float32)
+
+
+def test_a_loaded_model_has_the_bytes_of_the_file_and_uses_sdpa(folder: Path) -> None:
+    model = load_model(str(folder), dtype=torch.float32)
+    stored = load_file(folder / "model.safetensors")
+    loaded = dict(named_weights(model))
+    assert type(model).__name__ == "Qwen3ForCausalLM" and model.config._attn_implementation == "sdpa"
+    assert set(loaded) == {*stored, "lm_head.weight"}  # the file leaves the tied tensor out
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+    assert loaded["lm_head.weight"].data_ptr() == loaded["model.embed_tokens.weight"].data_ptr()
+
+
+def test_gradient_checkpointing_leaves_the_gradient_as_it_is(folder: Path) -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_model(str(folder), dtype=torch.float32, gradient_checkpointing=checkpointing).train()
+        assert model.is_gradient_checkpointing is checkpointing
+        sequence_logprobs(model, ids, torch.ones_like(ids)).sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "~/nowhere/at/all"])
+def test_a_missing_folder_is_named_with_its_key(name: str) -> None:
+    for loader in (load_tokenizer, load_config):
+        with pytest.raises(ModelError, match=r"policy.model_name_or_path = .*does not exist") as caught:
+            loader(name)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_hub_id_that_cannot_be_had_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"'no-such-org/no-such-model'.*cannot be reached.*local folder"):
+        load_tokenizer("no-such-org/no-such-model")
+
+
+def test_a_folder_without_tokenizer_or_config_is_refused(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not valid JSON"):
+        load_tokenizer(str(copy))
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(str(copy))
+    (copy / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(ModelError, match="no_such_model"):
+        load_config(str(copy))
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(copy)
+
+
+def test_the_tokenizer_of_the_folder_is_the_one_that_was_saved(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.decode(tokenizer.encode("hé 1<|im_end|>"), skip_special_tokens=True) == "hé 1"
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({UP: None}, f"1 tensors missing from the files: {UP}"),
+        ({"stranger": torch.ones(2)}, "1 tensors in the files but not in Qwen3ForCausalLM: stranger"),
+        ({UP: torch.ones(2, 3)}, rf"1 tensors of another shape than config\.json says: {UP}"),
+        ({UP: torch.full((128, 64), math.nan)}, f"tensor {UP} holds NaN or infinity"),
+        ({"model.norm.weight": torch.full((64,), math.inf)}, r"tensor model\.norm\.weight holds NaN or infinity"),
+    ],
+)
+def test_a_tensor_that_is_wrong_is_named(copy: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
+    rewrite(copy, **changes)
+    with pytest.raises(ModelError, match=message):
+        load(copy)
+
+
+def test_a_truncated_weight_file_is_named(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=rf"{file} is damaged") as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+    file.unlink()
+    with pytest.raises(ModelError, match="cannot load the weights"):
+        load(copy)
+
+
+def test_an_architecture_that_does_not_generate_is_refused(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForSequenceClassification"]}))
+    with pytest.raises(ModelError, match="Qwen3ForSequenceClassification does not generate text"):
+        load(copy)
+
+
+def test_token_logprobs_are_those_of_the_closed_form() -> None:
+    logits = torch.tensor([[[math.log(1.0), math.log(2.0), math.log(5.0)]]])
+    assert token_logprobs(logits, torch.tensor([[2]])).item() == pytest.approx(math.log(5 / 8), abs=1e-6)
+    # temperature 1/2 squares the odds
+    assert token_logprobs(logits, torch.tensor([[1]]), 0.5).item() == pytest.approx(math.log(4 / 30), abs=1e-6)
+    assert token_logprobs(logits.bfloat16(), torch.tensor([[1]])).dtype == torch.float32
+
+
+def test_token_entropy_is_that_of_the_closed_form() -> None:
+    probabilities = [0.1, 0.2, 0.7]
+    logits = torch.tensor([[probabilities, [1.0, 1.0, 1.0]]]).log()
+    entropy = token_entropy(logits)
+    assert entropy[0, 0].item() == pytest.approx(-sum(p * math.log(p) for p in probabilities), abs=1e-6)
+    assert entropy[0, 1].item() == pytest.approx(math.log(3), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sequence_logprobs_are_those_of_transformers_whatever_the_padding_side(
+    folder: Path, temperature: float
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = [[5, 9, 200, 31, 7], [44, 3, 120]]
+    with torch.no_grad():
+        expected = [
+            (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+            for ids in sequences
+        ]
+        right = torch.tensor([sequences[0], [*sequences[1], 256, 256]])
+        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+        on_right, entropy = sequence_logprobs(model, right, mask, temperature=temperature, with_entropy=True)
+        left = torch.tensor([sequences[0], [256, 256, *sequences[1]]])
+        on_left = sequence_logprobs(model, left, mask.flip(-1), temperature=temperature)
+    torch.testing.assert_close(on_right[0], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(on_right[1], torch.cat([expected[1], torch.zeros(2)]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(on_left[1], torch.cat([torch.zeros(2), expected[1]]), atol=1e-5, rtol=0)
+    assert entropy.shape == on_right.shape and (entropy[mask[:, 1:] == 0] == 0).all()

@@ -1,0 +1,90 @@
+"""The vLLM engine against the trainer's own log-probabilities, in one process beside this one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.tiny_model import save_tiny_model
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    work = tmp_path_factory.mktemp("vllm")
+    folder = save_tiny_model(work / "tiny", tied=request.param)
+    command = [sys.executable, "-m", "tests.unit.vllm_program", str(folder), str(work / "found.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads((work / "found.json").read_text())
+
+
+def test_logprobs_agree_with_the_trainer(found: dict[str, Any]) -> None:
+    assert found["name"] == "vllm"
+    assert all(value < 1e-4 for value in found["sampled"]["difference"].values()), found["sampled"]["difference"]
+
+
+def test_tokens_depend_on_seed_and_step_alone_not_on_the_batch(found: dict[str, Any]) -> None:
+    sampled = found["sampled"]
+    assert sampled["again"] == sampled["tokens"]
+    assert sampled["subset"] == sampled["tokens"][1:4]
+    assert sampled["fewer"] == [answers[:2] for answers in sampled["tokens"]]
+    assert sampled["next_step"] != sampled["tokens"]
+    answers = [tuple(answer) for group in sampled["tokens"] for answer in group]
+    assert len(set(answers)) == len(answers)
+
+
+def test_greedy_answers_are_those_of_the_hf_engine(found: dict[str, Any]) -> None:
+    for name in ("greedy", "penalised"):
+        vllm, hf = found["sampled"][name]
+        assert vllm == hf
+
+
+def test_logprobs_are_of_the_distribution_that_was_drawn_from(found: dict[str, Any]) -> None:
+    # At most six tokens are left, together 1; the least likely of those in the nucleus holds no less than this.
+    assert found["sampled"]["filtered_least"] > -3.5
+
+
+def test_an_answer_ends_with_its_end_token_or_at_the_limit(found: dict[str, Any]) -> None:
+    eos = 258
+    ends = found["sampled"]["ends"]
+    assert {reason for _, reason, _, _ in ends} == {"stop", "length"}
+    for token_ids, reason, text, num_logprobs in ends:
+        assert num_logprobs == len(token_ids) and "<|im_end|>" not in text
+        assert eos not in token_ids[:-1]
+        assert (token_ids[-1] == eos) if reason == "stop" else (len(token_ids) == 60 and token_ids[-1] != eos)
+
+
+def test_changed_weights_arrive_and_wrong_ones_are_noticed(found: dict[str, Any]) -> None:
+    synced = found["synced"]
+    assert synced["after"] != synced["before"] == found["sampled"]["tokens"]
+    assert synced["difference"] < 1e-4
+    assert synced["checksums"][0] == synced["checksums"][1]
+    assert set(found["sampled"]["versions"]) == {0} and set(synced["versions"]) == {7}
+    assert synced["wrong"].startswith("StageFailed: weight sync: engine and trainer differ")
+    assert synced["partial"].startswith("StageFailed: weight sync: engine and trainer differ")  # no lm_head.weight
+
+
+def test_an_engine_started_anew_gives_the_same_tokens(found: dict[str, Any]) -> None:
+    assert found["closed"] and found["second"] == found["synced"]["last"]
+
+
+def test_creating_and_using_an_engine_leaves_the_process_as_it_was(found: dict[str, Any]) -> None:
+    before, created, used = found["state"]
+    for name in before:
+        assert created[name] == before[name], name
+        assert used[name] == before[name], name
+
+
+def test_what_vllm_cannot_do_is_refused_in_our_words(found: dict[str, Any]) -> None:
+    assert found["too_cold"].startswith("ConfigError: temperature = 0.005: vLLM samples between 0.01 and 2.0")
+    assert found["too_hot"].startswith("ConfigError: temperature = 2.5: vLLM samples between 0.01 and 2.0")
+    assert found["head_dim"].startswith("ConfigError: vLLM on CPU has no attention for head_dim = 16")
+    assert found["too_long"].startswith("DataError: prompt 8 has 256 tokens")

@@ -1,0 +1,30 @@
+"""A random Qwen3 of about 0.1M parameters with a byte-level tokenizer, made in milliseconds without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+
+
+def save_tiny_model(folder: Path, *, tied: bool = True) -> Path:
+    """Write model and tokenizer to `folder`; weights are large enough that answers depend on the prompt."""
+    names = [*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={name: i for i, name in enumerate(names)}, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=len(names) + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
+        initializer_range=0.2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

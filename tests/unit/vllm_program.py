@@ -1,0 +1,165 @@
+"""What `test_rollout_vllm.py` runs in a process of its own: `python -m tests.unit.vllm_program FOLDER OUT.json`.
+
+vLLM initialises torch's process group and more, which the other tests of a pytest process should not meet. Everything
+found is written down; the tests judge it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from cosmos_core.config.rollout import RolloutConfig
+from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.models.hf import load_model, load_tokenizer, named_weights, sequence_logprobs
+from cosmos_core.rollout.base import Engine, make_engine
+from cosmos_core.rollout.weights import checksum
+from cosmos_core.types import Group, Prompt, Sampling
+
+LENGTHS = (5, 9, 3, 140, 21)  # one is longer than a block of the prefix cache on CPU
+PROMPTS = [Prompt(i, tuple((13 * i + 7 * j) % 250 for j in range(n)), "", "") for i, n in enumerate(LENGTHS)]
+
+
+def sampling(temperature: float, **changes: Any) -> Sampling:
+    return Sampling(**{"temperature": temperature, "max_tokens": 12, "num_completions": 4, "seed": 1, **changes})
+
+
+def process_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "python": hash(random.getstate()),
+        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+        "threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads.__name__,
+        "sigterm": repr(signal.getsignal(signal.SIGTERM)),
+        "sigint": repr(signal.getsignal(signal.SIGINT)),
+        "environment": {n: v for n, v in os.environ.items() if not n.startswith(("VLLM_", "DO_NOT_TRACK"))},
+        "children": [child.pid for child in psutil.Process().children(recursive=True)],
+    }
+
+
+def tokens(groups: list[Group]) -> list[list[list[int]]]:
+    return [[list(answer.token_ids) for answer in group.completions] for group in groups]
+
+
+def difference(model: PreTrainedModel, groups: list[Group], temperature: float) -> float:
+    """Largest difference between the engine's log-probabilities and the trainer's, one sequence at a time."""
+    worst = 0.0
+    for group in groups:
+        for answer in group.completions:
+            ids = torch.tensor([group.prompt.token_ids + answer.token_ids])
+            with torch.no_grad():
+                own = sequence_logprobs(model, ids, torch.ones_like(ids), temperature=temperature or 1.0)
+            found = torch.tensor(answer.logprobs)
+            worst = max(worst, (own[0, -len(found) :] - found).abs().max().item())
+    return worst
+
+
+def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any]:
+    """Everything under the first weights."""
+    groups = engine.generate(PROMPTS, sampling(1.0), 4)
+    cooler = engine.generate(PROMPTS, sampling(0.7), 4)
+    hot = engine.generate(PROMPTS, sampling(2.0, max_tokens=60, num_completions=30), 4)
+    greedy = sampling(0.0, num_completions=1)
+    filtered = sampling(0.8, top_k=6, top_p=0.7, repetition_penalty=1.3, num_completions=1)
+    penalised = sampling(0.0, repetition_penalty=1.3, num_completions=1)
+    return {
+        "difference": {
+            "1.0": difference(model, groups, 1.0),
+            "0.7": difference(model, cooler, 0.7),
+            "0.0": difference(model, engine.generate(PROMPTS, greedy, 4), 0.0),
+        },
+        "tokens": tokens(groups),
+        "again": tokens(engine.generate(PROMPTS, sampling(1.0), 4)),
+        "subset": tokens(engine.generate(PROMPTS[1:4], sampling(1.0), 4)),
+        "fewer": tokens(engine.generate(PROMPTS, sampling(1.0, num_completions=2), 4)),
+        "next_step": tokens(engine.generate(PROMPTS, sampling(1.0), 5)),
+        "greedy": [tokens(e.generate(PROMPTS, greedy, 4)) for e in (engine, hf)],
+        "penalised": [tokens(e.generate(PROMPTS, penalised, 4)) for e in (engine, hf)],
+        "filtered_least": min(min(g.completions[0].logprobs) for g in engine.generate(PROMPTS, filtered, 4)),
+        "ends": [[list(a.token_ids), a.finish_reason, a.text, len(a.logprobs)] for g in hot for a in g.completions],
+        "versions": [group.version for group in groups],
+    }
+
+
+def synced(engine: Engine, model: PreTrainedModel) -> dict[str, Any]:
+    """Change the trainer's weights and hand them over, rightly and wrongly."""
+    before = tokens(engine.generate(PROMPTS, sampling(1.0), 4))
+    move(model)
+    model.train()
+    digest = engine.load_weights(7, named_weights(model))
+    groups = engine.generate(PROMPTS, sampling(1.0), 4)
+    found = {
+        "before": before,
+        "after": tokens(groups),
+        "difference": difference(model.eval(), groups, 1.0),
+        "checksums": [digest, checksum(named_weights(model))],
+        "versions": [group.version for group in groups],
+    }
+    off = {name: tensor + 0.1 if "up_proj" in name else tensor for name, tensor in named_weights(model)}
+    found["wrong"] = message(lambda: engine.load_weights(8, off.items()))
+    move(model)
+    partial = [(name, tensor) for name, tensor in named_weights(model) if name != "lm_head.weight"]
+    found["partial"] = message(lambda: engine.load_weights(8, partial))
+    engine.load_weights(9, named_weights(model))
+    found["last"] = tokens(engine.generate(PROMPTS, sampling(1.0), 4))
+    return found
+
+
+def move(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except (ConfigError, DataError, StageFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(folder: str, out: str) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    torch.manual_seed(5)
+    model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
+
+    def make(backend: str, source: str = folder) -> Engine:
+        recipe = RolloutConfig(backend=backend)  # type: ignore[arg-type]
+        return make_engine(model, tokenizer, source, recipe, max_model_len=256, dtype=torch.float32)
+
+    before = process_state()
+    engine = make("vllm")
+    found: dict[str, Any] = {"name": engine.name, "state": [before, process_state()]}
+    found["sampled"] = sampled(engine, model, make("hf"))
+    found["state"].append(process_state())
+    found["too_cold"] = message(lambda: engine.generate(PROMPTS, sampling(0.005), 4))
+    found["too_hot"] = message(lambda: engine.generate(PROMPTS, sampling(2.5), 4))
+    found["too_long"] = message(lambda: engine.generate([Prompt(8, (1,) * 256, "", "")], sampling(1.0), 4))
+    found["synced"] = synced(engine, model)
+    engine.close()
+    model.config.head_dim = 16
+    found["head_dim"] = message(lambda: make("vllm"))
+    model.config.head_dim = 32
+    found["closed"] = not torch.distributed.is_initialized()
+    second = make("vllm")
+    second.load_weights(9, named_weights(model))
+    found["second"] = tokens(second.generate(PROMPTS, sampling(1.0), 4))
+    second.close()
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
