@@ -28,10 +28,17 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optm_lr=2e-6 or STAGE.train.epoch=2.")]
+Set = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optm_lr=2e-6 or STAGE.train.epoch=2."
+    ),
+]
 OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
 FromStage = Annotated[str, typer.Option(help="Make this stage and everything behind it again.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Hash every reused file instead of trusting size, time and inode.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Hash every reused file instead of trusting size, time and inode.")
+]
 
 
 @app.command()
@@ -53,7 +60,9 @@ def run(
         if different := saved_pipeline_matches(existing, pipeline):
             from cosmos_core.errors import ConfigError
 
-            raise ConfigError(f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave --run-id out")
+            raise ConfigError(
+                f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave --run-id out"
+            )
         _run_flow(open_run(existing, all_kinds()), from_stage)
     else:
         from cosmos_core.run.directory import create_run
@@ -81,7 +90,9 @@ def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]
-        will = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}[decision.action]
+        will = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}[
+            decision.action
+        ]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
@@ -90,9 +101,12 @@ def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  
 def check(
     config: Config,
     overrides: Set = [],  # noqa: B006
-    schema_only: Annotated[bool, typer.Option("--schema-only", help="Schema and rules between fields; no look at models or data.")] = False,
+    schema_only: Annotated[
+        bool, typer.Option("--schema-only", help="Schema and rules between fields; no look at models or data.")
+    ] = False,
 ) -> None:
-    """Check a pipeline: the schema, then models, tokenizers, rows and rewards in a worker, before a GPU is asked for."""
+    """Check a pipeline: the schema, then models, tokenizers, rows and rewards in a worker, before a GPU is asked
+    for."""
     pipeline = _pipeline(config, overrides)
     if not schema_only:
         from cosmos_core.config.capabilities import check_capabilities
@@ -135,7 +149,10 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
     from cosmos_core.run.lineage import stage_of
 
     for link in walk(stage_of(path)):
-        typer.echo(f"{'  ' * link.depth}{link.name} {f'({link.kind}) ' if link.kind else ''}{link.digest[:12]}  run {link.run_id}  {link.note}")
+        typer.echo(
+            f"{'  ' * link.depth}{link.name} {f'({link.kind}) ' if link.kind else ''}{link.digest[:12]}  run "
+            f"{link.run_id}  {link.note}"
+        )
 
 
 def main() -> None:
@@ -179,7 +196,8 @@ def _checked_pipeline(config: Path, overrides: list[str]) -> Pipeline:
 
 
 def _check_inputs(pipeline: Pipeline) -> None:
-    """What the first stages need is there, and the output folder can be written; found out before a server is started."""
+    """What the first stages need is there, and the output folder can be written; found out before a server is
+    started."""
     from cosmos_core.run import plan as planning
     from tasks.kinds import all_kinds
 

@@ -1,4 +1,5 @@
-"""One `cosmos run` or `cosmos resume` from start to end: a server if need be, the flow, its progress, the final table."""
+"""One `cosmos run` or `cosmos resume` from start to end: a server if need be, the flow, its progress, the final
+table."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def main() -> int:
         return _give_up(path, error)
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            return _give_up(path, StageFailed(f"disk full: {error.strerror}: {error.filename or path}; free space and resume"))
+            return _give_up(
+                path, StageFailed(f"disk full: {error.strerror}: {error.filename or path}; free space and resume")
+            )
         return _crash(path, error)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a line and an exit code
         return _crash(path, error)

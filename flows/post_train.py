@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, Failed
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from pydantic import Field
 
 from cosmos_core.config.compose import load_pipeline
@@ -23,7 +23,10 @@ from tasks.kinds import all_kinds
 from tasks.stage import stage_task
 
 
-@flow(name="post-train", flow_run_name="{config}", task_runner=ThreadPoolTaskRunner(max_workers=64))
+_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # threads that wait for workers
+
+
+@flow(name="post-train", flow_run_name="{config}", task_runner=_RUNNER)
 def post_train(
     config: Annotated[str, Field(description="Pipeline or recipe TOML, or the directory of a run to continue")],
     overrides: Annotated[list[str], Field(description="Settings such as train.optm_lr=2e-6")] = [],  # noqa: B006 - Prefect shows the default
@@ -48,7 +51,9 @@ def post_train(
     states = {name: future.state for name, future in futures.items()}
     bad = [name for name, state in states.items() if not state.is_completed()]
     if bad:
-        return Failed(message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}")
+        return Failed(
+            message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}"
+        )
     return Completed(message=f"run {run.id}: {len(states)} stages completed", data=str(run.path))
 
 
@@ -62,14 +67,20 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str) -> Run:
     path = Path(config).expanduser()
     if path.is_dir():
         if overrides:
-            raise ConfigError(f"{path} is a run; its settings are fixed. Start a new run with the overrides: what they leave alone is reused")
+            raise ConfigError(
+                f"{path} is a run; its settings are fixed. Start a new run with the overrides: what they "
+                f"leave alone is reused"
+            )
         return open_run(path, kinds)
     pipeline = load_pipeline(path, overrides, tuple(kinds))
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if run_id and (existing / PIPELINE).is_file():
         if different := saved_pipeline_matches(existing, pipeline):
             shown = ", ".join(different[:3])
-            raise ConfigError(f"run {run_id} exists and was made with other settings ({shown}); leave run_id out, or resume it as it is")
+            raise ConfigError(
+                f"run {run_id} exists and was made with other settings ({shown}); leave run_id out, or resume "
+                f"it as it is"
+            )
         return open_run(existing, kinds)
     return create_run(pipeline, kinds, run_id=run_id)
 

@@ -69,7 +69,9 @@ class StageArtifacts:
 
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:
-            created = create_progress_artifact(progress=percent, key=f"{self._key}-progress", description=self._stage_path.name)
+            created = create_progress_artifact(
+                progress=percent, key=f"{self._key}-progress", description=self._stage_path.name
+            )
             self._progress_id = created if isinstance(created, UUID) else None
         else:
             update_progress_artifact(self._progress_id, progress=percent)
@@ -80,13 +82,21 @@ class StageArtifacts:
             return
         keys = ["step", *sorted({key for line in lines[-_ROWS:] for key in line} - {"step", "time"})]
         create_table_artifact(
-            [{key: line.get(key) for key in keys} for line in lines[-_ROWS:]], key=f"{self._key}-metrics", description="Newest steps"
+            [{key: line.get(key) for key in keys} for line in lines[-_ROWS:]],
+            key=f"{self._key}-metrics",
+            description="Newest steps",
         )
         image = base64.b64encode(curves(lines)).decode()
-        create_image_artifact(image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description="Curves")
+        create_image_artifact(
+            image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description="Curves"
+        )
 
 
 def _card(result: Result) -> str:
     rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
-    files = "\n".join(f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in result["outputs"][:_ROWS])
-    return f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|\n{rows}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"
+    files = "\n".join(
+        f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`"
+        for file in result["outputs"][:_ROWS]
+    )
+    head = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
+    return f"{head}\n{rows}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

@@ -20,7 +20,9 @@ def run(stage: Stage) -> Outcome:
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     # `STAGE.METRIC` tells two stages apart that report the same figure.
-    named = {f"{name}.{key}": value for name, result in stage.inputs.items() for key, value in result["metrics"].items()}
+    named = {
+        f"{name}.{key}": value for name, result in stage.inputs.items() for key, value in result["metrics"].items()
+    }
     conditions = [parse_condition(text) for text in stage.config.require]
     record = target_of(stage.config.target).published() if stage.config.target else None
     published: dict[str, float] | None = record["metrics"] if record else None

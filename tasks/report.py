@@ -2,4 +2,6 @@
 
 from cosmos_core.types import StageKind
 
-KIND = StageKind(name="report", entry="cosmos_core.observe.report:run", result_version=1, in_worker=False, is_reusable=False)
+KIND = StageKind(
+    name="report", entry="cosmos_core.observe.report:run", result_version=1, in_worker=False, is_reusable=False
+)

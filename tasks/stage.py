@@ -48,9 +48,15 @@ def stage_task(run_path: Path, name: str) -> Any:
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
         return should_retry(run_path, name, state.data)
 
-    return task(
-        _run_stage, name=name, task_run_name=name, retries=_RETRIES, retry_condition_fn=condition, cache_policy=NO_CACHE
-    ).with_options(persist_result=False)
+    decorate = task(
+        name=name,
+        task_run_name=name,
+        retries=_RETRIES,
+        retry_condition_fn=condition,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+    )
+    return decorate(_run_stage)
 
 
 def should_retry(run_path: Path, name: str, error: object) -> bool:
@@ -76,11 +82,19 @@ def _run_stage(run_path: str, name: str) -> State[Any] | Result:
         _record_failure(path, error)
         raise
     artifacts.finish(result)
-    return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run") if was_reused else result
+    return (
+        Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
+        if was_reused
+        else result
+    )
 
 
 def perform(
-    run: Run, name: str, *, on_progress: Callable[[dict[str, Any]], None] = lambda _: None, on_line: Callable[[str], None] = lambda _: None
+    run: Run,
+    name: str,
+    *,
+    on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
     """Bring one stage to its result; (result, whether it was there already). Its inputs are done.
 
@@ -93,7 +107,9 @@ def perform(
     with Lock(run.path / "locks" / f"{name}.lock") as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         worker.reap(path)
-        print_ = fingerprint(run.pipeline, stage, kind, {n: r["digest"] for n, r in _inputs(run, stage).items()}, run.digests)
+        print_ = fingerprint(
+            run.pipeline, stage, kind, {n: r["digest"] for n, r in _inputs(run, stage).items()}, run.digests
+        )
         if found := _existing(run, stage, print_):
             return found, True
         if not kind.in_worker:
@@ -188,7 +204,10 @@ def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
         return reference
     output = inputs[name]["info"].get(key)
     if not output:
-        raise ConfigError(f"stage {stage.name!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}")
+        raise ConfigError(
+            f"stage {stage.name!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) "
+            f"makes no {key}"
+        )
     return str(Path(inputs[name]["path"]) / str(output))
 
 
@@ -244,7 +263,8 @@ def _is_same_launcher(state: dict[str, Any]) -> bool:
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:
-    """Called while the stage is locked: an orphan may use its grace to save, then it is reaped; a live owner is waited for."""
+    """Called while the stage is locked: an orphan may use its grace to save, then it is reaped; a live owner is
+    waited for."""
     began = time.monotonic()
 
     def watch() -> None:

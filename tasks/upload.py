@@ -23,7 +23,9 @@ def run(stage: Stage) -> Outcome:
     """
     folder = Path(stage.model)
     if not folder.is_dir():
-        raise ConfigError(f"stage {stage.name!r}: model = {stage.config.model!r} is no folder to publish; write model = \"stage:NAME\"")
+        raise ConfigError(
+            f'stage {stage.name!r}: model = {stage.config.model!r} is no folder to publish; write model = "stage:NAME"'
+        )
     for name, result in stage.inputs.items():
         source = read_result(Path(result["path"]))
         damage = problem(Path(result["path"]), source, thorough=True) if source else "its result is gone"

@@ -46,8 +46,11 @@ class Workspace:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # The marker is what `processes_below` finds; the rest keeps the tests from talking to a server of the developer's.
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {"WORKSPACE": str(path)}
+        # The marker is what `processes_below` finds; the rest keeps the tests from talking to a server of the
+        # developer's.
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {
+            "WORKSPACE": str(path)
+        }
 
     def write(self, name: str, text: str) -> Path:
         """Write a file in the folder."""
@@ -60,7 +63,8 @@ class Workspace:
         """Run the command to its end and check its exit code."""
         done = subprocess.run(
             [sys.executable, "-m", "cosmos_core", *arguments],
-            cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
+            cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=timeout,
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stdout + done.stderr, done.stderr

@@ -69,7 +69,8 @@ class Update:
 
 
 LogProbs = Callable[[Sequence[Sample]], list[Tensor]]
-"""Log-probabilities of tokens 1.. of each sample under some fixed weights, without gradient; one 1-D tensor a sample."""
+"""Log-probabilities of tokens 1.. of each sample under some fixed weights, without gradient; one 1-D tensor a
+sample."""
 
 
 class Algorithm(Protocol):

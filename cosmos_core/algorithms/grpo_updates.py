@@ -49,7 +49,9 @@ class Grpo:
             for batch in batches:
                 yield self._update(samples, batch, old, reference)
 
-    def _update(self, samples: Sequence[Sample], batch: range, old: list[Tensor] | None, reference: list[Tensor] | None) -> Update:
+    def _update(
+        self, samples: Sequence[Sample], batch: range, old: list[Tensor] | None, reference: list[Tensor] | None
+    ) -> Update:
         chosen = [samples[i] for i in batch]
         place = {id(sample): i for i, sample in zip(batch, chosen, strict=True)}
         config = self._config
@@ -58,7 +60,11 @@ class Grpo:
 
         def loss(micro: MicroBatch) -> Loss:
             def rows(values: list[Tensor] | None) -> Tensor | None:
-                return None if values is None else aligned([values[place[id(s)]] for s in micro.samples], micro.logprobs_BS)
+                return (
+                    None
+                    if values is None
+                    else aligned([values[place[id(s)]] for s in micro.samples], micro.logprobs_BS)
+                )
 
             policy = policy_loss(
                 PolicyInputs(
@@ -71,11 +77,15 @@ class Grpo:
                 ),
                 self._settings,
             )
-            value = weighted_sum(policy.loss_BT, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
+            value = weighted_sum(
+                policy.loss_BT, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens
+            )
             metrics = policy.metrics
             if config.positive_nll_coef:
                 rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
-                value = value + config.positive_nll_coef * positive_nll(micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens)
+                value = value + config.positive_nll_coef * positive_nll(
+                    micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
+                )
             difference, mismatch = _engine_difference(micro)
             return Loss(value, add_metrics(metrics, mismatch), difference)
 

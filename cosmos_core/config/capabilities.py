@@ -16,9 +16,14 @@ def check_capabilities(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         where = f"{pipeline.source}: stage {stage.name!r}"
         if stage.work_pool:
-            raise ConfigError(f"{where}: work_pool = {stage.work_pool!r}: this version runs every stage on the flow's machine; leave it out")
+            raise ConfigError(
+                f"{where}: work_pool = {stage.work_pool!r}: this version runs every stage on the flow's "
+                f"machine; leave it out"
+            )
         if "://" in stage.target and not stage.target.startswith("file://"):
-            raise ConfigError(f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path")
+            raise ConfigError(
+                f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path"
+            )
         problem = _of_recipe(pipeline.recipes[stage.name])
         if problem:
             raise ConfigError(f"{where}: {problem}")

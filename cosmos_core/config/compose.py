@@ -51,7 +51,9 @@ class Pipeline:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise ConfigError(f"{self.source}: no stage {name!r} in this pipeline{suggestion(name, [s.name for s in self.stages])}")
+        raise ConfigError(
+            f"{self.source}: no stage {name!r} in this pipeline{suggestion(name, [s.name for s in self.stages])}"
+        )
 
     def behind(self, name: str) -> set[str]:
         """The stage and every stage that depends on it."""
@@ -88,7 +90,7 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str]) ->
     table, shared, per_stage = _apply(table, shared, overrides, names)
     config = parse(PipelineConfig, {"name": path.stem, **table}, source=str(path), prefix="pipeline")
     if not config.stages:
-        config = config.model_copy(update={"stages": _stages_of_recipe(_recipe(path, shared, "")) })
+        config = config.model_copy(update={"stages": _stages_of_recipe(_recipe(path, shared, ""))})
     recipes = {}
     for stage in config.stages:
         values = merge(merge(shared, _recipe_file(path, stage)), stage.overrides)
@@ -98,7 +100,9 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str]) ->
     return _absolute(_sorted(_with_prepared_data(pipeline)))
 
 
-def _apply(table: Mapping[str, Any], shared: Values, overrides: Sequence[str], names: Sequence[Any]) -> tuple[Values, Values, Values]:
+def _apply(
+    table: Mapping[str, Any], shared: Values, overrides: Sequence[str], names: Sequence[Any]
+) -> tuple[Values, Values, Values]:
     """`--set`: a stage's name first addresses that stage, `pipeline.` the table, anything else every stage."""
     per_stage: Values = {}
     values = dict(table)
@@ -108,7 +112,9 @@ def _apply(table: Mapping[str, Any], shared: Values, overrides: Sequence[str], n
             if keys[1] in Recipe.model_fields:
                 per_stage = merge(per_stage, nested(keys, value))
             else:
-                stages = [merge(s, nested(keys[1:], value)) if s.get("name") == keys[0] else s for s in values["stages"]]
+                stages = [
+                    merge(s, nested(keys[1:], value)) if s.get("name") == keys[0] else s for s in values["stages"]
+                ]
                 values["stages"] = stages
         elif keys[0] == "pipeline":
             values = merge(values, nested(keys[1:], value))
@@ -138,7 +144,10 @@ def _recipe(path: Path, values: Values, stage: str) -> Recipe:
 
 def _stages_of_recipe(recipe: Recipe) -> tuple[StageConfig, ...]:
     kind = "sft" if recipe.train.train_policy.type == "sft" else "rl"
-    stages = [StageConfig(name="prepare", kind="prepare"), StageConfig(name=kind, kind=kind, after=("prepare",), data="stage:prepare")]
+    stages = [
+        StageConfig(name="prepare", kind="prepare"),
+        StageConfig(name=kind, kind=kind, after=("prepare",), data="stage:prepare"),
+    ]
     model: Values = {"after": (kind,), "model": f"stage:{kind}"}
     if recipe.validation.enable:
         stages.append(StageConfig(name="validate", kind="validate", data="stage:prepare", **model))
@@ -163,7 +172,9 @@ def _check_names(pipeline: Pipeline, kinds: Sequence[str]) -> None:
             wanted = "sft" if stage.kind == "sft" else "grpo"
             found = pipeline.recipes[stage.name].train.train_policy.type
             if found != wanted:
-                raise ConfigError(f"{where}: kind {stage.kind!r} needs train.train_policy.type = {wanted!r}, not {found!r}")
+                raise ConfigError(
+                    f"{where}: kind {stage.kind!r} needs train.train_policy.type = {wanted!r}, not {found!r}"
+                )
         if stage.kind == "rl":
             try:
                 check_rl(pipeline.recipes[stage.name])
@@ -171,11 +182,15 @@ def _check_names(pipeline: Pipeline, kinds: Sequence[str]) -> None:
                 raise ConfigError(f"{where}: {error}") from error
         for upstream in stage.after:
             if upstream not in names:
-                raise ConfigError(f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}")
+                raise ConfigError(
+                    f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
+                )
         for key, reference in (("model", stage.model), ("data", stage.data)):
-            upstream = source_of(reference)
-            if upstream is not None and upstream not in names:
-                raise ConfigError(f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(upstream, names)}")
+            named = source_of(reference)
+            if named is not None and named not in names:
+                raise ConfigError(
+                    f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(named, names)}"
+                )
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
@@ -201,7 +216,9 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
                     f'`after`; write after = ["{upstream}"]'
                 )
             inputs += [upstream] if upstream else []
-        complete.append(stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)}))
+        complete.append(
+            stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)})
+        )
     return _with_stages(ordered, complete)
 
 
@@ -213,7 +230,9 @@ def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     if not target and stage.kind == "upload":
         raise ConfigError(f"{where}: kind 'upload' needs target = \"FOLDER\"")
     if not target and any(parse_condition(text).needs_published for text in stage.require):
-        raise ConfigError(f"{where}: require compares with `published`, but there is no target to read it from; set target")
+        raise ConfigError(
+            f"{where}: require compares with `published`, but there is no target to read it from; set target"
+        )
     return target
 
 
@@ -242,12 +261,16 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             continue
         trained = by_name.get(source_of(stage.model) or "")
         if stage.kind == "validate" and not stage.data and trained is not None and trained.kind in TRAINING_KINDS:
-            prepared = source_of(trained.data) if _prepares(by_name, source_of(trained.data)) else f"{trained.name}-data"
+            prepared = (
+                source_of(trained.data) if _prepares(by_name, source_of(trained.data)) else f"{trained.name}-data"
+            )
             stages.append(_depending(stage, data=f"stage:{prepared}", after=prepared or ""))
             continue
         name = f"{stage.name}-data"
         if name in by_name:
-            raise ConfigError(f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}")
+            raise ConfigError(
+                f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
+            )
         origin = _origin_of_model(by_name, stage)
         needs = tuple(dict.fromkeys(s for s in (source_of(origin), source_of(stage.data)) if s))
         stages.append(StageConfig(name=name, kind="prepare", model=origin, data=stage.data, after=needs))
@@ -292,7 +315,14 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
         return f"{absolute(file)}{colon}{thing}" if file.endswith(".py") else text
 
     stages = tuple(
-        s.model_copy(update={"model": absolute(s.model), "data": absolute(s.data), "entry": entry(s.entry), "target": _target(s.target)})
+        s.model_copy(
+            update={
+                "model": absolute(s.model),
+                "data": absolute(s.data),
+                "entry": entry(s.entry),
+                "target": _target(s.target),
+            }
+        )
         for s in pipeline.stages
     )
     recipes = {name: _absolute_recipe(recipe, absolute, entry) for name, recipe in pipeline.recipes.items()}

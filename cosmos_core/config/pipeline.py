@@ -94,7 +94,8 @@ class PipelineConfig(Table):
     output_dir: str = ""
     """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
     threads: PositiveInt | None = None
-    """CPU threads of a stage's worker; None: all cores. Part of the fingerprint: sums in another order differ in the last bit."""
+    """CPU threads of a stage's worker; None: all cores. Part of the fingerprint: sums in another order differ in the
+    last bit."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 10.0
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
     python: Annotated[str, NoResult] = ""

@@ -44,7 +44,8 @@ class PolicyConfig(Table):
     parallelism: ParallelismConfig = ParallelismConfig()
     """Device mesh of the trainer."""
     model_name_or_path: Annotated[str, NoResult] = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline `model = "stage:NAME"` replaces it."""
+    """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
+    `model = "stage:NAME"` replaces it."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: PositiveInt = 4096

@@ -44,10 +44,14 @@ def check_rl(recipe: Recipe) -> None:
     if group < 2:
         raise ValueError("rollout.n_generation must be at least 2: advantages compare answers of one group")
     if batch % group:
-        raise ValueError(f"train.train_batch_per_replica = {batch} must be a multiple of rollout.n_generation = {group}")
+        raise ValueError(
+            f"train.train_batch_per_replica = {batch} must be a multiple of rollout.n_generation = {group}"
+        )
     optimize = policy.batch_size_per_optimize
     if optimize is not None and batch % optimize:
-        raise ValueError(f"train.train_batch_per_replica = {batch} must be a multiple of batch_size_per_optimize = {optimize}")
+        raise ValueError(
+            f"train.train_batch_per_replica = {batch} must be a multiple of batch_size_per_optimize = {optimize}"
+        )
     temperature = recipe.rollout.sampling_config.temperature
     if policy.temperature != temperature:
         raise ValueError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from cosmos_core.config.table import Fraction, NonNegativeFloat, NoResult, PositiveFloat, PositiveInt, Table
-from typing import Annotated
 
 
 class SamplingConfig(Table):

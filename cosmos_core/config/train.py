@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from cosmos_core.config.table import (
     Fraction,
     NonNegativeFloat,
-
     NoResult,
     Pair,
     PositiveFloat,
@@ -72,7 +71,8 @@ class TrainConfig(Table):
     optm_warmup_steps: int | float = 20
     """A count of steps, or a float up to 1.0 for a fraction of all steps."""
     optm_warmup_start_factor: Fraction = 0.0
-    """Learning-rate factor before the first warm-up step; the first step itself is one increment above it, never wasted at 0."""
+    """Learning-rate factor before the first warm-up step; the first step itself is one increment above it, never
+    wasted at 0."""
     optm_decay_ratio: Fraction | None = None
     """Fraction of all steps that decay; None: all after warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None

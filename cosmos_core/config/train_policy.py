@@ -1,4 +1,5 @@
-"""`[train.train_policy]`: supervised fine-tuning (`type = "sft"`) or group-relative policy optimisation (`type = "grpo"`)."""
+"""`[train.train_policy]`: supervised fine-tuning (`type = "sft"`) or group-relative policy optimisation (`type =
+"grpo"`)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class SFTDataConfig(Table):
     dataset: DatasetConfig = DatasetConfig()
     """Rows to learn."""
     conversation_column_name: str = "conversations"
-    """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` + `response`."""
+    """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
+    `response`."""
     system_prompt: str = ""
     """Put before conversations that have no system turn; empty: none."""
     mini_batch: PositiveInt = 2
@@ -46,13 +48,15 @@ class GrpoConfig(Table):
     dataloader_seed: int = 0
     """Seed of that order."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation; empty: the first found of prompt, question, problem, conversations, messages."""
+    """Column of the prompt, a string or a conversation; empty: the first found of prompt, question, problem,
+    conversations, messages."""
     response_column_name: str = ""
     """Column of the reference answer; empty: the first found of answer, response, solution, result."""
     system_prompt: str = ""
     """Put before every prompt; empty: none."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
-    """Reward name, list of names, or names with weights; a user's own is `module:function` or `path/file.py:function`."""
+    """Reward name, list of names, or names with weights; a user's own is `module:function` or
+    `path/file.py:function`."""
     reward_timeout_seconds: PositiveFloat = 10.0
     """A reward that takes longer is killed and its completion counts as invalid."""
     temperature: PositiveFloat = 1.0
@@ -66,7 +70,8 @@ class GrpoConfig(Table):
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     """How token losses are averaged over the optimizer step."""
     unbiased_loss_max_tokens: PositiveInt | None = None
-    """With `seq-mean-token-mean`: divide by this constant instead of the length (Dr. GRPO, arXiv 2503.20783); None: by the length."""
+    """With `seq-mean-token-mean`: divide by this constant instead of the length (Dr. GRPO, arXiv 2503.20783); None:
+    by the length."""
     unbiased_advantage: bool = False
     """True: subtract the group's mean only, do not divide by its standard deviation (Dr. GRPO)."""
     positive_nll_coef: NonNegativeFloat | None = None

@@ -21,12 +21,26 @@ class Child:
     """
 
     def __init__(
-        self, command: Sequence[str], *, log: Path, grace_seconds: float, environment: Mapping[str, str], inherit: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        grace_seconds: float,
+        environment: Mapping[str, str],
+        inherit: Sequence[int] = (),
     ) -> None:
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         reader, self._writer = os.pipe()
-        supervisor = [sys.executable, "-m", "cosmos_core.launch.supervisor", "--pipe", str(reader), "--grace", str(grace_seconds)]
+        supervisor = [
+            sys.executable,
+            "-m",
+            "cosmos_core.launch.supervisor",
+            "--pipe",
+            str(reader),
+            "--grace",
+            str(grace_seconds),
+        ]
         for descriptor in inherit:
             supervisor += ["--inherit", str(descriptor)]
         try:

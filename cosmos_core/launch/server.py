@@ -49,7 +49,8 @@ def prefect_server(folder: Path) -> Iterator[None]:
 
 
 def _own_home(folder: Path) -> tuple[Path, Lock]:
-    """A `PREFECT_HOME` that no other server uses: SQLite has one writer. The first is kept, so its database is made once."""
+    """A `PREFECT_HOME` that no other server uses: SQLite has one writer. The first is kept, so its database is made
+    once."""
     number = 1
     while True:
         home = folder / f"server-{number}"

@@ -40,7 +40,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
         me = os.getpid()
-        self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))  # noqa: PLW1509
+        self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
         if self.kill_at is not None:  # asked to stop before there was anything to stop
             self.child.terminate()
         while self.child.poll() is None:

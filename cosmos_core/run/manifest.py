@@ -17,7 +17,9 @@ RESULT = "result.json"
 Result = dict[str, Any]
 
 
-def commit(stage_path: Path, outcome: Outcome, *, name: str, kind: str, fingerprint: str, inputs: dict[str, Result]) -> Result:
+def commit(
+    stage_path: Path, outcome: Outcome, *, name: str, kind: str, fingerprint: str, inputs: dict[str, Result]
+) -> Result:
     """Write the manifest of a finished stage.
 
     Raises:
@@ -36,7 +38,9 @@ def commit(stage_path: Path, outcome: Outcome, *, name: str, kind: str, fingerpr
         "created": time.time(),
         "metrics": outcome.metrics,
         "info": outcome.info,
-        "inputs": {key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()},
+        "inputs": {
+            key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
+        },
         "outputs": files,
         "digest": digest_of(files),
         "reused_from": None,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.pipeline import StageConfig
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
@@ -69,7 +68,12 @@ def decide(
 
 
 def plan(
-    pipeline: Pipeline, kinds: Mapping[str, StageKind], output_dir: Path, run_path: Path | None = None, *, thorough: bool = False
+    pipeline: Pipeline,
+    kinds: Mapping[str, StageKind],
+    output_dir: Path,
+    run_path: Path | None = None,
+    *,
+    thorough: bool = False,
 ) -> dict[str, Decision]:
     """A decision for every stage, in topological order, without touching anything.
 
@@ -119,7 +123,9 @@ def _why_new(output_dir: Path, stage_path: Path | None, print_: Fingerprint) -> 
     newest: tuple[str, dict[str, object]] | None = None
     for file in sorted(output_dir.glob(f"*/stages/{name or '*'}/{FINGERPRINT}")):
         saved = read_json(file)
-        same_kind = isinstance(saved, dict) and saved["ingredients"].get("kind") == print_.ingredients["kind"]
+        if not isinstance(saved, dict):
+            continue
+        same_kind = saved["ingredients"].get("kind") == print_.ingredients["kind"]
         if same_kind and saved["value"] != print_.value:
             newest = (_run_of(file.parent), saved["ingredients"])
         elif same_kind and file.parent == stage_path:
@@ -129,4 +135,3 @@ def _why_new(output_dir: Path, stage_path: Path | None, print_: Fingerprint) -> 
     difference = print_.difference(newest[1])
     more = f" and {len(difference) - 2} more" if len(difference) > 2 else ""
     return f"changed since {newest[0]}: {'; '.join(difference[:2])}{more}"
-

@@ -1,4 +1,5 @@
-"""Where samples come from: a data set (SFT) or rollouts scored by rewards (RL). SFT and RL differ here and nowhere else.
+"""Where samples come from: a data set (SFT) or rollouts scored by rewards (RL). SFT and RL differ here and nowhere
+else.
 
 What a feed gives at a step is a pure function of (seed, step) and, for rollouts, of the weights: a resumed run asks
 for the same step and gets the same samples.
@@ -65,7 +66,14 @@ class RolloutFeed:
     """Prompts answered by an engine under the present weights, scored, and turned into samples with advantages."""
 
     def __init__(
-        self, prompts: Prompts, engine: Engine, rewards: RewardRunner, recipe: Recipe, progress: Progress, *, between: Callable[[int], None]
+        self,
+        prompts: Prompts,
+        engine: Engine,
+        rewards: RewardRunner,
+        recipe: Recipe,
+        progress: Progress,
+        *,
+        between: Callable[[int], None],
     ) -> None:
         """`between(step)` is called between generating and scoring, and may raise to stop: nothing was trained yet."""
         policy = recipe.train.train_policy
@@ -88,7 +96,9 @@ class RolloutFeed:
         self._progress.phase("generate")
         groups = []
         for start in range(0, len(chosen), self._recipe.rollout.batch_size):
-            groups += self._engine.generate(chosen[start : start + self._recipe.rollout.batch_size], self.sampling, step)
+            groups += self._engine.generate(
+                chosen[start : start + self._recipe.rollout.batch_size], self.sampling, step
+            )
             self._progress.beat()
         self._between(step)
         generated = time.perf_counter()
@@ -126,7 +136,9 @@ def training_sampling(recipe: Recipe) -> Sampling:
 
 def samples_of(groups: Sequence[ScoredGroup], *, normalise_std: bool) -> tuple[list[Sample], dict[str, int]]:
     """Completions with a valid score as samples; an invalid one is left out, and its group compared without it."""
-    credit, counts = advantages([[score.value for score in group.scores] for group in groups], normalise_std=normalise_std)
+    credit, counts = advantages(
+        [[score.value for score in group.scores] for group in groups], normalise_std=normalise_std
+    )
     found = []
     for group, values in zip(groups, credit, strict=True):
         for completion, score, value in zip(group.group.completions, group.scores, values, strict=True):

@@ -88,7 +88,9 @@ class Loop:
         logprobs = partial(self.rank.logprobs, temperature=self.algorithm.temperature)
         for update in self.algorithm.updates(samples, logprobs):
             # Several updates a step: the last one's figures stand for the step.
-            metrics |= self.rank.update(update, temperature=self.algorithm.temperature, with_entropy=self.algorithm.with_entropy)
+            metrics |= self.rank.update(
+                update, temperature=self.algorithm.temperature, with_entropy=self.algorithm.with_entropy
+            )
         seconds = time.perf_counter() - began
         num_tokens = sum(len(sample.input_ids) for sample in samples)
         return metrics | {
@@ -130,4 +132,6 @@ class Loop:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.stage.metrics.log(step, metrics)
         shown = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        self.stage.progress.step(step, self.feed.total_steps, **{name: metrics[key] for key, name in shown.items() if key in metrics})
+        self.stage.progress.step(
+            step, self.feed.total_steps, **{name: metrics[key] for key, name in shown.items() if key in metrics}
+        )

@@ -52,7 +52,9 @@ class Rank:
         values: dict[str, list[Tensor]] = {}
         for samples in self._micro_batches(update.samples):
             self._progress.beat()
-            logprobs_BS, mask_BS, entropy_BS = self._forward(self.model, samples, temperature, with_entropy=with_entropy)
+            logprobs_BS, mask_BS, entropy_BS = self._forward(
+                self.model, samples, temperature, with_entropy=with_entropy
+            )
             loss = update.loss(MicroBatch(samples, logprobs_BS, mask_BS, entropy_BS))
             loss.value.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.value.item()
@@ -61,13 +63,18 @@ class Rank:
                 values.setdefault(name, []).append(tensor)
         norm = clip_gradients(self.model.parameters(), self._train.optm_grad_norm_clip)
         if not torch.isfinite(torch.tensor([loss_sum, norm])).all():
-            raise StageFailed(f"loss = {loss_sum}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data")
+            raise StageFailed(
+                f"loss = {loss_sum}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
+            )
         self.optimizer.step()
         return {"loss": loss_sum, "grad_norm": norm, **means(total), **_quantiles(values)}
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample], temperature: float, model: PreTrainedModel | None = None) -> list[Tensor]:
-        """Log-probabilities of tokens 1.. of each sample under the present weights (or those of `model`), dropout off."""
+    def logprobs(
+        self, samples: Sequence[Sample], temperature: float, model: PreTrainedModel | None = None
+    ) -> list[Tensor]:
+        """Log-probabilities of tokens 1.. of each sample under the present weights (or those of `model`), dropout
+        off."""
         model = model or self.model
         model.eval()
         rows: list[Tensor] = []
@@ -107,10 +114,13 @@ def compute_dtype(train: TrainConfig, device: torch.device) -> AbstractContextMa
 
 
 def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for name, parts in values.items():
         flat = torch.cat(parts).float()
         if flat.numel():
             ordered = flat.sort().values
-            found |= {f"{name}_{key}": ordered[min(len(ordered) - 1, int(q * len(ordered)))].item() for key, q in QUANTILES.items()}
+            found |= {
+                f"{name}_{key}": ordered[min(len(ordered) - 1, int(q * len(ordered)))].item()
+                for key, q in QUANTILES.items()
+            }
     return found

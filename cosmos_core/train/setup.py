@@ -1,4 +1,5 @@
-"""Put a training together from a stage: model, data, engine, rewards, algorithm, checkpoints; then the loop, then the hand-over.
+"""Put a training together from a stage: model, data, engine, rewards, algorithm, checkpoints; then the loop, then the
+hand-over.
 
 The hand-over is the model in full precision, proven to load; kind `export` makes the published form of it.
 """
@@ -9,7 +10,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,11 +44,8 @@ def run_sft(stage: Stage) -> Outcome:
     feed = SequenceFeed(rows, stage.recipe)
     with ExitStack() as stack:
         checkpointer = _checkpointer(stage, stack)
-        measure, engine = _measure(stage, rank, tokenizer, stack)
-        loop = Loop(stage, rank, feed, Sft(), checkpointer, measure=measure)
-        if engine is not None:  # answers are generated: the engine has to follow the weights, but only when it is asked
-            loop.measure = partial(_synced_measure, measure, engine, rank)
-        metrics = loop.run()
+        measure = _measure(stage, rank, tokenizer, stack)
+        metrics = Loop(stage, rank, feed, Sft(), checkpointer, measure=measure).run()
     return hand_over(stage, rank.model, tokenizer, feed.total_steps, metrics)
 
 
@@ -61,7 +58,9 @@ def run_rl(stage: Stage) -> Outcome:
     with ExitStack() as stack:
         rewards = stack.enter_context(reward_runner(stage.recipe, policy.reward_function))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
-        feed = RolloutFeed(prompts, engine, rewards, stage.recipe, stage.progress, between=lambda step: loop.stop_if_asked(step))
+        feed = RolloutFeed(
+            prompts, engine, rewards, stage.recipe, stage.progress, between=lambda step: loop.stop_if_asked(step)
+        )
         loop = Loop(
             stage, rank, feed, Grpo(policy, _reference(stage, rank, policy)), _checkpointer(stage, stack),
             weights_changed=lambda step: {"sync/version": float(_sync(engine, rank, step))},
@@ -84,7 +83,7 @@ def prepared_folder(stage: Stage) -> Path:
         DataError: no prepare stage is named.
     """
     if stage.data is None:
-        raise DataError(f"stage {stage.name!r} has no prepared data; name a prepare stage with data = \"stage:NAME\"")
+        raise DataError(f'stage {stage.name!r} has no prepared data; name a prepare stage with data = "stage:NAME"')
     return stage.data
 
 
@@ -103,7 +102,7 @@ def open_rank(stage: Stage) -> tuple[Rank, PreTrainedTokenizerBase]:
         dtype=getattr(torch, train.master_dtype),
         gradient_checkpointing=policy.model_gradient_checkpointing,
     )
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    _move(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if train.compile:
         _compile_blocks(model)
     return Rank(model, train, int(tokenizer.pad_token_id), stage.progress), tokenizer
@@ -128,14 +127,18 @@ def open_engine(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase) ->
         engine.close()
 
 
-def hand_over(stage: Stage, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int, metrics: dict[str, float]) -> Outcome:
+def hand_over(
+    stage: Stage, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int, metrics: dict[str, float]
+) -> Outcome:
     """Write the trained model in the dtype that it was trained in, prove it, and name it for the stages behind."""
     stage.progress.phase("export")
     place = f"safetensors/step_{step}"
     export_model(model, tokenizer, stage.path / place, dtype=None)
     checks = prove_export(model, stage.path / place, dtype=None, tokenizer=tokenizer)
     samples = ("samples.jsonl",) if (stage.path / "samples.jsonl").exists() else ()
-    return Outcome(outputs=(place, *samples), metrics=metrics, info={"model": place, "step": step, "checks": list(checks)})
+    return Outcome(
+        outputs=(place, *samples), metrics=metrics, info={"model": place, "step": step, "checks": list(checks)}
+    )
 
 
 def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
@@ -151,24 +154,23 @@ def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
     return checkpointer
 
 
-def _measure(
-    stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
-) -> tuple[Measure | None, Engine | None]:
+def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Measure | None:
     """How supervised training measures itself: by loss, or by generated answers when the held-out rows are prompts."""
     if not stage.recipe.validation.enable:
-        return None, None
+        return None
     rows = held_out(prepared_folder(stage))
     if isinstance(rows, Prompts):
         rewards = stack.enter_context(reward_runner(stage.recipe, reward_weights(stage.recipe)))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
-        return Answers(rows, engine, rewards, stage).measure, engine
+        answers = Answers(rows, engine, rewards, stage)
+
+        def measure(step: int) -> dict[str, float]:
+            _sync(engine, rank, step)  # training does not need the engine, so it follows the weights only when asked
+            return answers.measure(step)
+
+        return measure
     pad_id = int(tokenizer.pad_token_id)
-    return lambda step: sequence_figures(rank, rows, stage.recipe, pad_id, stage.progress), None
-
-
-def _synced_measure(measure: Measure, engine: Engine, rank: Rank, step: int) -> dict[str, float]:
-    _sync(engine, rank, step)
-    return measure(step)
+    return lambda step: sequence_figures(rank, rows, stage.recipe, pad_id, stage.progress)
 
 
 def _sync(engine: Engine, rank: Rank, step: int) -> int:
@@ -184,13 +186,20 @@ def _reference(stage: Stage, rank: Rank, policy: GrpoConfig) -> LogProbs | None:
     if not policy.kl_beta:
         return None
     train = stage.recipe.train
-    frozen = load_model(stage.model, revision=stage.recipe.policy.model_revision, dtype=getattr(torch, train.master_dtype))
-    frozen.to(rank.model.device).requires_grad_(False)
+    frozen = load_model(
+        stage.model, revision=stage.recipe.policy.model_revision, dtype=getattr(torch, train.master_dtype)
+    )
+    _move(frozen, rank.model.device)
+    frozen.requires_grad_(False)
 
     def logprobs(samples: Sequence[Sample]) -> list[Tensor]:
         return rank.logprobs(samples, policy.temperature, model=frozen)
 
     return logprobs
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> None:
+    model.to(device)
 
 
 def _compile_blocks(model: PreTrainedModel) -> None:
@@ -200,10 +209,11 @@ def _compile_blocks(model: PreTrainedModel) -> None:
         ConfigError: there is no C++ compiler for a model on CPU.
     """
     if model.device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        raise ConfigError("train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false")
+        raise ConfigError(
+            "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
+        )
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     for block in blocks:
         block.compile(dynamic=True)
     logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(sorted(names)))
-

@@ -47,7 +47,11 @@ def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, pad_id: int, p
             loss_sum -= masked(logprobs_BS, mask_BS).sum(dtype=torch.float64).item()
             num_tokens += int(mask_BS.sum())
     loss = loss_sum / max(1, num_tokens)
-    return {"validation/loss": loss, "validation/perplexity": math.exp(min(loss, 700.0)), "validation/tokens": float(num_tokens)}
+    return {
+        "validation/loss": loss,
+        "validation/perplexity": math.exp(min(loss, 700.0)),
+        "validation/tokens": float(num_tokens),
+    }
 
 
 def answer_figures(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
@@ -58,7 +62,9 @@ def answer_figures(groups: Sequence[ScoredGroup], full_reward: float) -> dict[st
     values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_answers = sum(len(group.scores) for group in groups)
     if not len(values):
-        raise DataError(f"all {num_answers} held-out answers have an invalid reward; first: {groups[0].scores[0].error}")
+        raise DataError(
+            f"all {num_answers} held-out answers have an invalid reward; first: {groups[0].scores[0].error}"
+        )
     lengths = [len(completion.token_ids) for group in groups for completion in group.group.completions]
     return {
         "validation/reward": float(values.mean()),
@@ -97,7 +103,13 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
     for group in groups:
         answer, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
-        record = {"step": step, "prompt": prompt.text, "reference": prompt.reference, "completion": answer.text, "reward": score.value}
+        record = {
+            "step": step,
+            "prompt": prompt.text,
+            "reference": prompt.reference,
+            "completion": answer.text,
+            "reward": score.value,
+        }
         kept.append(json.dumps(record, ensure_ascii=False))
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -140,7 +152,8 @@ def held_out(folder: Path) -> Prompts | Sequences:
     """
     if not has_split(folder, "validation"):
         raise DataError(
-            f"{folder} has no held-out rows; name validation.dataset, or split some off with train.train_policy.dataset.test_size"
+            f"{folder} has no held-out rows; name validation.dataset, or split some off with "
+            f"train.train_policy.dataset.test_size"
         )
     if rows_kind(folder, "validation") == "prompts":
         return open_prompts(folder, "validation")
@@ -156,7 +169,10 @@ def run(stage: Stage) -> Outcome:
     rank, tokenizer = open_rank(stage)
     stage.progress.phase("validate")
     if isinstance(rows, Prompts):
-        with reward_runner(stage.recipe, reward_weights(stage.recipe)) as rewards, open_engine(stage, rank, tokenizer) as engine:
+        with (
+            reward_runner(stage.recipe, reward_weights(stage.recipe)) as rewards,
+            open_engine(stage, rank, tokenizer) as engine,
+        ):
             metrics = Answers(rows, engine, rewards, stage).measure(0)
         outputs: tuple[str, ...] = (SAMPLES,)
     else:

@@ -40,7 +40,9 @@ class LocalTarget:
                 raise UploadError(f"{place}: {damage} after the copy; the pointer was not moved")
             self._point_to(version)
         except OSError as error:
-            raise UploadError(f"target {self.folder} cannot be written: {error.strerror}; the pointer was not moved") from error
+            raise UploadError(
+                f"target {self.folder} cannot be written: {error.strerror}; the pointer was not moved"
+            ) from error
         return str(place)
 
     def _damage(self, place: Path, record: dict[str, Any]) -> str:

@@ -66,7 +66,9 @@ def chain(seed: int, steps: int) -> str:
 
 
 @pytest.mark.parametrize("what", ["flow", "worker", "supervisor", "server", "all"])
-def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterrupted_result(workspace: Workspace, what: str) -> None:
+def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterrupted_result(
+    workspace: Workspace, what: str
+) -> None:
     workspace.write("toy.toml", PIPELINE)
     flow = workspace.start("run", "toy.toml")
     wait_until(lambda: workspace.is_past("left", 8) and workspace.is_past("right", 8), 90, "both branches at step 8")

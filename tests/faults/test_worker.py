@@ -53,7 +53,7 @@ def test_a_refused_input_is_the_same_error_in_the_launcher_and_is_never_retried(
 
 def test_a_stage_that_hangs_past_the_deadline_of_its_phase_is_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "hang")
-    with pytest.raises(StageFailed, match="no sign of life for .* in phase 'collective'"):
+    with pytest.raises(StageFailed, match=r"no sign of life for .* in phase 'collective'"):
         perform(run, "s")
     assert not processes_below(tmp_path)
 
