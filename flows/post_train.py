@@ -22,7 +22,6 @@ from cosmos_core.run.state import update_state
 from tasks.kinds import all_kinds
 from tasks.stage import stage_task
 
-
 _RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # threads that wait for workers
 
 
