@@ -114,7 +114,8 @@ def check(
 
         check_capabilities(pipeline)
         _check_inputs(pipeline)
-        check_in_worker(pipeline)
+        for line in check_in_worker(pipeline):
+            typer.echo(line)
     typer.echo(f"{config}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})")
 
 

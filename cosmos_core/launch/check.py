@@ -1,0 +1,69 @@
+"""`cosmos check`: models, tokenizers, every row, masks, lengths and rewards, looked at in workers before a run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import tomli_w
+
+from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.load import without_none
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.launch.worker import Launch, run
+from cosmos_core.run.fingerprint import threads
+
+_PROGRAM = "cosmos_core.train.check:run"
+CHECKED_KINDS = ("prepare", "sft", "rl", "validate", "export")
+
+
+def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
+    """Look at each stage in turn; a line of what was found, or of what cannot be looked at yet.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: the first mistake.
+        StageFailed: a check crashed.
+    """
+    for stage in pipeline.stages:
+        if stage.kind not in CHECKED_KINDS:
+            continue
+        unknown = _unknown(pipeline, stage)
+        if unknown:
+            yield f"{stage.name}: not looked at: it starts from what stage {unknown!r} will make"
+            continue
+        with tempfile.TemporaryDirectory(prefix="cosmos-check-") as folder:
+            path = Path(folder) / "stages" / stage.name
+            path.mkdir(parents=True)
+            _lay_out(pipeline, stage, path)
+            result = run(
+                Launch(
+                    stage_path=path,
+                    python=pipeline.config.python,
+                    threads=threads(pipeline),
+                    grace_seconds=pipeline.config.grace_seconds,
+                )
+            )
+            yield f"{stage.name}: {result['info']['found']}"
+
+
+def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
+    """The stage that has to run before this one can be looked at; rows that a prepare stage will make are looked at there."""
+    model = source_of(stage.model)
+    data = source_of(stage.data)
+    if data and pipeline.stage(data).kind == "prepare":
+        data = None
+    return model or data
+
+
+def _lay_out(pipeline: Pipeline, stage: StageConfig, path: Path) -> None:
+    recipe = pipeline.recipes[stage.name]
+    spec = {
+        "entry": _PROGRAM,
+        "fingerprint": "check",
+        "model": stage.model or recipe.policy.model_name_or_path,
+        "data": "" if source_of(stage.data) else stage.data,
+        "stage": stage.model_dump(),
+        "recipe": recipe.model_dump(),
+    }
+    (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")

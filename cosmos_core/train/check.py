@@ -1,0 +1,54 @@
+"""What `cosmos check` runs in a worker: the model's files, the tokenizer, every row, the rewards of one stage."""
+
+from __future__ import annotations
+
+import json
+
+from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.data import prepare
+from cosmos_core.models.hf import check_weights, load_config, load_tokenizer
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.validate import reward_runner, reward_weights
+from cosmos_core.types import Outcome
+
+
+def run(stage: Stage) -> Outcome:
+    """Look at everything that the stage will need.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: the first mistake.
+    """
+    revision = stage.recipe.policy.model_revision
+    config = load_config(stage.model, revision)
+    tokenizer = load_tokenizer(stage.model, revision)
+    found = [f"{(config.architectures or [type(config).__name__])[0]}, vocabulary of {len(tokenizer)}"]
+    if stage.config.kind == "prepare":
+        prepare.run(stage)
+        found += _rows(stage)
+    else:
+        check_weights(stage.model)
+        weights = _rewards(stage)
+        if weights:
+            with reward_runner(stage.recipe, weights):
+                found.append(f"rewards {', '.join(weights)}")
+    return Outcome(info={"found": "; ".join(found)})
+
+
+def _rewards(stage: Stage) -> dict[str, float]:
+    policy = stage.recipe.train.train_policy
+    trained = policy.reward_function if stage.config.kind == "rl" and isinstance(policy, GrpoConfig) else {}
+    is_measured = stage.config.kind == "validate" or stage.recipe.validation.enable
+    return {**trained, **(reward_weights(stage.recipe) if is_measured and stage.config.kind != "export" else {})}
+
+
+def _rows(stage: Stage) -> list[str]:
+    statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+    found = []
+    for split, numbers in statistics.items():
+        text = f"{split}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"
+        if numbers["label_tokens"]:
+            text += f", {numbers['label_tokens'] / max(1, numbers['tokens']):.0%} of them learned"
+        if numbers.get("truncated_rows"):
+            text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
+        found.append(text)
+    return found
