@@ -75,8 +75,10 @@ class Loop:
         if not self.stage.stop_requested:
             return
         if self.stage.recipe.train.save_ckpt_at_exit and step > 0:
-            self._save(step)
             self.checkpointer.wait()
+            if self.checkpointer.latest() != step:
+                self._save(step)
+                self.checkpointer.wait()
             raise Preempted(f"stopped after step {step} of {self.feed.total_steps}; checkpoint saved")
         raise Preempted(f"stopped after step {step} of {self.feed.total_steps}; nothing saved")
 

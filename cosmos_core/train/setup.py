@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +32,33 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RolloutFeed, SequenceFeed
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.rank import Rank
-from cosmos_core.train.validate import Answers, held_out, reward_runner, reward_weights, sequence_figures
-from cosmos_core.types import Outcome
+from cosmos_core.train.validate import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
+from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
 
+class Trained(NamedTuple):
+    """What a training leaves in memory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    step: int
+    metrics: dict[str, float]
+
+
 def run_sft(stage: Stage) -> Outcome:
     """The program of kind `sft`."""
+    return hand_over(stage, train_sft(stage))
+
+
+def run_rl(stage: Stage) -> Outcome:
+    """The program of kind `rl`."""
+    return hand_over(stage, train_rl(stage))
+
+
+def train_sft(stage: Stage) -> Trained:
+    """Supervised fine-tuning to its last step."""
     rows = open_sequences(prepared_folder(stage), "train")
     rank, tokenizer = open_rank(stage)
     feed = SequenceFeed(rows, stage.recipe)
@@ -46,11 +66,11 @@ def run_sft(stage: Stage) -> Outcome:
         checkpointer = _checkpointer(stage, stack)
         measure = _measure(stage, rank, tokenizer, stack)
         metrics = Loop(stage, rank, feed, Sft(), checkpointer, measure=measure).run()
-    return hand_over(stage, rank.model, tokenizer, feed.total_steps, metrics)
+    return Trained(rank.model, tokenizer, feed.total_steps, metrics)
 
 
-def run_rl(stage: Stage) -> Outcome:
-    """The program of kind `rl`."""
+def train_rl(stage: Stage) -> Trained:
+    """The rollout-train loop to its last step."""
     policy = stage.recipe.train.train_policy
     assert isinstance(policy, GrpoConfig)
     prompts = open_prompts(prepared_folder(stage), "train")
@@ -73,7 +93,7 @@ def run_rl(stage: Stage) -> Outcome:
             assert isinstance(rows, Prompts)
             loop.measure = Answers(rows, engine, scorer, stage).measure
         metrics = loop.run()
-    return hand_over(stage, rank.model, tokenizer, feed.total_steps, metrics)
+    return Trained(rank.model, tokenizer, feed.total_steps, metrics)
 
 
 def prepared_folder(stage: Stage) -> Path:
@@ -127,18 +147,15 @@ def open_engine(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase) ->
         engine.close()
 
 
-def hand_over(
-    stage: Stage, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int, metrics: dict[str, float]
-) -> Outcome:
+def hand_over(stage: Stage, trained: Trained) -> Outcome:
     """Write the trained model in the dtype that it was trained in, prove it, and name it for the stages behind."""
     stage.progress.phase("export")
-    place = f"safetensors/step_{step}"
-    export_model(model, tokenizer, stage.path / place, dtype=None)
-    checks = prove_export(model, stage.path / place, dtype=None, tokenizer=tokenizer)
-    samples = ("samples.jsonl",) if (stage.path / "samples.jsonl").exists() else ()
-    return Outcome(
-        outputs=(place, *samples), metrics=metrics, info={"model": place, "step": step, "checks": list(checks)}
-    )
+    place = f"safetensors/step_{trained.step}"
+    export_model(trained.model, trained.tokenizer, stage.path / place, dtype=None)
+    checks = prove_export(trained.model, stage.path / place, dtype=None, tokenizer=trained.tokenizer)
+    samples = (SAMPLES,) if (stage.path / SAMPLES).exists() else ()
+    info: dict[str, JsonValue] = {"model": place, "step": trained.step, "checks": list(checks)}
+    return Outcome(outputs=(place, *samples), metrics=trained.metrics, info=info)
 
 
 def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:

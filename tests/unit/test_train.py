@@ -1,0 +1,215 @@
+"""The loop, the rank and the feeds, against a plain loop with transformers' own loss and against themselves resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.data import arithmetic, prepare
+from cosmos_core.errors import Preempted, StageFailed
+from cosmos_core.models.hf import load_model
+from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.feeds import samples_of
+from cosmos_core.train.rank import Rank
+from cosmos_core.train.setup import train_rl, train_sft
+from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup
+
+BASE: dict[str, Any] = {
+    "policy": {"model_max_length": 32, "model_gradient_checkpointing": False},
+    "train": {"param_dtype": "float32", "compile": False, "optm_lr": 1e-3, "optm_warmup_steps": 2},
+}
+SFT = {"type": "sft", "mini_batch": 4, "conversation_column_name": "messages"}
+GRPO = {"type": "grpo", "mini_batch": 8, "reward_function": "exact_match", "kl_beta": 0.01}
+
+
+def recipe(policy: dict[str, Any], **train: Any) -> Recipe:
+    values = {**BASE, "train": {**BASE["train"], **train, "train_policy": policy}}
+    return Recipe.model_validate(
+        {**values, "rollout": {"backend": "hf", "n_generation": 4, "batch_size": 4, "max_response_length": 4}}
+    )
+
+
+def make_stage(path: Path, kind: str, recipe_: Recipe, model: Path | str = "", data: Path | None = None) -> Stage:
+    path.mkdir(parents=True, exist_ok=True)
+    return Stage(path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, rows, and both kinds of prepared data."""
+    folder = tmp_path_factory.mktemp("task")
+    stage = make_stage(folder / "task", "custom", recipe(SFT))
+    arithmetic.make(stage, train_rows=64, heldout_rows=16, hidden_size=64, layers=1)
+    for name, policy in (("sft-data", SFT), ("rl-data", GRPO)):
+        prepare.run(make_stage(folder / name, "prepare", recipe(policy), folder / "task/model", folder / "task/data"))
+    return folder
+
+
+def samples(task: Path, count: int) -> list[Sample]:
+    from cosmos_core.data.prepared import open_sequences
+
+    rows = open_sequences(task / "sft-data/data", "train")
+    return [Sample(*rows[i]) for i in range(count)]
+
+
+def test_an_update_is_a_step_of_a_plain_loop_with_the_loss_of_transformers(task: Path, tmp_path: Path) -> None:
+    config = recipe(SFT, optm_grad_norm_clip=0.5, optm_weight_decay=0.0)
+    batch = samples(task, 10)
+    rank = Rank(
+        load_model(str(task / "task/model"), dtype=torch.float32), config.train, 0, Progress(tmp_path / "p.json")
+    )
+    rank.set_learning_rate(5, 10)
+    (update,) = Sft().updates(batch, lambda _: [])
+    metrics = rank.update(update, temperature=1.0, with_entropy=False)
+
+    model = AutoModelForCausalLM.from_pretrained(task / "task/model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
+    count = sum(int(sample.loss_mask[1:].sum()) for sample in batch)
+    loss = torch.zeros(())
+    for sample in batch:
+        labels = torch.tensor(np.where(sample.loss_mask == 1, sample.input_ids, -100))[None]
+        loss = loss + model(torch.tensor(sample.input_ids)[None], labels=labels, num_items_in_batch=count).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    for (name, ours), theirs in zip(rank.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("mini_batch", [1, 2, 5, 10])
+def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
+    task: Path, tmp_path: Path, mini_batch: int
+) -> None:
+    def gradients(size: int) -> dict[str, torch.Tensor]:
+        config = recipe(
+            {**SFT, "mini_batch": size}, train_batch_per_replica=10, optm_grad_norm_clip=0.0, master_dtype="float32"
+        )
+        model = load_model(str(task / "task/model"), dtype=torch.float64)
+        rank = Rank(model, config.train, 0, Progress(tmp_path / "p.json"))
+        rank._dtype = torch.float64
+        (update,) = Sft().updates(samples(task, 10), lambda _: [])
+        rank.update(update, temperature=1.0, with_entropy=False)
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    whole, split = gradients(10), gradients(mini_batch)
+    assert whole.keys() == split.keys()
+    for name, gradient in whole.items():
+        assert (gradient - split[name]).abs().max() <= 1e-9 * gradient.abs().max(), name
+
+
+def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path) -> None:
+    model = load_model(str(task / "task/model"), dtype=torch.float32)
+    rank = Rank(model, recipe(SFT).train, 0, Progress(tmp_path / "p.json"))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("inf")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    (update,) = Sft().updates(samples(task, 4), lambda _: [])
+    with pytest.raises(StageFailed, match="not finite"):
+        rank.update(update, temperature=1.0, with_entropy=False)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+class _StopsAt(Stage):
+    """A stage that is asked to stop once its metrics have a step."""
+
+    stop_at = 0
+
+    @property  # type: ignore[override]
+    def stop_requested(self) -> bool:
+        lines = read_metrics(self.path / "metrics.jsonl")
+        return bool(lines) and lines[-1]["step"] >= self.stop_at
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        pass
+
+
+def curve(stage: Stage) -> list[dict[str, float]]:
+    """The metrics, without times."""
+    lines = read_metrics(stage.path / "metrics.jsonl")
+    return [
+        {k: v for k, v in line.items() if k != "time" and not k.startswith(("time/", "throughput/"))} for line in lines
+    ]
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
+    task: Path, tmp_path: Path, kind: str
+) -> None:
+    program = train_sft if kind == "sft" else train_rl
+    config = (
+        recipe(
+            SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt={"enable_checkpoint": True, "save_freq": 2}
+        )
+        if kind == "sft"
+        else recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})
+    )
+    data = task / f"{kind}-data" / "data"
+    whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
+    expected = program(whole)
+
+    path = tmp_path / "cut"
+    for stop_at in (1, 3):
+        base = make_stage(path, kind, config, task / "task/model", data)
+        stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
+        stage.stop_at = stop_at
+        with pytest.raises(Preempted, match="checkpoint saved"):
+            program(stage)
+        torch.manual_seed(999)  # another process would have other random states
+        np.random.seed(999)
+    resumed = make_stage(path, kind, config, task / "task/model", data)
+    found = program(resumed)
+    assert found.metrics.keys() == expected.metrics.keys()
+    weights = found.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
+    assert curve(resumed) == curve(whole)
+
+
+def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> None:
+    from cosmos_core.data.prepared import open_sequences
+    from cosmos_core.train.feeds import SequenceFeed
+
+    rows = open_sequences(task / "sft-data/data", "train")
+    feed = SequenceFeed(rows, recipe(SFT, train_batch_per_replica=8, epoch=2))
+    assert feed.total_steps == 16
+    epochs = []
+    for epoch in range(2):
+        seen = [tuple(s.input_ids) for step in range(8 * epoch, 8 * epoch + 8) for s in feed.samples(step)[0]]
+        assert sorted(seen) == sorted(tuple(rows[i][0]) for i in range(len(rows)))
+        epochs.append(seen)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_completion_with_an_invalid_reward_is_left_out_and_its_group_compared_without_it() -> None:
+    prompt = Prompt(0, (5, 6), "2+2=", "4")
+    answers = tuple(Completion((i, 9), (-0.1, -0.2), "stop", "x") for i in range(3))
+    scores = (Score(1.0), Score(None, error="timed out"), Score(0.0))
+    found, counts = samples_of([ScoredGroup(Group(prompt, answers, 0), scores)], normalise_std=False)
+    assert [sample.advantage for sample in found] == [0.5, -0.5]
+    assert [list(sample.input_ids) for sample in found] == [[5, 6, 0, 9], [5, 6, 2, 9]]
+    assert [list(sample.loss_mask) for sample in found] == [[0, 0, 1, 1]] * 2
+    assert counts["invalid"] == 1
+
+
+def test_trainer_and_hf_engine_give_the_same_log_probabilities(task: Path, tmp_path: Path) -> None:
+    config = recipe(GRPO, train_batch_per_replica=16, max_num_steps=2)
+    stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
+    train_rl(stage)
+    for line in read_metrics(stage.path / "metrics.jsonl"):
+        assert 0 < line["rollout/logprob_difference_max"] < 1e-4
+        assert line["ratio"] == 1.0
+        assert json.dumps(line)
