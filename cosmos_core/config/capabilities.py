@@ -36,7 +36,7 @@ def _of_recipe(recipe: Recipe) -> str:
             return f"policy.parallelism.{key} = {getattr(mesh, key)}: this version trains on one rank; set it to 1"
     train = recipe.train
     if train.param_dtype == "float16":
-        return "train.param_dtype = 'float16': this version has no loss scaling, without which gradients vanish; use 'bfloat16'"
+        return "train.param_dtype = 'float16': this version does not scale losses, so gradients vanish; use 'bfloat16'"
     if train.master_dtype == "bfloat16" and train.param_dtype == "float32":
         return "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
     return ""
