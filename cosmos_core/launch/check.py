@@ -48,7 +48,7 @@ def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
 
 
 def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
-    """The stage that has to run before this one can be looked at; rows that a prepare stage will make are looked at there."""
+    """The stage that has to run before this one can be looked at; prepared rows are looked at where they are made."""
     model = source_of(stage.model)
     data = source_of(stage.data)
     if data and pipeline.stage(data).kind == "prepare":

@@ -154,6 +154,7 @@ def _environment(launch: Launch) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),
         **launch.environment,
     }

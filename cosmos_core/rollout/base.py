@@ -1,24 +1,19 @@
-"""What a rollout engine is, how its random numbers are fixed, and which engine a recipe gets.
+"""What a rollout engine is, how its random numbers are fixed, and what all engines need.
 
-Not here: scoring answers (`rewards`), turning them into losses (`algorithms`), and any engine itself.
+Not here: which engine a recipe gets (`choose`), scoring answers (`rewards`), losses (`algorithms`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.config.rollout import RolloutConfig
 from cosmos_core.errors import DataError
 from cosmos_core.types import Completion, Group, Prompt, Sampling
-
-logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -54,40 +49,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything; the engine cannot be used again."""
         ...
-
-
-def make_engine(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str,
-    rollout: RolloutConfig,
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-) -> Engine:
-    """The engine of `rollout.backend`, or `hf` in place of a vLLM that cannot be imported, with one warning.
-
-    `model` is the trainer's module and `folder` (or Hub id) where it was loaded from; the engine starts with the
-    weights of `folder`, as version 0. Random states, thread count, signal handlers and environment stay as they were.
-
-    Raises:
-        ConfigError: vLLM refuses the model or the settings.
-    """
-    # Here because both import this module.
-    from cosmos_core.rollout.hf import HfEngine
-    from cosmos_core.rollout.vllm import VllmEngine
-
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_model_len
-    if positions < max_model_len:
-        logger.warning("rollout: sequences end at the model's %d positions, not at %d", positions, max_model_len)
-        max_model_len = positions
-    if rollout.backend == "vllm":
-        try:
-            return VllmEngine(model, tokenizer, folder, rollout, max_model_len=max_model_len, dtype=dtype)
-        except ImportError as error:
-            reason = " ".join(str(error).split())
-            logger.warning("rollout.backend = 'vllm' cannot be imported (%s); using 'hf' in its place", reason)
-    return HfEngine(model, tokenizer, max_model_len=max_model_len, dtype=dtype)
 
 
 def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:

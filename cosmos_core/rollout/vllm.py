@@ -6,6 +6,7 @@ much of the process that it starts in; `_process_kept` undoes that. Engines on o
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -150,6 +151,8 @@ def _import_vllm() -> Any:
     import vllm
     from vllm.platforms import current_platform
 
+    # Our own log set-up keeps vLLM from reading this variable.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     if not torch.cuda.is_available():
         # The rank of each sampled token, which nobody reads, would be compiled: 10 s and a C++ compiler.
         current_platform.simple_compile_backend = "eager"

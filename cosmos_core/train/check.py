@@ -8,7 +8,7 @@ from cosmos_core.config.train_policy import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_weights, load_config, load_tokenizer
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.validate import reward_runner, reward_weights
+from cosmos_core.train.measure import reward_runner, reward_weights
 from cosmos_core.types import Outcome
 
 

@@ -27,12 +27,13 @@ from cosmos_core.config.train_policy import GrpoConfig
 from cosmos_core.data.prepared import Prompts, open_prompts, open_sequences
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
-from cosmos_core.rollout.base import Engine, make_engine
+from cosmos_core.rollout.base import Engine
+from cosmos_core.rollout.choose import make_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RolloutFeed, SequenceFeed
 from cosmos_core.train.loop import Loop, Measure
+from cosmos_core.train.measure import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
 from cosmos_core.train.rank import Rank
-from cosmos_core.train.validate import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
 from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)

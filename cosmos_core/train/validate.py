@@ -1,170 +1,18 @@
-"""Held-out figures: loss and perplexity of sequences, reward and accuracy of generated answers.
-
-Used during training and as a stage of its own, `kind = "validate"`, pinned to one exported model.
-"""
+"""The program of kind `validate`: one exported model, apart from any training, on held-out rows."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
-from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
-import torch
-
-from cosmos_core.algorithms.aggregate import masked
-from cosmos_core.config.recipe import Recipe
-from cosmos_core.config.train_policy import GrpoConfig
-from cosmos_core.data.batch import pad_sequences
-from cosmos_core.data.prepared import Prompts, Sequences, has_split, open_prompts, open_sequences, rows_kind
-from cosmos_core.errors import DataError
-from cosmos_core.models.hf import sequence_logprobs
-from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.rollout.base import Engine
-from cosmos_core.run.progress import Progress
+from cosmos_core.data.prepared import Prompts
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.rank import Rank, compute_dtype
-from cosmos_core.types import Outcome, Sampling, ScoredGroup
-
-SAMPLES = "samples.jsonl"
-_NUM_SAMPLES = 24
-
-
-def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, pad_id: int, progress: Progress) -> dict[str, float]:
-    """Token-mean loss in nats, perplexity and next-token accuracy over all held-out label tokens."""
-    size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-    rank.model.eval()
-    loss_sum, num_tokens = 0.0, 0
-    with torch.no_grad(), compute_dtype(recipe.train, rank.model.device):
-        for start in range(0, len(rows), size):
-            progress.beat()
-            batch = pad_sequences([rows[i] for i in range(start, min(start + size, len(rows)))], pad_id)
-            batch = {name: tensor.to(rank.model.device) for name, tensor in batch.items()}
-            logprobs_BS = sequence_logprobs(rank.model, batch["input_ids_BT"], batch["attention_mask_BT"])
-            mask_BS = batch["loss_mask_BT"][:, 1:]
-            loss_sum -= masked(logprobs_BS, mask_BS).sum(dtype=torch.float64).item()
-            num_tokens += int(mask_BS.sum())
-    loss = loss_sum / max(1, num_tokens)
-    return {
-        "validation/loss": loss,
-        "validation/perplexity": math.exp(min(loss, 700.0)),
-        "validation/tokens": float(num_tokens),
-    }
-
-
-def answer_figures(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
-    """Mean reward, accuracy and length over valid answers.
-
-    Accuracy is the share of answers with the full reward: every reward function gave 1.
-    """
-    values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
-    num_answers = sum(len(group.scores) for group in groups)
-    if not len(values):
-        raise DataError(
-            f"all {num_answers} held-out answers have an invalid reward; first: {groups[0].scores[0].error}"
-        )
-    lengths = [len(completion.token_ids) for group in groups for completion in group.group.completions]
-    return {
-        "validation/reward": float(values.mean()),
-        "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
-        "validation/invalid": float(num_answers - len(values)),
-        "validation/length_mean": float(np.mean(lengths)),
-        "validation/prompts": float(len(groups)),
-    }
-
-
-class Answers:
-    """Generates and scores answers to held-out prompts."""
-
-    def __init__(self, prompts: Prompts, engine: Engine, rewards: RewardRunner, stage: Stage) -> None:
-        self._prompts, self._engine, self._rewards, self._stage = prompts, engine, rewards, stage
-        self._sampling = validation_sampling(stage.recipe)
-        self._full = sum(reward_weights(stage.recipe).values())
-
-    def measure(self, step: int) -> dict[str, float]:
-        """Figures after `step` steps; some answers are added to `samples.jsonl`."""
-        size = self._stage.recipe.validation.batch_size or max(1, self._stage.recipe.rollout.batch_size)
-        groups: list[ScoredGroup] = []
-        for start in range(0, len(self._prompts), size):
-            self._stage.progress.beat()
-            answered = self._engine.generate(self._prompts[start : start + size], self._sampling, step)
-            groups += self._rewards.score_groups(answered)
-        add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES])
-        return answer_figures(groups, self._full)
-
-
-def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
-    """Put the first answer of each group under `step`; what an interrupted run wrote from that step on is replaced."""
-    kept = []
-    if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
-    for group in groups:
-        answer, score = group.group.completions[0], group.scores[0]
-        prompt = group.group.prompt
-        record = {
-            "step": step,
-            "prompt": prompt.text,
-            "reference": prompt.reference,
-            "completion": answer.text,
-            "reward": score.value,
-        }
-        kept.append(json.dumps(record, ensure_ascii=False))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def validation_sampling(recipe: Recipe) -> Sampling:
-    """How held-out answers are drawn: `[validation]`, with `[rollout]` where it is silent."""
-    validation, rollout = recipe.validation, recipe.rollout
-    assert recipe.train.seed is not None
-    return Sampling(
-        temperature=validation.temperature,
-        top_p=rollout.sampling_config.top_p if validation.top_p is None else validation.top_p,
-        top_k=rollout.sampling_config.top_k if validation.top_k is None else validation.top_k,
-        repetition_penalty=validation.repetition_penalty,
-        max_tokens=validation.max_response_length or rollout.max_response_length,
-        num_completions=validation.n_generation,
-        seed=recipe.train.seed,
-    )
-
-
-def reward_weights(recipe: Recipe) -> dict[str, float]:
-    """The rewards of validation, or those of training where it names none."""
-    policy = recipe.train.train_policy
-    return recipe.validation.reward_function or (policy.reward_function if isinstance(policy, GrpoConfig) else {})
-
-
-def reward_runner(recipe: Recipe, weights: dict[str, float]) -> RewardRunner:
-    """Killable children for these rewards; a context manager."""
-    policy = recipe.train.train_policy
-    seconds = policy.reward_timeout_seconds if isinstance(policy, GrpoConfig) else GrpoConfig().reward_timeout_seconds
-    return RewardRunner(weights, timeout_seconds=seconds, custom=recipe.custom)
-
-
-def held_out(folder: Path) -> Prompts | Sequences:
-    """The held-out rows of prepared data.
-
-    Raises:
-        DataError: there are none.
-    """
-    if not has_split(folder, "validation"):
-        raise DataError(
-            f"{folder} has no held-out rows; name validation.dataset, or split some off with "
-            f"train.train_policy.dataset.test_size"
-        )
-    if rows_kind(folder, "validation") == "prompts":
-        return open_prompts(folder, "validation")
-    return open_sequences(folder, "validation")
+from cosmos_core.train.measure import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
+from cosmos_core.train.setup import open_engine, open_rank, prepared_folder
+from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
-    """The program of kind `validate`: one model, one set of held-out rows, its figures."""
-    # Here: setting up a training imports this module.
-    from cosmos_core.train.setup import open_engine, open_rank, prepared_folder
-
+    """Measure the model on its held-out rows."""
     rows = held_out(prepared_folder(stage))
     rank, tokenizer = open_rank(stage)
     stage.progress.phase("validate")

@@ -21,7 +21,8 @@ from transformers import (
 from cosmos_core.config.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights, sequence_logprobs
-from cosmos_core.rollout.base import make_engine, request_seed
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.rollout.choose import make_engine
 from cosmos_core.rollout.hf import HfEngine, draw, processed_logprobs
 from cosmos_core.rollout.weights import check_norms, check_probe, checksum, probe_tokens
 from cosmos_core.types import Group, Prompt, Sampling
