@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Annotated  # noqa: E402
 
 import typer  # noqa: E402
 
-from cosmos_core.errors import EXIT_PREEMPTED, EXIT_USAGE, CosmosError  # noqa: E402
+from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
     from cosmos_core.run.directory import Run
 
+# `ClickException`, of the click inside newer typers and of the package beside older ones.
+_COMMAND_LINE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
+
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -49,25 +52,13 @@ def run(
     from_stage: FromStage = "",
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
+    from cosmos_core.run.directory import open_or_create_run
     from tasks.kinds import all_kinds
 
-    pipeline = _checked_pipeline(config, overrides)
-    _check_inputs(pipeline)
-    if run_id and (pipeline.output_dir / run_id / "pipeline.toml").is_file():
-        from cosmos_core.run.directory import open_run, saved_pipeline_matches
-
-        existing = pipeline.output_dir / run_id
-        if different := saved_pipeline_matches(existing, pipeline):
-            from cosmos_core.errors import ConfigError
-
-            raise ConfigError(
-                f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave --run-id out"
-            )
-        _run_flow(open_run(existing, all_kinds()), from_stage)
-    else:
-        from cosmos_core.run.directory import create_run
-
-        _run_flow(create_run(pipeline, all_kinds(), run_id=run_id), from_stage)
+    pipeline = _pipeline(config, overrides)
+    if from_stage:
+        pipeline.stage(from_stage)
+    _run_flow(open_or_create_run(pipeline, all_kinds(), run_id=run_id), from_stage)
 
 
 @app.command()
@@ -78,15 +69,15 @@ def resume(run_name: RunName = "", from_stage: FromStage = "", output_dir: Outpu
 
 @app.command()
 def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  # noqa: B006
-    """Show what would run, what would be reused, and why. Nothing is started or written."""
+    """Show what would run, what would be reused, and why. Nothing is started."""
     from rich.console import Console
     from rich.table import Table
 
     from cosmos_core.run import plan as planning
     from tasks.kinds import all_kinds
 
-    pipeline = _checked_pipeline(config, overrides)
-    decisions = planning.plan(pipeline, all_kinds(), _output_dir(pipeline), thorough=verify)
+    pipeline = _pipeline(config, overrides)
+    decisions = planning.plan(pipeline, all_kinds(), _ready(pipeline), thorough=verify)
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]
@@ -109,11 +100,9 @@ def check(
     for."""
     pipeline = _pipeline(config, overrides)
     if not schema_only:
-        from cosmos_core.config.capabilities import check_capabilities
         from cosmos_core.launch.check import check_in_worker
 
-        check_capabilities(pipeline)
-        _check_inputs(pipeline)
+        _ready(pipeline)
         for line in check_in_worker(pipeline):
             typer.echo(line)
     typer.echo(f"{config}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})")
@@ -159,21 +148,16 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
 def main() -> None:
     """Entry point: a mistake is one line on standard error and an exit code."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except CosmosError as error:
         _end(str(error), error.exit_code)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _end("interrupted", EXIT_PREEMPTED)
-    except typer.BadParameter as error:
+    except _COMMAND_LINE_ERROR as error:
         _end(error.format_message(), EXIT_USAGE)
-    except Exception as error:
-        import click
-
-        if not isinstance(error, click.ClickException):
-            raise
-        _end(error.format_message(), EXIT_USAGE)
+    except BrokenPipeError:  # `cosmos logs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_CRASH)
 
 
 def _end(message: str, code: int) -> None:
@@ -188,26 +172,14 @@ def _pipeline(config: Path, overrides: list[str]) -> Pipeline:
     return load_pipeline(config, overrides, tuple(all_kinds()))
 
 
-def _checked_pipeline(config: Path, overrides: list[str]) -> Pipeline:
+def _ready(pipeline: Pipeline) -> Path:
+    """The folder of runs, after a look at all that can be found wrong without a worker."""
     from cosmos_core.config.capabilities import check_capabilities
-
-    pipeline = _pipeline(config, overrides)
-    check_capabilities(pipeline)
-    return pipeline
-
-
-def _check_inputs(pipeline: Pipeline) -> None:
-    """What the first stages need is there, and the output folder can be written; found out before a server is
-    started."""
-    from cosmos_core.run import plan as planning
-    from tasks.kinds import all_kinds
-
-    planning.plan(pipeline, all_kinds(), _output_dir(pipeline))
-
-
-def _output_dir(pipeline: Pipeline) -> Path:
     from cosmos_core.run.directory import writable
+    from cosmos_core.run.inputs import check_inputs
 
+    check_capabilities(pipeline)
+    check_inputs(pipeline)
     return writable(pipeline.output_dir)
 
 

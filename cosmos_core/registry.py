@@ -1,6 +1,6 @@
 """Find a thing by its name in one of our folders, or by a user's import path.
 
-`resolve("gsm8k", folder="cosmos_core.rewards")` is `cosmos_core/rewards/gsm8k.py:gsm8k`;
+`gsm8k` in the folder `cosmos_core.rewards` is `cosmos_core/rewards/gsm8k.py:gsm8k`;
 `my_pkg.my_module:thing` and `path/to/file.py:thing` are a user's own and need no edit here.
 """
 
@@ -10,8 +10,11 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
+import re
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,18 @@ def import_thing(path: str) -> Any:
 
 
 def known_names(folder: str) -> list[str]:
-    """Names that a folder of ours offers: its modules, without private ones and `base`."""
+    """Modules of a folder of ours, private ones left out."""
     package = importlib.import_module(folder)
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+
+
+def offered_names(folder: str) -> list[str]:
+    """What a folder of ours offers: modules that define a function of their own name. None of them is imported."""
+    [place] = importlib.import_module(folder).__path__
+    sources = {name: Path(place, f"{name}.py") for name in known_names(folder)}
+    return [
+        name for name, file in sources.items() if re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.M)
+    ]
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -51,26 +63,39 @@ def suggestion(name: str, known: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
+def code_file(path: str) -> Path:
+    """File of a user's code given by import path, found without importing it (or the packages that it lies in).
+
+    Raises:
+        ConfigError: the file or module does not exist.
+    """
+    module_name, _, thing = path.rpartition(":")
+    if not module_name or not thing:
+        raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
+    if module_name.endswith(".py"):
+        if not Path(module_name).is_file():
+            raise ConfigError(f"{path!r}: file {module_name} does not exist")
+        return Path(module_name)
+    # Workers have the current folder on their path; the `cosmos` script has not.
+    places: list[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, places) if places is not None else None
+        if spec is None and places is not None and part == module_name.split(".")[0]:
+            spec = importlib.util.find_spec(part) if part else None  # installed by an import hook
+        places = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        raise ConfigError(f"{path!r}: module {module_name!r} was not found")
+    return Path(spec.origin)
+
+
 def code_digest(path: str) -> str:
     """Digest of a user's code given by import path, for the fingerprint; the whole file counts.
 
     Raises:
         ConfigError: the file or module does not exist.
     """
-    module_name = path.rpartition(":")[0]
-    if module_name.endswith(".py"):
-        file = Path(module_name)
-    else:
-        try:
-            spec = importlib.util.find_spec(module_name)
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None or not spec.origin:
-            raise ConfigError(f"{path!r}: module {module_name!r} was not found")
-        file = Path(spec.origin)
-    if not file.is_file():
-        raise ConfigError(f"{path!r}: file {file} does not exist")
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(code_file(path).read_bytes()).hexdigest()
 
 
 def _module(name: str, path: str) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, Preempted
 from cosmos_core.launch.server import prefect_server
@@ -30,18 +32,20 @@ def run_session(run: Run, from_stage: str, *, began: float) -> int:
     configure("WARNING")
     signal.signal(signal.SIGTERM, _terminate)
     names = [stage.name for stage in run.pipeline.stages]
-    interrupted = False
+    interrupted, trouble = False, ""
     with Display(names) as display, _watching(run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
             with prefect_server(run.output_dir / ".cosmos"):
-                _run_flow(run, from_stage)
+                trouble = _run_flow(run, from_stage)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
     print_summary(run.path, since=began)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
-    if code != EXIT_OK:
-        print_hint(run)
+    if code == EXIT_PREEMPTED and trouble and not interrupted:  # no stage failed, yet the flow did
+        code = EXIT_CRASH
+        _say(trouble)
+    _explain(run, code)
     return code
 
 
@@ -56,18 +60,26 @@ def exit_code(run: Run) -> int:
     return EXIT_OK if all(state["state"] in {"done", "reused"} for state in states) else EXIT_PREEMPTED
 
 
-def print_hint(run: Run) -> None:
-    """Say how to go on."""
-    import sys
+def _explain(run: Run, code: int) -> None:
+    """Say on standard error what failed, and how to go on where going on with the same settings can help."""
+    for stage in run.pipeline.stages:
+        state = read_state(run.stage_path(stage.name))
+        if state["state"] == "failed":
+            _say(f"{stage.name}: {state.get('error') or 'failed'}")
+    if code not in {EXIT_OK, EXIT_USAGE}:
+        _say(f"run {run.id} is not complete; continue it with: cosmos resume {_short(run.path)}")
 
-    sys.stderr.write(f"cosmos: run {run.id} is not complete; continue it with: cosmos resume {_short(run.path)}\n")
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
 
 
 def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _run_flow(run: Run, from_stage: str) -> None:
+def _run_flow(run: Run, from_stage: str) -> str:
+    """Run the flow to its end; why it did not complete, or an empty string."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal
     from prefect.logging.handlers import APILogWorker
@@ -75,13 +87,14 @@ def _run_flow(run: Run, from_stage: str) -> None:
     from flows.post_train import post_train
 
     try:
-        post_train(config=str(run.path), from_stage=from_stage, return_state=True)
+        state: Any = post_train(config=str(run.path), from_stage=from_stage, return_state=True)
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     finally:
         # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
+    return "" if state.is_completed() else str(state.message)
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -16,7 +16,7 @@ import tomllib
 import traceback
 from pathlib import Path
 
-from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, StageFailed
+from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.observe.logs import configure
 from cosmos_core.registry import import_thing
 from cosmos_core.run.files import write_json
@@ -78,7 +78,8 @@ def _listen_for_stop(stage: Stage) -> None:
 
 
 def _give_up(path: Path, error: CosmosError) -> int:
-    logger.error("%s", error, exc_info=error.__cause__)
+    level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
+    logger.log(level, "%s", error, exc_info=error.__cause__)
     return _say(path, error, type(error).__name__, str(error))
 
 

@@ -1,59 +1,45 @@
-"""The pipeline: a DAG of stages from one TOML, each a retryable task, independent branches in parallel."""
+"""The pipeline: a DAG of stages from one TOML, each a retryable task, independent branches in parallel.
+
+The form in Prefect's UI takes types from the signature and descriptions from `Args`, from nowhere else.
+"""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from prefect import flow
-from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectFuture, wait
-from prefect.states import Completed, Failed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
-from pydantic import Field
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.worker import stop_all
 from cosmos_core.run.directory import PIPELINE, Run, create_run, open_run, saved_pipeline_matches, supersede
 from cosmos_core.run.state import update_state
 from tasks.kinds import all_kinds
-from tasks.stage import stage_task
+from tasks.stage import run_stages
 
 _RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # threads that wait for workers
 
 
 @flow(name="post-train", flow_run_name="{config}", task_runner=_RUNNER)
 def post_train(
-    config: Annotated[str, Field(description="Pipeline or recipe TOML, or the directory of a run to continue")],
-    overrides: Annotated[list[str], Field(description="Settings such as train.optm_lr=2e-6")] = [],  # noqa: B006 - Prefect shows the default
-    run_id: Annotated[str, Field(description="Name of the run; an existing one is continued; empty: the time")] = "",
-    from_stage: Annotated[str, Field(description="Make this stage and everything behind it again; empty: none")] = "",
+    config: str,
+    overrides: list[str] = [],  # noqa: B006 - Prefect shows the default
+    run_id: str = "",
+    from_stage: str = "",
 ) -> Any:
-    """Bring every stage of a pipeline to its result, reusing what is proven."""
+    """Bring every stage of a pipeline to its result, reusing what is proven.
+
+    Args:
+        config: Pipeline or recipe, a TOML file; or the directory of a run, to continue it
+        overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
+        run_id: Name of the run; an existing one is continued; empty: the time
+        from_stage: Make this stage and everything behind it again; empty: none
+    """
     run = open_or_create(config, overrides, run_id)
     force(run, from_stage)
-    futures: dict[str, PrefectFuture[Any]] = {}
-    for stage in run.pipeline.stages:
-        upstream = [futures[name] for name in stage.after]
-        futures[stage.name] = stage_task(run.path, stage.name).submit(str(run.path), stage.name, wait_for=upstream)
-    try:
-        wait(list(futures.values()))
-    except (TerminationSignal, KeyboardInterrupt):
-        # Termination reaches this thread alone; the tasks wait in others and would not notice.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stop_all()
-        wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
-        raise
-    states = {name: future.state for name, future in futures.items()}
-    bad = [name for name, state in states.items() if not state.is_completed()]
-    if bad:
-        return Failed(
-            message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}"
-        )
-    return Completed(message=f"run {run.id}: {len(states)} stages completed", data=str(run.path))
+    return run_stages(run, [stage.name for stage in run.pipeline.stages])
 
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str) -> Run:

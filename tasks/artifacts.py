@@ -1,4 +1,5 @@
-"""What Prefect's UI shows of a stage: a progress bar, a table of metrics, the curves as an image, a final card.
+"""What Prefect's UI shows of a stage: a progress bar, a table of metrics, the curves as an image, a final card; of
+a run its name and one card at the end.
 
 Prefect keeps every version of an artifact, so all but the progress bar are written at most twice a minute. A server
 that does not answer costs a warning, never the stage.
@@ -8,7 +9,10 @@ from __future__ import annotations
 
 import base64
 import logging
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,9 +25,13 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
+from prefect.runtime import flow_run
 
+from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves
+from cosmos_core.observe.record import RunRecord, loading_line, read_run, rows
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import read_metrics
 
@@ -39,8 +47,7 @@ class StageArtifacts:
 
     def __init__(self, run_id: str, stage_path: Path) -> None:
         self._stage_path = stage_path
-        # Keys are lower-case letters, digits and dashes.
-        self._key = f"{run_id}-{stage_path.name}".lower().replace("_", "-")
+        self._key = _key(run_id, stage_path.name)
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
@@ -48,24 +55,20 @@ class StageArtifacts:
     def update(self, progress: dict[str, Any]) -> None:
         """Show the worker's progress."""
         now = time.monotonic()
-        try:
+        with _never_costs_the_run():
             if now >= self._next_progress and progress.get("total"):
                 self._next_progress = now + _PROGRESS_SECONDS
                 self._show_progress(100.0 * progress["step"] / progress["total"])
             if now >= self._next_table:
                 self._next_table = now + _TABLE_SECONDS
                 self._show_metrics()
-        except (httpx.HTTPError, PrefectException) as error:
-            logger.warning("Prefect does not take artifacts now: %s", error)
 
     def finish(self, result: Result) -> None:
         """Show the end: full bar, last metrics, curves, and a card."""
-        try:
+        with _never_costs_the_run():
             self._show_progress(100.0)
             self._show_metrics()
             create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
-        except (httpx.HTTPError, PrefectException) as error:
-            logger.warning("Prefect does not take artifacts now: %s", error)
 
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:
@@ -90,6 +93,49 @@ class StageArtifacts:
         create_image_artifact(
             image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description="Curves"
         )
+
+
+def name_flow_run(*words: str) -> None:
+    """Rename the flow run of this process: the id of a new run is known only after Prefect named its own."""
+    with _never_costs_the_run(), get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(flow_run.id), name=" ".join(words))
+
+
+def show_run(run_path: Path) -> None:
+    """Publish the card of a run: where every stage stands, what it measured, and the model."""
+    run = read_run(run_path)
+    with _never_costs_the_run():
+        create_markdown_artifact(
+            _run_card(run), key=_key(run_path.name, "run"), description=f"{run.name}: {run.outcome}"
+        )
+
+
+@contextmanager
+def _never_costs_the_run() -> Iterator[None]:
+    try:
+        yield
+    except (httpx.HTTPError, PrefectException) as error:
+        logger.warning("Prefect does not take artifacts now: %s", error)
+
+
+def _key(*parts: str) -> str:
+    """Prefect allows lower-case letters, digits and dashes; a run id may have anything."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
+
+
+def _run_card(run: RunRecord) -> str:
+    lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", "| stage | kind | state | time | metrics |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows(run):
+        metrics = ", ".join(
+            f"{key} {wording.number(value)}" for key, value in wording.key_metrics(row["metrics"]).items()
+        )
+        time_ = wording.duration(row["seconds"])
+        lines.append(f"| {row['stage']} | {row['kind']} | {row['state']} | {time_} | {metrics} |")
+    lines += ["", f"run directory `{run.path}`"]
+    if run.model is not None:
+        lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
+    return "\n".join(lines) + "\n"
 
 
 def _card(result: Result) -> str:

@@ -19,31 +19,33 @@ def run(stage: Stage) -> Outcome:
         ConfigError: a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    # `STAGE.METRIC` tells two stages apart that report the same figure.
-    named = {
-        f"{name}.{key}": value for name, result in stage.inputs.items() for key, value in result["metrics"].items()
-    }
-    conditions = [parse_condition(text) for text in stage.config.require]
     record = target_of(stage.config.target).published() if stage.config.target else None
-    published: dict[str, float] | None = record["metrics"] if record else None
+    published: dict[str, float] = (record or {}).get("metrics", {})
     report: list[JsonValue] = []
     failed = []
-    for condition in conditions:
-        value = _value(condition, metrics | named, stage)
-        passed = condition.holds(value, published)
-        bound = (published or {}).get(condition.metric) if condition.needs_published else float(condition.bound)
-        report.append({"condition": condition.text, "value": value, "bound": bound, "passed": passed})
+    for condition in map(parse_condition, stage.config.require):
+        name, value = _measured(condition, stage)
+        limit = condition.limit(published.get(name))
+        passed = condition.holds(value, limit)
+        report.append({"condition": condition.text, "value": value, "bound": limit, "passed": passed})
         if not passed:
-            failed.append(f"{condition.text} does not hold: {condition.metric} = {value:.6g}, bound {bound}")
+            bound = "" if limit is None else f", bound {limit:.6g}"
+            failed.append(f"{condition.text} does not hold: {condition.metric} = {value:.6g}{bound}")
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": report})
 
 
-def _value(condition: Condition, metrics: dict[str, float], stage: Stage) -> float:
-    if condition.metric not in metrics:
+def _measured(condition: Condition, stage: Stage) -> tuple[str, float]:
+    """Name and value of the metric; `STAGE.METRIC` tells two stages apart that report the same figure."""
+    found = {}
+    for name, result in stage.inputs.items():
+        for key, value in result["metrics"].items():
+            found[f"{name}.{key}"] = found[key] = (key, value)
+    if condition.metric not in found:
+        reported = sorted({key for key, _ in found.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
-            f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
+            f"reported: {', '.join(reported) or 'nothing'}"
         )
-    return metrics[condition.metric]
+    return found[condition.metric]

@@ -7,8 +7,9 @@ high and `should_retry`, which reads `state.json`, is the only policy.
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import tomli_w
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectFuture, wait
 from prefect.logging import get_run_logger
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.load import without_none
@@ -33,13 +36,40 @@ from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import Decision, decide, fingerprint_folder, register, save_fingerprint, saved_fingerprint
 from cosmos_core.run.stage import load_stage
 from cosmos_core.run.state import read_state, record_event, update_state
-from tasks.artifacts import StageArtifacts
+from tasks.artifacts import StageArtifacts, name_flow_run, show_run
 from tasks.kinds import all_kinds
 
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
 _RETRIES = 100_000  # Prefect's own count never decides
+
+
+def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
+    """Bring stages, in topological order, to their results, independent ones in parallel; the final state of the flow.
+
+    A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
+    """
+    name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
+    futures: dict[str, PrefectFuture[Any]] = {}
+    try:
+        for name in names:
+            upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
+            futures[name] = stage_task(run.path, name).submit(str(run.path), name, wait_for=upstream)
+        wait(list(futures.values()))
+    except (TerminationSignal, KeyboardInterrupt):
+        # Termination reaches this thread alone; the tasks wait in others and would not notice.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        worker.stop_all()
+        wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
+        raise
+    show_run(run.path)
+    bad = [name for name, future in futures.items() if not future.state.is_completed()]
+    if bad:
+        return Failed(
+            message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}"
+        )
+    return Completed(message=f"run {run.id}: {len(futures)} stages completed", data=str(run.path))
 
 
 def stage_task(run_path: Path, name: str) -> Any:

@@ -6,13 +6,15 @@ that have nothing to do. A training stage whose rows nobody prepares gets a `pre
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.load import Values, merge, nested, parse, parse_override, read_toml, without_none
+from cosmos_core.config.load import Values, merge, parse, read_toml, without_none
+from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.recipe import Recipe, check_rl
 from cosmos_core.errors import ConfigError
@@ -20,6 +22,13 @@ from cosmos_core.registry import suggestion
 
 TRAINING_KINDS = ("sft", "rl")
 STAGE_PREFIX = "stage:"
+_KEYS_OF_KINDS = {"entry": ("custom",), "arguments": ("custom",), "require": ("gate",), "target": ("gate", "upload")}
+_REQUIRED = (
+    ("custom", "entry", '"module:function" or "path/file.py:function"'),
+    ("gate", "require", '["METRIC >= NUMBER"]'),
+    ("upload", "model", '"stage:NAME"'),
+    ("upload", "target", '"FOLDER"'),
+)
 
 
 @dataclass(frozen=True)
@@ -82,47 +91,43 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str]) ->
     Raises:
         ConfigError: any mistake, in one line that names the file and the key.
     """
-    raw = read_toml(path)
-    table, shared = raw.pop("pipeline", {}), raw
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{path}: pipeline = {table!r}: must be a table")
-    names = [s.get("name") for s in table.get("stages", ()) if isinstance(s, Mapping)]
-    table, shared, per_stage = _apply(table, shared, overrides, names)
-    config = parse(PipelineConfig, {"name": path.stem, **table}, source=str(path), prefix="pipeline")
-    if not config.stages:
-        config = config.model_copy(update={"stages": _stages_of_recipe(_recipe(path, shared, ""))})
-    recipes = {}
-    for stage in config.stages:
-        values = merge(merge(shared, _recipe_file(path, stage)), stage.overrides)
-        recipes[stage.name] = _recipe(path, merge(values, per_stage.get(stage.name, {})), stage.name)
-    pipeline = Pipeline(path, config, recipes)
-    _check_names(pipeline, kinds)
+    shared = read_toml(path)
+    table = shared.pop("pipeline", {})
+    given = [parse_setting(text) for text in overrides]
+    entries = _entries(path, table)
+    if not entries:
+        implied = _stages_of_recipe(_recipe(str(path), merge(shared, shared_values(given))))
+        entries = [stage.model_dump(exclude_defaults=True) for stage in implied]
+    settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
+    shared = merge(shared, settings.shared)
+    values = merge({"name": path.stem, **{k: v for k, v in table.items() if k != "stages"}}, settings.pipeline)
+    config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
+    stages, recipes = [], {}
+    for number, entry in enumerate(entries):
+        stage = parse(StageConfig, entry_with(entry, settings), source=_where(path, entry, number))
+        tables = merge(merge(shared, _recipe_file(path, stage)), stage.overrides)
+        beside = f" (recipe {stage.recipe})" if stage.recipe else ""
+        where = f"{path}: stage {stage.name!r}{beside}"
+        recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})))
+        stages.append(stage)
+    pipeline = Pipeline(path, config.model_copy(update={"stages": tuple(stages)}), recipes)
+    _check_stages(pipeline, kinds)
     return _absolute(_sorted(_with_prepared_data(pipeline)))
 
 
-def _apply(
-    table: Mapping[str, Any], shared: Values, overrides: Sequence[str], names: Sequence[Any]
-) -> tuple[Values, Values, Values]:
-    """`--set`: a stage's name first addresses that stage, `pipeline.` the table, anything else every stage."""
-    per_stage: Values = {}
-    values = dict(table)
-    for text in overrides:
-        keys, value = parse_override(text)
-        if len(keys) > 1 and keys[0] in names:
-            if keys[1] in Recipe.model_fields:
-                per_stage = merge(per_stage, nested(keys, value))
-            else:
-                stages = [
-                    merge(s, nested(keys[1:], value)) if s.get("name") == keys[0] else s for s in values["stages"]
-                ]
-                values["stages"] = stages
-        elif keys[0] == "pipeline":
-            values = merge(values, nested(keys[1:], value))
-        else:
-            shared = merge(shared, nested(keys, value))
-            for name in names:  # the command line wins over a stage's recipe file too
-                per_stage = merge(per_stage, {name: nested(keys, value)})
-    return values, shared, per_stage
+def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
+    """`[[pipeline.stages]]` as it was written."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{path}: pipeline: must be a table")
+    entries = table.get("stages", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise ConfigError(f"{path}: pipeline.stages: must be tables, each under a line [[pipeline.stages]]")
+    return entries
+
+
+def _where(path: Path, entry: Mapping[str, Any], number: int) -> str:
+    name = entry.get("name")
+    return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
 
 
 def _recipe_file(path: Path, stage: StageConfig) -> Values:
@@ -137,8 +142,7 @@ def _recipe_file(path: Path, stage: StageConfig) -> Values:
     return values
 
 
-def _recipe(path: Path, values: Values, stage: str) -> Recipe:
-    where = f"{path}: stage {stage!r}" if stage else str(path)
+def _recipe(where: str, values: Values) -> Recipe:
     return parse(Recipe, values, source=where)
 
 
@@ -156,7 +160,7 @@ def _stages_of_recipe(recipe: Recipe) -> tuple[StageConfig, ...]:
     return tuple(stages)
 
 
-def _check_names(pipeline: Pipeline, kinds: Sequence[str]) -> None:
+def _check_stages(pipeline: Pipeline, kinds: Sequence[str]) -> None:
     names = [stage.name for stage in pipeline.stages]
     for stage in pipeline.stages:
         where = f"{pipeline.source}: stage {stage.name!r}"
@@ -164,22 +168,7 @@ def _check_names(pipeline: Pipeline, kinds: Sequence[str]) -> None:
             raise ConfigError(f"{where}: the name is used twice; stage names are unique")
         if stage.kind not in kinds:
             raise ConfigError(f"{where}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
-        if stage.kind == "custom" and not stage.entry:
-            raise ConfigError(f"{where}: kind 'custom' needs entry = \"module:function\"")
-        if stage.kind != "custom" and (stage.entry or stage.arguments):
-            raise ConfigError(f"{where}: entry and arguments have a meaning only with kind = 'custom'")
-        if stage.kind in TRAINING_KINDS:
-            wanted = "sft" if stage.kind == "sft" else "grpo"
-            found = pipeline.recipes[stage.name].train.train_policy.type
-            if found != wanted:
-                raise ConfigError(
-                    f"{where}: kind {stage.kind!r} needs train.train_policy.type = {wanted!r}, not {found!r}"
-                )
-        if stage.kind == "rl":
-            try:
-                check_rl(pipeline.recipes[stage.name])
-            except ValueError as error:
-                raise ConfigError(f"{where}: {error}") from error
+        _check_kind(where, stage, pipeline.recipes[stage.name])
         for upstream in stage.after:
             if upstream not in names:
                 raise ConfigError(
@@ -191,6 +180,26 @@ def _check_names(pipeline: Pipeline, kinds: Sequence[str]) -> None:
                 raise ConfigError(
                     f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(named, names)}"
                 )
+
+
+def _check_kind(where: str, stage: StageConfig, recipe: Recipe) -> None:
+    """The rules of each kind; what another kind would ignore is refused."""
+    for key, users in _KEYS_OF_KINDS.items():
+        if getattr(stage, key) and stage.kind not in users:
+            raise ConfigError(f"{where}: {key} has a meaning only with kind = {' or '.join(map(repr, users))}")
+    for kind, key, form in _REQUIRED:
+        if stage.kind == kind and not getattr(stage, key):
+            raise ConfigError(f"{where}: kind {kind!r} needs {key} = {form}")
+    if stage.kind in TRAINING_KINDS:
+        wanted = "sft" if stage.kind == "sft" else "grpo"
+        found = recipe.train.train_policy.type
+        if found != wanted:
+            raise ConfigError(f"{where}: kind {stage.kind!r} needs train.train_policy.type = {wanted!r}, not {found!r}")
+    if stage.kind == "rl":
+        try:
+            check_rl(recipe)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
@@ -227,8 +236,6 @@ def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     uploads = [s.target for s in pipeline.stages if s.kind == "upload" and s.name in pipeline.behind(stage.name)]
     target = stage.target or (uploads[0] if stage.kind == "gate" and uploads else "")
     where = f"{pipeline.source}: stage {stage.name!r}"
-    if not target and stage.kind == "upload":
-        raise ConfigError(f"{where}: kind 'upload' needs target = \"FOLDER\"")
     if not target and any(parse_condition(text).needs_published for text in stage.require):
         raise ConfigError(
             f"{where}: require compares with `published`, but there is no target to read it from; set target"
@@ -305,10 +312,8 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
     def absolute(text: str) -> str:
         if not text or source_of(text) is not None:
             return text
-        for base in (Path.cwd(), here):
-            if (base / Path(text).expanduser()).exists():
-                return str((base / Path(text).expanduser()).resolve())
-        return text
+        found = existing(text, Path.cwd()) or existing(text, here)
+        return str(found.resolve()) if found else text
 
     def entry(text: str) -> str:
         file, colon, thing = text.rpartition(":")
@@ -329,9 +334,18 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
     return _with_stages(replace(pipeline, recipes=recipes), stages)
 
 
+def existing(text: str, base: Path) -> Path | None:
+    """The file or folder that a name means, relative to `base`; None where there is none, as for a name on the Hub."""
+    try:
+        path = base / Path(text).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # longer than a path can be; `~` of a user who does not exist
+        return None
+
+
 def _target(target: str) -> str:
     path = target.removeprefix("file://")
-    return str(Path(path).expanduser().absolute()) if path and "://" not in path else target
+    return os.path.abspath(os.path.expanduser(path)) if path and "://" not in path else target
 
 
 def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:

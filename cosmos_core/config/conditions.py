@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PUBLISHED = "published"
@@ -29,15 +29,13 @@ class Condition:
         """Whether it compares with the published model."""
         return self.bound == PUBLISHED
 
-    def holds(self, value: float, published: Mapping[str, float] | None) -> bool:
+    def limit(self, published: float | None) -> float | None:
+        """The number to compare with; None: nothing was published yet. `published` is the metric's value there."""
+        return published if self.needs_published else float(self.bound)
+
+    def holds(self, value: float, limit: float | None) -> bool:
         """Whether `value` passes; where nothing has been published yet, a comparison with it does. NaN never passes."""
-        if math.isnan(value):
-            return False
-        if not self.needs_published:
-            return _OPERATORS[self.comparison](value, float(self.bound))
-        if published is None or self.metric not in published:
-            return True
-        return _OPERATORS[self.comparison](value, published[self.metric])
+        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](value, limit))
 
 
 def parse_condition(text: str) -> Condition:
@@ -50,9 +48,13 @@ def parse_condition(text: str) -> Condition:
     form = f"condition {text!r} must be METRIC >= NUMBER or METRIC >= {PUBLISHED} (also >, <=, <, ==)"
     if not match:
         raise ValueError(form)
-    if match[3] != PUBLISHED:
-        try:
-            float(match[3])
-        except ValueError:
-            raise ValueError(form) from None
+    if match[3] != PUBLISHED and not _is_number(match[3]):
+        raise ValueError(form)
     return Condition(text, match[1], match[2], match[3])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not math.isnan(float(text))
+    except ValueError:
+        return False

@@ -16,7 +16,14 @@ from cosmos_core.errors import ConfigError
 Values = dict[str, Any]
 TableT = TypeVar("TableT", bound=Table)
 
+# Pydantic's words for these are Python's; a user writes TOML.
+_SHAPES = {
+    "model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "tuple_type": "an array",
+    "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
+}  # fmt: skip
+
 MAX_FILE_BYTES = 16 << 20
+MAX_DEPTH = 32  # far beyond any table of ours, far below what recursion can take
 
 
 def read_toml(path: Path) -> Values:
@@ -26,9 +33,9 @@ def read_toml(path: Path) -> Values:
         ConfigError: it is missing, unreadable, too large or not TOML; the message has the line.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes; a configuration has at most {MAX_FILE_BYTES}")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        values = tomllib.loads(content.decode("utf-8")) if len(content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -37,8 +44,15 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from error
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error) or type(error).__name__)}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
+    except ValueError as error:  # TOMLDecodeError, and integers of more digits than Python reads
+        raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
+    if values is None:
+        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
+    if depth(values) > MAX_DEPTH:
+        raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep")
+    return values
 
 
 def parse(table: type[TableT], values: Any, *, source: str, prefix: str = "") -> TableT:
@@ -56,8 +70,6 @@ def parse(table: type[TableT], values: Any, *, source: str, prefix: str = "") ->
         message = _explain(table, mistakes[0], prefix)
         more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
         raise ConfigError(f"{source}: {message}{more}") from error
-    except RecursionError:
-        raise ConfigError(f"{source}: {prefix or 'the file'}: nested too deeply") from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
@@ -76,29 +88,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
     return merged
 
 
-def parse_override(text: str) -> tuple[list[str], Any]:
-    """Split `train.optm_lr=2e-6` into its keys and its TOML value; what is not TOML is a string.
-
-    Raises:
-        ConfigError: there is no `=` or no key.
-    """
-    key, equals, value = text.partition("=")
-    keys = [part.strip() for part in key.split(".")]
-    if not equals or not all(keys):
-        raise ConfigError(f"--set {text!r}: write key=value, for example train.optm_lr=2e-6")
-    try:
-        return keys, tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        return keys, value
-
-
-def nested(keys: list[str], value: Any) -> Values:
-    """`["a", "b"], 1` as `{"a": {"b": 1}}`."""
-    for key in reversed(keys):
-        value = {key: value}
-    return value
-
-
 def without_none(value: Any) -> Any:
     """The value as TOML can say it: keys that are None left out, tuples as arrays."""
     if isinstance(value, Mapping):
@@ -108,17 +97,36 @@ def without_none(value: Any) -> Any:
     return value
 
 
+def depth(values: Values) -> int:
+    """Levels of nesting, counted without recursion."""
+    levels = 0
+    level: list[Any] = [values]
+    while level:
+        levels += 1
+        inner = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return levels
+
+
 def _explain(table: type[BaseModel], mistake: Any, prefix: str) -> str:
     keys = [str(key) for key in _keys(table, mistake["loc"])]
-    key = ".".join([prefix, *keys] if prefix else keys)
+    shown = [name if name.isprintable() and name else repr(name) for name in keys]
+    key = ".".join([prefix, *shown] if prefix else shown)
     value = _short(mistake.get("input"))
     if mistake["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggest(table, keys, prefix)}"
     if mistake["type"] == "missing":
         return f"{key}: is required"
+    if mistake["type"] == "union_tag_invalid":
+        discriminator, tag = mistake["ctx"]["discriminator"].strip("'"), mistake["ctx"]["tag"]
+        return f"{key}.{discriminator} = {_short(tag)}: must be one of {mistake['ctx']['expected_tags']}"
+    if mistake["type"] in _SHAPES:
+        return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
     message = mistake["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if mistake["type"] == "value_error":  # our own rules name the value themselves
+        if keys and message.startswith(f"{keys[-1]} "):
+            return key + _one_line(message)[len(keys[-1]) :]
         return f"{key}: {_one_line(message)}" if key else _one_line(message)
     return f"{key} = {value}: {_one_line(message)}"
 
@@ -160,6 +168,8 @@ def _suggest(table: type[BaseModel], keys: list[str], prefix: str) -> str:
     """Prefer a near name in the same table, then the same name in another table, then a near path anywhere."""
     known = sorted(set(all_keys(table)))
     dotted = ".".join(keys)
+    if dotted in known:
+        return " here; it belongs to another `type`"
     parent = dotted.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)

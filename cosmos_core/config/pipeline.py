@@ -55,7 +55,8 @@ class StageConfig(Table):
     arguments: dict[str, Any] = {}
     """Kind custom: passed to the function as keywords."""
     require: Names = ()
-    """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`."""
+    """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
+    several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     target: str = ""
     """Kinds upload and gate: where models are published, a folder or `file:///...`."""
 

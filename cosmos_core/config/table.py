@@ -12,7 +12,12 @@ class Table(BaseModel):
     """One TOML table: unknown keys refused, values immutable, types not coerced."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
     )
 
 

@@ -126,7 +126,7 @@ class TrainConfig(Table):
 
         for name in names:
             if name not in signal.Signals.__members__ or name in {"SIGKILL", "SIGSTOP"}:
-                raise ValueError(f"signal_to_handle: {name!r} is not a signal that a process can catch")
+                raise ValueError(f"{name!r} is not a signal that a process can catch")
         return names
 
     @model_validator(mode="before")

@@ -27,7 +27,7 @@ class Digests:
         key: list[int | str] = [status.st_size, status.st_mtime_ns, status.st_ino]
         with self._lock:
             known = self._known.get(str(file))
-        if known and known[:3] == key:
+        if isinstance(known, list) and len(known) == 4 and known[:3] == key:
             return str(known[3])
         digest = sha256(file)
         with self._lock:
@@ -37,9 +37,10 @@ class Digests:
         return digest
 
     def of_folder(self, folder: Path, patterns: Sequence[str]) -> str:
-        """Digest over names and contents of the files below `folder` that match one of the patterns; hidden ones left
-        out."""
+        """Digest over names and contents of the files below `folder` that match one of the patterns; hidden ones and
+        documentation (*.md) left out."""
         files = {file for pattern in patterns for file in folder.rglob(pattern) if file.is_file()}
+        files = {file for file in files if file.suffix.lower() != ".md"}
         lines = []
         for file in sorted(files):
             name = file.relative_to(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,16 +16,19 @@ from typing import Any
 
 import tomli_w
 
+from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_json, write_json, write_text
 from cosmos_core.run.fingerprint import versions
+from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
 from cosmos_core.types import StageKind
 
 PIPELINE = "pipeline.toml"
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ class Run:
 def create_run(
     pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
 ) -> Run:
-    """Make the directory of a new run.
+    """Make the directory of a new run; nothing is made when the pipeline cannot run here.
 
     Raises:
-        ConfigError: the output folder cannot be written, or `run_id` is taken.
+        ConfigError: this version cannot do what is asked, the output folder cannot be written, or `run_id` is no name.
+        ModelError, DataError, RewardError: something that the pipeline names is not there.
     """
+    check_capabilities(pipeline)
+    check_inputs(pipeline)
     output_dir = writable(pipeline.output_dir)
     path = _unused(output_dir, run_id or _timestamp(pipeline))
     write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
@@ -84,6 +91,25 @@ def create_run(
     return Run(path, load_pipeline(path / PIPELINE, (), tuple(kinds)), kinds)
 
 
+def open_or_create_run(
+    pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
+) -> Run:
+    """The existing run `run_id` of this pipeline, to go on with, or a new one.
+
+    Raises:
+        ConfigError: that run was made with other settings, or as `create_run`.
+    """
+    existing = pipeline.output_dir.expanduser().absolute() / run_id
+    if not run_id or not (existing / PIPELINE).is_file():
+        return create_run(pipeline, kinds, run_id=run_id, command=command)
+    if different := saved_pipeline_matches(existing, pipeline):
+        raise ConfigError(
+            f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
+            f"or resume it as it is"
+        )
+    return open_run(existing, kinds)
+
+
 def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
     """Open an existing run from its directory alone.
 
@@ -103,7 +129,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     """
     if name and (Path(name) / PIPELINE).is_file():
         return Path(name)
-    runs = sorted(path.parent.name for path in output_dir.glob(f"*/{PIPELINE}"))
+    runs = [path.parent.name for path in sorted(output_dir.glob(f"*/{PIPELINE}"), key=_began)]
     if name in {"", "latest"} and runs:
         return output_dir / runs[-1]
     if name in runs:
@@ -120,7 +146,8 @@ def supersede(stage_path: Path) -> None:
         return
     aside = stage_path.parent.parent / "superseded"
     aside.mkdir(exist_ok=True)
-    number = 1 + sum(path.name.rpartition(".")[0] == stage_path.name for path in aside.iterdir())
+    taken = [path.name.rpartition(".") for path in aside.iterdir()]
+    number = 1 + max((int(number) for name, _, number in taken if name == stage_path.name), default=0)
     os.rename(stage_path, aside / f"{stage_path.name}.{number}")
 
 
@@ -130,15 +157,16 @@ def writable(folder: Path) -> Path:
     Raises:
         ConfigError: it cannot be made or written.
     """
-    folder = folder.expanduser().absolute()
     try:
+        folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{os.getpid()}"
         probe.write_text("")
         probe.unlink()
-    except OSError as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of a user who does not exist
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"pipeline.output_dir = {str(folder)!r} cannot be written: {error.strerror}; choose another folder"
+            f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"
         ) from error
     return folder
 
@@ -149,8 +177,10 @@ def _timestamp(pipeline: Pipeline) -> str:
 
 
 def _unused(output_dir: Path, run_id: str) -> Path:
-    if "/" in run_id or run_id.startswith("."):
-        raise ConfigError(f"run_id = {run_id!r} must be a plain folder name")
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+        )
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         try:
             (output_dir / f"{run_id}{suffix}").mkdir()
@@ -158,6 +188,11 @@ def _unused(output_dir: Path, run_id: str) -> Path:
         except FileExistsError:
             continue
     raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
+
+
+def _began(pipeline_file: Path) -> tuple[float, str]:
+    facts = read_json(pipeline_file.with_name("run.json"))
+    return (float(facts.get("started") or 0) if isinstance(facts, dict) else 0.0), pipeline_file.parent.name
 
 
 def _list_run(output_dir: Path, facts: dict[str, Any]) -> None:

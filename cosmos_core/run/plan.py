@@ -123,10 +123,10 @@ def _why_new(output_dir: Path, stage_path: Path | None, print_: Fingerprint) -> 
     newest: tuple[str, dict[str, object]] | None = None
     for file in sorted(output_dir.glob(f"*/stages/{name or '*'}/{FINGERPRINT}")):
         saved = read_json(file)
-        if not isinstance(saved, dict):
+        if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
             continue
         same_kind = saved["ingredients"].get("kind") == print_.ingredients["kind"]
-        if same_kind and saved["value"] != print_.value:
+        if same_kind and saved.get("value") != print_.value:
             newest = (_run_of(file.parent), saved["ingredients"])
         elif same_kind and file.parent == stage_path:
             return "unfinished in this run"

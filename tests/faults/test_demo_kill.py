@@ -38,7 +38,7 @@ compile = false
 name = "task"
 kind = "custom"
 entry = "cosmos_core.data.arithmetic:make"
-arguments = { train_rows = 2000, heldout_rows = 20, hidden_size = 64 }
+arguments = { train_rows = 2000, heldout_rows = 20 }
 
 [[pipeline.stages]]
 name = "sft"
@@ -98,11 +98,14 @@ def is_saved(workspace: Workspace, stage: str, step: int) -> bool:
     return isinstance(progress, dict) and (progress["checkpoint_step"] or 0) >= step
 
 
-def kill_after_checkpoint(
-    workspace: Workspace, flow: subprocess.Popen[str], what: str, stage: str, step: int
-) -> float:
+def kill_after_checkpoint(workspace: Workspace, flow: subprocess.Popen[str], what: str, stage: str, step: int) -> float:
     """`kill -9` in the middle of a stage's training; when that was, in seconds since 1970."""
-    wait_until(lambda: is_saved(workspace, stage, step), PATIENCE_SECONDS, f"checkpoint of step {step} in {stage}")
+    wait_until(
+        lambda: is_saved(workspace, stage, step) or flow.poll() is not None,
+        PATIENCE_SECONDS,
+        f"checkpoint of step {step} in {stage}",
+    )
+    assert flow.poll() is None, (workspace.path / "command.log").read_text()
     for pid in targets(workspace, flow, what):
         os.kill(pid, signal.SIGKILL)
     killed = time.time()

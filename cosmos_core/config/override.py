@@ -1,0 +1,112 @@
+"""Settings given on the command line: `--set train.optm_lr=2e-6` for every stage, `--set sft.train.epoch=2` for one,
+`--set pipeline.threads=2` for the pipeline. They win over everything that files say; the last one wins."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cosmos_core.config.load import MAX_DEPTH, Values, depth, merge
+from cosmos_core.config.pipeline import PipelineConfig, StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.errors import ConfigError
+from cosmos_core.registry import suggestion
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One `--set KEY=VALUE`."""
+
+    text: str
+    keys: tuple[str, ...]
+    value: Any
+
+    def below(self, level: int) -> Values:
+        """The value as nested tables, without the first `level` keys."""
+        value = self.value
+        for key in reversed(self.keys[level:]):
+            value = {key: value}
+        return value  # type: ignore[no-any-return]  # at least one key is left
+
+
+@dataclass
+class Settings:
+    """What the command line says, by whom it is for."""
+
+    pipeline: Values = field(default_factory=dict)
+    shared: Values = field(default_factory=dict)
+    """Recipe tables of every stage."""
+    recipes: dict[str, Values] = field(default_factory=dict)
+    """Recipe tables by stage: what is for it alone and what is for all, in the order given."""
+    entries: dict[str, Values] = field(default_factory=dict)
+    """Other keys of `[[pipeline.stages]]`, by stage."""
+
+
+def parse_setting(text: str) -> Setting:
+    """Split `train.optm_lr=2e-6` into its keys and its TOML value; what is not TOML is a string.
+
+    Raises:
+        ConfigError: there is no `=` or no key.
+    """
+    key, equals, value = text.partition("=")
+    keys = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
+        raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
+    try:
+        values = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        return Setting(text, keys, value)
+    is_one_value = set(values) == {"value"} and depth(values) <= MAX_DEPTH
+    return Setting(text, keys, values["value"] if is_one_value else value)
+
+
+def shared_values(settings: Sequence[Setting]) -> Values:
+    """The recipe tables that hold for every stage, before the stages are known."""
+    values: Values = {}
+    for setting in settings:
+        if setting.keys[0] in Recipe.model_fields:
+            values = merge(values, setting.below(0))
+    return values
+
+
+def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings:
+    """Find out for whom each setting is; `names` are the stages.
+
+    Raises:
+        ConfigError: the first key is no stage, no recipe table and not `pipeline`.
+    """
+    found = Settings(shared=shared_values(settings))
+    for setting in settings:
+        first, *rest = setting.keys
+        if first in names and rest and (first not in Recipe.model_fields or _is_of_stage(rest[0])):
+            into = found.recipes if rest[0] in Recipe.model_fields else found.entries
+            into[first] = merge(into.get(first, {}), setting.below(1))
+        elif first in Recipe.model_fields:
+            for name in names:  # the command line wins over a stage's recipe file too
+                found.recipes[name] = merge(found.recipes.get(name, {}), setting.below(0))
+        elif first == "pipeline" and rest and rest[0] != "stages":
+            found.pipeline = merge(found.pipeline, setting.below(1))
+        elif first == "pipeline":
+            raise ConfigError(
+                f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
+                f"{', '.join(key for key in PipelineConfig.model_fields if key != 'stages')}, or STAGE.KEY=VALUE"
+            )
+        else:
+            known = [*names, *Recipe.model_fields, "pipeline"]
+            raise ConfigError(
+                f"--set {setting.text!r}: {first!r} is no stage and no table of a recipe{suggestion(first, known)}"
+            )
+    return found
+
+
+def entry_with(entry: Mapping[str, Any], settings: Settings) -> Values:
+    """An entry of `[[pipeline.stages]]` with what the command line says of it."""
+    name = entry.get("name")
+    return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)
+
+
+def _is_of_stage(key: str) -> bool:
+    """Whether a key after a stage's name addresses that stage, where the name is that of a recipe table too."""
+    return key in StageConfig.model_fields or key in Recipe.model_fields

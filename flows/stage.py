@@ -1,0 +1,43 @@
+"""One stage of an existing run, as a deployment of its own: to run it on another work pool, or again by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.run.directory import Run, open_run
+from cosmos_core.run.manifest import problem, read_result
+from tasks.kinds import all_kinds
+from tasks.stage import run_stages
+
+
+@flow(name="stage", flow_run_name="{name}")
+def stage(run: str, name: str) -> Any:
+    """Bring one stage of a run to its result, reusing what is proven.
+
+    Args:
+        run: Directory of the run, made by post-train or by the command cosmos run
+        name: Name of the stage in the pipeline of the run; the stages that it starts from must be done
+    """
+    opened = open_run(Path(run).expanduser(), all_kinds())
+    check_inputs(opened, name)
+    return run_stages(opened, [name])
+
+
+def check_inputs(run: Run, name: str) -> None:
+    """Make sure that everything a stage starts from is there.
+
+    Raises:
+        ConfigError: there is no such stage, or a stage in its `after` has no result or an altered one.
+    """
+    for upstream in run.pipeline.stage(name).after:
+        result = read_result(run.stage_path(upstream))
+        wrong = "it is not done" if result is None else problem(run.stage_path(upstream), result)
+        if wrong:
+            raise ConfigError(
+                f"{run.path}: stage {name!r} starts from {upstream!r}, but {wrong}; run stage {upstream!r} first, or "
+                f"the whole: cosmos resume {run.path}"
+            )

@@ -1,0 +1,127 @@
+"""A real Prefect server with a process worker on a free loopback port, and the command line of Prefect."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cosmos_core.observe.logs import quiet_environment
+from tests.conftest import processes_below, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+class Orchestra:
+    """A server, a worker when one is asked for, and the command line of Prefect, all in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        self.settings = {
+            "PREFECT_HOME": str(folder / "home"),
+            "PREFECT_PROFILES_PATH": str(folder / "home" / "profiles.toml"),
+            "PREFECT_API_URL": self.url,
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
+        self.environment = quiet_environment(mine | self.settings)
+        self.worker: subprocess.Popen[str] | None = None
+
+    def open(self) -> None:
+        """Start the server, make the pool, deploy everything in `prefect.yaml`."""
+        self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        wait_until(self._answers, 120, f"the server answers; its log: {self.folder}/server.log")
+        self.prefect("work-pool", "create", "local", "--type", "process")
+        self.prefect("deploy", "--all")
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        with open(self.folder / f"{name}.log", "a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "prefect", *arguments],
+                cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
+            )  # fmt: skip
+
+    def ensure_worker(self) -> subprocess.Popen[str]:
+        if self.worker is None or self.worker.poll() is not None:
+            log = self.folder / "worker.log"
+            before = log.read_text().count("started!") if log.exists() else 0
+            self.worker = self.start("worker", "worker", "start", "--pool", "local")
+            wait_until(lambda: log.read_text().count("started!") > before, 90, f"the worker is up; its log: {log}")
+        return self.worker
+
+    def prefect(self, *arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", *arguments],
+            cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def run(self, deployment: str, *parameters: str) -> str:
+        """Start a run of a deployment; its id."""
+        self.ensure_worker()
+        given = [word for parameter in parameters for word in ("-p", parameter)]
+        said = self.prefect("deployment", "run", deployment, *given)
+        return re.search(r"UUID: ([0-9a-f-]{36})", said)[1]  # type: ignore[index]
+
+    def ask(self, what: str, **filters: Any) -> Any:
+        answer = httpx.post(f"{self.url}/{what}", json=filters, timeout=30)
+        answer.raise_for_status()
+        return answer.json()
+
+    def flow_run(self, flow_run: str) -> dict[str, Any]:
+        [found] = self.ask("flow_runs/filter", flow_runs={"id": {"any_": [flow_run]}})
+        return found
+
+    def wait_for(self, flow_run: str, state: str, seconds: float) -> dict[str, Any]:
+        """Wait for a state, failing at once when the run ends in another one."""
+        ends = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+        wait_until(
+            lambda: self.flow_run(flow_run)["state_type"] in ends, seconds, f"{state}: {self.flow_run(flow_run)}"
+        )
+        found = self.flow_run(flow_run)
+        assert found["state_type"] == state, found["state"]["message"]
+        return found
+
+    def task_states(self, flow_run: str) -> dict[str, str]:
+        tasks = self.ask("task_runs/filter", flow_runs={"id": {"any_": [flow_run]}})
+        return {task["name"]: task["state_name"] for task in tasks}
+
+    def artifacts(self, flow_run: str) -> dict[str, dict[str, Any]]:
+        """The newest version of each, by key."""
+        found = self.ask("artifacts/filter", artifacts={"flow_run_id": {"any_": [flow_run]}})
+        return {each["key"]: each for each in sorted(found, key=lambda each: each["created"])}
+
+    def messages(self, flow_run: str) -> list[str]:
+        return [log["message"] for log in self.ask("logs/filter", logs={"flow_run_id": {"any_": [flow_run]}})]
+
+    def close(self) -> None:
+        for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+            for pid in processes_below(self.folder):
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+            deadline = time.monotonic() + seconds
+            while processes_below(self.folder) and time.monotonic() < deadline:
+                time.sleep(0.1)

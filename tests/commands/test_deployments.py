@@ -1,0 +1,276 @@
+"""Prefect for real, a server and a process worker on loopback: deployments, what the UI shows, cancellation, a lost
+worker. What is asserted is on disk or in the server's answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.run.directory import create_run
+from cosmos_core.run.files import read_json
+from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.state import read_state
+from tasks.kinds import all_kinds
+from tests.commands.orchestra import Orchestra
+from tests.conftest import Workspace, processes_below, wait_until
+
+SFT = """
+[pipeline]
+name = "short-demo"
+threads = 1
+grace_seconds = 10
+output_dir = "OUTPUTS"
+
+[policy]
+model_max_length = 64
+model_gradient_checkpointing = false
+
+[train]
+param_dtype = "float32"
+compile = false
+
+[[pipeline.stages]]
+name = "task"
+kind = "custom"
+entry = "cosmos_core.data.arithmetic:make"
+arguments = { train_rows = 400, heldout_rows = 20, hidden_size = 64 }
+
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+after = "task"
+model = "stage:task"
+data = "stage:task"
+
+[pipeline.stages.overrides.train]
+epoch = 1000
+max_num_steps = 40
+train_batch_per_replica = 16
+optm_lr = 3e-3
+train_policy = { type = "sft", mini_batch = 16, conversation_column_name = "messages" }
+ckpt = { enable_checkpoint = true, save_freq = 5, max_keep = 2 }
+"""
+GRPO = """
+[[pipeline.stages]]
+name = "grpo"
+kind = "rl"
+after = ["sft", "task"]
+model = "stage:sft"
+data = "stage:task"
+
+[pipeline.stages.overrides.train]
+max_num_steps = 3
+train_batch_per_replica = 32
+train_policy = { type = "grpo", reward_function = "exact_match", mini_batch = 16 }
+ckpt = { enable_checkpoint = true, save_freq = 2, max_keep = 2 }
+
+[pipeline.stages.overrides.rollout]
+backend = "hf"
+n_generation = 4
+batch_size = 8
+max_response_length = 8
+
+[[pipeline.stages]]
+name = "export"
+kind = "export"
+after = "grpo"
+model = "stage:grpo"
+
+[[pipeline.stages]]
+name = "report"
+kind = "report"
+after = "export"
+"""
+COUNTING = """
+[pipeline]
+name = "counting"
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+arguments = { steps = 4 }
+
+[[pipeline.stages]]
+name = "second_half"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+after = "first"
+arguments = { steps = 6 }
+"""
+RELEASED = """
+[pipeline]
+name = "released"
+grace_seconds = 10
+output_dir = "OUTPUTS"
+
+[[pipeline.stages]]
+name = "left"
+kind = "custom"
+entry = "PROGRAMS/released.py:count"
+arguments = { release = "OUTPUTS/go-left" }
+
+[[pipeline.stages]]
+name = "right"
+kind = "custom"
+entry = "PROGRAMS/released.py:count"
+arguments = { release = "OUTPUTS/go-right" }
+"""
+
+
+@pytest.fixture(scope="module")
+def orchestra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
+    folder = tmp_path_factory.mktemp("orchestra")
+    orchestra = Orchestra(folder)
+    try:
+        orchestra.open()
+        yield orchestra
+    finally:
+        orchestra.close()
+    assert not processes_below(folder)
+
+
+@pytest.fixture
+def place(workspace: Workspace, orchestra: Orchestra) -> Workspace:
+    """A workspace whose commands talk to the server."""
+    workspace.environment |= orchestra.settings
+    return workspace
+
+
+def write(place: Workspace, text: str) -> str:
+    return str(place.write("pipeline.toml", text.replace("OUTPUTS", str(place.path / "outputs"))))
+
+
+def step(place: Workspace, run: str, stage: str) -> int:
+    progress = read_json(place.path / "outputs" / run / "stages" / stage / "progress.json")
+    return int(progress["step"]) if isinstance(progress, dict) else 0
+
+
+def expect_gone(flow_run: str, seconds: float) -> None:
+    """No process of a flow run is left; all of them inherit its id."""
+    wait_until(lambda: not processes_below(Path(flow_run)), seconds, f"gone: {processes_below(Path(flow_run))}")
+
+
+def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Orchestra, place: Workspace) -> None:
+    config = write(place, SFT + GRPO)
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=deployed")
+    found = orchestra.wait_for(flow_run, "COMPLETED", 300)
+    assert found["name"] == "short-demo deployed"
+    run = place.path / "outputs" / "deployed"
+    results = {name: read_result(run / "stages" / name) for name in ("task", "sft", "grpo", "export")}
+    for name, result in results.items():
+        assert result is not None
+        assert problem(run / "stages" / name, result, thorough=True) is None
+    assert results["export"]
+    model = run / "stages" / "export" / results["export"]["info"]["model"]
+    assert {"config.json", "model.safetensors"} <= {file.name for file in model.iterdir()}
+    assert (run / "report.html").is_file()
+    artifacts = orchestra.artifacts(flow_run)
+    assert {"deployed-run", "deployed-sft-progress", "deployed-grpo-curves"} <= artifacts.keys()
+    assert f"model `{model}`" in artifacts["deployed-run"]["data"]
+    expect_gone(flow_run, 15)
+
+
+def test_a_parameter_that_does_not_fit_is_refused_before_a_run_exists(orchestra: Orchestra) -> None:
+    before = orchestra.ask("flow_runs/count")
+    said = orchestra.prefect("deployment", "run", "post-train/local", "-p", "overrides=train.epoch=2", code=1)
+    assert "Validation failed for field 'overrides'" in said
+    orchestra.prefect("deployment", "run", "post-train/local", "-p", "confg=x", code=1)
+    assert orchestra.ask("flow_runs/count") == before
+
+
+def test_cosmos_run_shows_progress_metrics_curves_and_cards_on_the_given_server(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    place.write("counting.toml", COUNTING)
+    place.cosmos("run", "counting.toml", "--run-id", "Shown_1")
+    [found] = orchestra.ask("flow_runs/filter", flow_runs={"name": {"any_": ["counting Shown_1"]}})
+    assert found["state_type"] == "COMPLETED"
+    assert orchestra.task_states(found["id"]) == {"first": "Completed", "second_half": "Completed"}
+    artifacts = orchestra.artifacts(found["id"])
+    parts = ("progress", "metrics", "curves", "card")
+    wanted = {f"shown-1-{stage}-{part}" for stage in ("first", "second-half") for part in parts}
+    assert artifacts.keys() == wanted | {"shown-1-run"}
+    assert {artifacts[key]["type"] for key in wanted if key.endswith("card")} == {"markdown"}
+    assert artifacts["shown-1-first-progress"]["data"] == 100
+    table = json.loads(artifacts["shown-1-second-half-metrics"]["data"])
+    assert [(line["step"], line["loss"]) for line in table] == [(n, 1 / n) for n in range(1, 7)]
+    head, _, image = artifacts["shown-1-first-curves"]["data"].partition(",")
+    assert head == "data:image/png;base64"
+    assert base64.b64decode(image).startswith(b"\x89PNG")
+    assert "| count | 4 |" in artifacts["shown-1-first-card"]["data"]
+    assert "| second_half | custom | done |" in artifacts["shown-1-run"]["data"]
+
+    place.cosmos("run", "counting.toml", "--run-id", "again")
+    [found] = orchestra.ask("flow_runs/filter", flow_runs={"name": {"any_": ["counting again"]}})
+    assert orchestra.task_states(found["id"]) == {"first": "Reused", "second_half": "Reused"}
+    place.expect_quiet()
+
+
+def test_one_stage_of_a_run_is_a_deployment_of_its_own(orchestra: Orchestra, place: Workspace) -> None:
+    file = place.write("counting.toml", COUNTING)
+    run = create_run(
+        load_pipeline(file, [f"pipeline.output_dir={place.path}/outputs"], tuple(all_kinds())), all_kinds()
+    )
+    early = orchestra.run("stage/local", f"run={run.path}", "name=second_half")
+    failed = orchestra.wait_for(early, "FAILED", 60)
+    assert "stage 'second_half' starts from 'first', but it is not done" in failed["state"]["message"]
+    for name in ("first", "second_half"):
+        flow_run = orchestra.run("stage/local", f"run={run.path}", f"name={name}")
+        assert orchestra.wait_for(flow_run, "COMPLETED", 60)["name"] == f"counting {run.id} {name}"
+        assert orchestra.task_states(flow_run) == {name: "Completed"}
+    assert read_result(run.stage_path("second_half"))["metrics"] == {"count": 6}  # type: ignore[index]
+
+
+def test_a_cancelled_run_saves_a_checkpoint_and_resume_completes_it(orchestra: Orchestra, place: Workspace) -> None:
+    config = write(place, SFT)
+    slow = 'overrides=["sft.train.max_num_steps=1000"]'
+    flow_run = orchestra.run("post-train/local", f"config={config}", slow, "run_id=cancelled")
+    wait_until(lambda: step(place, "cancelled", "sft") >= 8, 180, "step 8 of sft")
+    orchestra.prefect("flow-run", "cancel", flow_run)
+    orchestra.wait_for(flow_run, "CANCELLED", 90)
+    expect_gone(flow_run, 15)
+    stage = place.path / "outputs" / "cancelled" / "stages" / "sft"
+    state = read_state(stage)
+    saved = state["checkpoint_step"]
+    assert (state["state"], state["failures"]) == ("stopped", 0)
+    assert 8 <= saved < 1000
+    assert (stage / "checkpoints" / f"step_{saved}" / "policy" / "manifest.json").is_file()
+    assert read_result(stage) is None
+    log = (stage / "logs" / "attempt_1.log").read_text().splitlines()
+    assert set(filter(None, log)) & set(orchestra.messages(flow_run)), "a line of the worker in the log of the run"
+
+    place.cosmos("resume", "outputs/cancelled")
+    assert read_result(stage) is not None
+    assert read_state(stage)["attempt"] == 2
+    steps = [json.loads(line)["step"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 1001)), "no step is missing"
+    place.expect_quiet()
+
+
+def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes_the_run(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    config = write(place, RELEASED)
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=lost")
+    wait_until(lambda: min(step(place, "lost", "left"), step(place, "lost", "right")) >= 5, 90, "both at step 5")
+    worker = orchestra.ensure_worker()
+    worker.send_signal(signal.SIGTERM)
+    worker.wait(timeout=60)
+    expect_gone(flow_run, 60)
+    stages = place.path / "outputs" / "lost" / "stages"
+    saved = {name: json.loads((stages / name / "checkpoint.json").read_text())["step"] for name in ("left", "right")}
+    for name in saved:
+        (place.path / "outputs" / f"go-{name}").touch()
+    place.cosmos("resume", "outputs/lost")
+    for name, reached in saved.items():
+        assert reached >= 5
+        assert (stages / name / "visits.txt").read_text() == f"start 0\nstart {reached}\n"
+        assert (stages / name / "out.txt").read_text() == str(reached)
+    place.expect_quiet()

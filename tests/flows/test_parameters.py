@@ -1,0 +1,105 @@
+"""What Prefect's server learns of the flows: `prefect.yaml`, the form of parameters; and that the server loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.flows import Flow
+from prefect.utilities.callables import parameter_schema
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe.logs import quiet_environment
+from cosmos_core.registry import import_thing
+from cosmos_core.run.directory import create_run
+from flows.post_train import post_train
+from flows.stage import stage
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tests.conftest import PROGRAMS
+
+ROOT = Path(__file__).parents[2]
+CHAIN = f"""
+[pipeline]
+name = "chain"
+output_dir = "OUTPUTS"
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "{PROGRAMS}/counting.py:count"
+arguments = {{ steps = 2 }}
+
+[[pipeline.stages]]
+name = "second"
+kind = "custom"
+entry = "{PROGRAMS}/counting.py:count"
+after = "first"
+arguments = {{ steps = 3 }}
+"""
+
+
+def deployments() -> list[dict[str, Any]]:
+    return yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+
+
+def test_every_deployment_names_a_flow_and_gives_parameters_that_it_has() -> None:
+    flows = {}
+    for deployment in deployments():
+        flow = import_thing(f"{ROOT}/{deployment['entrypoint']}")
+        assert isinstance(flow, Flow)
+        assert set(deployment.get("parameters", {})) <= set(parameter_schema(flow).properties)
+        assert deployment["enforce_parameter_schema"] is True
+        flows[f"{flow.name}/{deployment['name']}"] = deployment["work_pool"]["name"]
+    assert flows == {"post-train/local": "local", "stage/local": "local"}, "a deployment is named after its pool"
+
+
+def test_the_default_config_of_the_pipeline_is_a_file_of_the_repository() -> None:
+    [config] = [d["parameters"]["config"] for d in deployments() if d["entrypoint"].endswith(":post_train")]
+    assert (ROOT / config).is_file()
+
+
+def test_prefect_yaml_works_from_any_clone() -> None:
+    assert not re.search(r"[\s\"'=]/\w", (ROOT / "prefect.yaml").read_text()), "an absolute path"
+
+
+def test_the_form_in_the_ui_has_a_type_a_default_and_a_description_for_every_parameter() -> None:
+    form = parameter_schema(post_train)
+    types = {name: (entry["type"], entry.get("default")) for name, entry in form.properties.items()}
+    assert types == {
+        "config": ("string", None), "overrides": ("array", []), "run_id": ("string", ""), "from_stage": ("string", ""),
+    }  # fmt: skip
+    assert form.required == ["config"]
+    assert parameter_schema(stage).required == ["run", "name"]
+    for flow in (post_train, stage):
+        assert all(len(entry["description"]) > 20 for entry in parameter_schema(flow).properties.values())
+
+
+def test_a_stage_whose_input_is_not_done_or_was_altered_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "chain.toml"
+    file.write_text(CHAIN.replace("OUTPUTS", str(tmp_path / "outputs")))
+    run = create_run(load_pipeline(file, (), tuple(all_kinds())), all_kinds())
+    with pytest.raises(ConfigError, match=r"^.*: stage 'second' starts from 'first', but it is not done; run .*$"):
+        stage.fn(str(run.path), "second")
+    perform(run, "first")
+    (run.stage_path("first") / "out.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"starts from 'first', but out.txt has 1 bytes instead of 64; run stage"):
+        stage.fn(str(run.path), "second")
+    with pytest.raises(ConfigError, match=r"no stage 'secnd' .*second"):
+        stage.fn(str(run.path), "secnd")
+
+
+def test_the_server_of_the_installed_prefect_can_be_built(tmp_path: Path) -> None:
+    """Prefect and vLLM want different releases of fastapi; a wrong one breaks the server, not the client."""
+    code = "from prefect.server.api.server import create_app; print(len(create_app().routes))"
+    environment = quiet_environment(os.environ | {"PREFECT_HOME": str(tmp_path)})
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 0

@@ -1,0 +1,380 @@
+"""Reading TOML and the schema: what is accepted, and the one line that each mistake is told in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.load import MAX_FILE_BYTES, merge, read_toml
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.table import affects_result
+from cosmos_core.errors import ConfigError
+from tasks.kinds import all_kinds
+
+SFT = """
+[policy]
+model_name_or_path = "org/model"
+
+[train]
+epoch = 2
+optm_lr = 1e-5
+train_batch_per_replica = 8
+optm_betas = [0.9, 0.95]
+
+[train.train_policy]
+type = "sft"
+mini_batch = 4
+dataset = { name = "org/rows", split = "train", test_size = 0.1 }
+
+[train.ckpt]
+enable_checkpoint = true
+
+[validation]
+enable = true
+"""
+GRPO = """
+[policy]
+model_name_or_path = "org/model"
+
+[train]
+train_batch_per_replica = 16
+
+[train.train_policy]
+type = "grpo"
+reward_function = ["exact_match"]
+dataset = { name = "org/rows" }
+
+[rollout]
+n_generation = 8
+max_response_length = 64
+"""
+
+
+def load(folder: Path, text: str | bytes, *overrides: str):
+    file = folder / "recipe.toml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return load_pipeline(file, overrides, tuple(all_kinds()))
+
+
+def refused(folder: Path, text: str | bytes, *overrides: str) -> str:
+    """The message, without the folder of the test."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(f"{folder}/", "")
+
+
+# One row a rule: the setting, and what is said of it.
+WRONG = [
+    ("train.epoch=0", "train.epoch = 0: input should be greater than 0"),
+    ("train.epoch=1.5", "train.epoch = 1.5: must be an integer"),
+    ("train.epoch='two'", "train.epoch = 'two': must be an integer"),
+    ("train.epoch=true", "train.epoch = True: must be an integer"),
+    ("train.optm_lr=0", "train.optm_lr = 0: input should be greater than 0"),
+    ("train.optm_lr=nan", "train.optm_lr = nan: input should be a finite number"),
+    ("train.optm_lr=inf", "train.optm_lr = inf: input should be a finite number"),
+    ("train.optm_lr='fast'", "train.optm_lr = 'fast': must be a number"),
+    ("train.optm_name='Lion'", "train.optm_name = 'Lion': input should be 'AdamW' or 'Adam'"),
+    ("train.optm_betas=[0.9]", "train.optm_betas.1: is required"),
+    ("train.optm_betas=0.9", "train.optm_betas = 0.9: must be an array"),
+    ("train.optm_warmup_steps=-1", "train.optm_warmup_steps = -1 must be a count of steps or a fraction up to 1.0"),
+    ("train.optm_warmup_steps=1.5", "train.optm_warmup_steps = 1.5 must be a count of steps or a fraction up to 1.0"),
+    ("train.optm_min_lr_factor=1.1", "train.optm_min_lr_factor = 1.1: input should be less than or equal to 1"),
+    ("train.param_dtype='int8'", "train.param_dtype = 'int8': input should be 'float32', 'bfloat16' or 'float16'"),
+    ("train.compile=1", "train.compile = 1: must be true or false"),
+    ("train.output_dir=3", "train.output_dir = 3: must be a string"),
+    ("train.ckpt.max_keep=0", "train.ckpt.max_keep = 0 must be -1 (all) or at least 1"),
+    ("train.ckpt.save_freq=0", "train.ckpt.save_freq = 0: input should be greater than 0"),
+    ("train.signal_to_handle=['SIGKILL']", "train.signal_to_handle: 'SIGKILL' is not a signal that a process can catch"),
+    ("train.signal_to_handle=['USR']", "train.signal_to_handle: 'USR' is not a signal that a process can catch"),
+    (
+        "train.train_batch_per_replica=6",
+        "train: train_batch_per_replica = 6 must be a multiple of train_policy.mini_batch = 4",
+    ),
+    ("train.train_policy.type='dpo'", "train.train_policy.type = 'dpo': must be one of 'sft', 'grpo'"),
+    ("train.train_policy=3", "train.train_policy = 3: must be a table"),
+    (
+        "train.train_policy.dataset.test_size=1.5",
+        "train.train_policy.dataset: test_size = 1.5 must be a count of at least 1 or a fraction between 0 and 1",
+    ),
+    (
+        "train.train_policy.dataset.test_size=0",
+        "train.train_policy.dataset: test_size = 0 must be a count of at least 1 or a fraction between 0 and 1",
+    ),
+    ("train.train_policy.dataset.split=[1]", "train.train_policy.dataset.split.0 = 1: must be a string"),
+    ("policy.model_name_or_path=' '", "policy.model_name_or_path is empty; give a folder or a Hub id"),
+    ("policy.model_max_length=-1", "policy.model_max_length = -1: input should be greater than 0"),
+    (
+        "policy.parallelism.dp_shard_size=0",
+        "policy.parallelism.dp_shard_size = 0 must be -1 (the rest of the world) or at least 1",
+    ),
+    ("rollout.backend='sglang'", "rollout.backend = 'sglang': input should be 'vllm' or 'hf'"),
+    ("rollout.sampling_config.top_p=0", "rollout.sampling_config.top_p = 0: input should be greater than 0"),
+    ("rollout.gpu_memory_utilization=2", "rollout.gpu_memory_utilization = 2: input should be less than or equal to 1"),
+    ("validation.freq=0", "validation.freq = 0: input should be greater than 0"),
+    ("logging.logger=['wandb']", "logging.logger 'wandb' is not in this version; known: console"),
+    ("train=3", "train = 3: must be a table"),
+    ("custom=3", "custom = 3: must be a table"),
+]
+WRONG_GRPO = [
+    ("train.train_policy.reward_function={}", "train.train_policy.reward_function is empty; name at least one reward"),
+    ("train.train_policy.reward_function=['a', 3]", "train.train_policy.reward_function = ['a', 3]: must be a table"),
+    ("train.train_policy.reward_function={a='x'}", "train.train_policy.reward_function.a = 'x': must be a number"),
+    ("train.train_policy.lower_bound_ratio=1.0", "train.train_policy.lower_bound_ratio = 1.0 must be greater than 1"),
+    (
+        "train.train_policy.batch_size_per_optimize=3",
+        "train.train_policy: batch_size_per_optimize = 3 must be a multiple of mini_batch = 2",
+    ),
+    (
+        "train.train_policy.unbiased_loss_max_tokens=10",
+        "train.train_policy: unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'",
+    ),
+    ("rollout.n_generation=1", "rollout.n_generation must be at least 2: advantages compare answers of one group"),
+    ("rollout.n_generation=3", "train.train_batch_per_replica = 16 must be a multiple of rollout.n_generation = 3"),
+    (
+        "train.train_policy.batch_size_per_optimize=6",
+        "train.train_batch_per_replica = 16 must be a multiple of batch_size_per_optimize = 6",
+    ),
+    (
+        "train.train_policy.temperature=0.9",
+        "train.train_policy.temperature = 0.9 must equal rollout.sampling_config.temperature = 1.0: log-probabilities "
+        "are compared between the two",
+    ),
+    (
+        "policy.model_max_length=64",
+        "rollout.max_response_length = 64 leaves no room for a prompt in policy.model_max_length = 64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("setting", "said"), WRONG, ids=[setting for setting, _ in WRONG])
+def test_a_wrong_value_is_one_line_that_names_file_key_value_and_rule(tmp_path: Path, setting: str, said: str) -> None:
+    assert refused(tmp_path, SFT, setting) == f"recipe.toml: {said}"
+
+
+@pytest.mark.parametrize(("setting", "said"), WRONG_GRPO, ids=[setting for setting, _ in WRONG_GRPO])
+def test_a_wrong_value_of_grpo_is_one_line_too(tmp_path: Path, setting: str, said: str) -> None:
+    message = refused(tmp_path, GRPO, setting)
+    assert message in {f"recipe.toml: {said}", f"recipe.toml: stage 'rl': {said}"}
+
+
+RIGHT = [
+    ("train.optm_lr=1", ("train", "optm_lr"), 1.0),
+    ("train.optm_warmup_steps=0.1", ("train", "optm_warmup_steps"), 0.1),
+    ("train.optm_warmup_steps=20.0", ("train", "optm_warmup_steps"), 20),
+    ("train.seed=-1", ("train", "seed"), 42),
+    ("train.seed=7", ("train", "seed"), 7),
+    ("train.max_num_steps=5", ("train", "max_num_steps"), 5),
+    ("train.ckpt.max_keep=-1", ("train", "ckpt", "max_keep"), -1),
+    ("train.signal_to_handle=[]", ("train", "signal_to_handle"), ()),
+    ("train.train_policy.dataset.split=['a', 'b']", ("train", "train_policy", "dataset", "split"), ("a", "b")),
+    ("train.train_policy.dataset.test_size=3", ("train", "train_policy", "dataset", "test_size"), 3),
+    ("validation.reward_function='gsm8k'", ("validation", "reward_function"), {"gsm8k": 1.0}),
+    ("validation.reward_function=['a', 'b']", ("validation", "reward_function"), {"a": 1.0, "b": 1.0}),
+    ("validation.reward_function={a=2, b=0.5}", ("validation", "reward_function"), {"a": 2.0, "b": 0.5}),
+    ("logging.logger=['Console']", ("logging", "logger"), ("console",)),
+    ("custom.any.thing=[1, 'x']", ("custom",), {"any": {"thing": [1, "x"]}}),
+    ("policy.model_name_or_path=org/other", ("policy", "model_name_or_path"), "org/other"),
+]
+
+
+@pytest.mark.parametrize(("setting", "place", "value"), RIGHT, ids=[setting for setting, *_ in RIGHT])
+def test_a_right_value_is_taken(tmp_path: Path, setting: str, place: tuple[str, ...], value: object) -> None:
+    found = load(tmp_path, SFT, setting).recipes["sft"]
+    for key in place:
+        found = getattr(found, key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[train]\noptm_l = 1e-3", "train.optm_l: unknown key; did you mean train.optm_lr?"),
+        ("[validaton]\nenable = true", "validaton: unknown key; did you mean validation?"),
+        ("epoch = 3", "epoch: unknown key; did you mean train.epoch?"),
+        ("[train.train_policy]\ntype = 'sft'\ntemperature = 1.0",
+         "train.train_policy.temperature: unknown key here; it belongs to another `type`"),
+        ("[train.train_policy]\ntype = 'sft'\n[train.train_policy.dataset]\nnmae = 'x'",
+         "train.train_policy.dataset.nmae: unknown key; did you mean train.train_policy.dataset.name?"),
+        ("[train]\nzzzzzzzz = 1", "train.zzzzzzzz: unknown key"),
+        ("[pipeline]\nthread = 1", "pipeline.thread: unknown key; did you mean pipeline.threads?"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_comes_with_the_nearest_known_one(tmp_path: Path, text: str, said: str) -> None:
+    assert refused(tmp_path, text) == f"recipe.toml: {said}"
+
+
+def test_a_misspelt_key_is_told_before_the_mistakes_that_it_causes(tmp_path: Path) -> None:
+    text = "[train]\nepoch = 'x'\n[rolout]\nn_generation = 8"
+    assert refused(tmp_path, text) == "recipe.toml: rolout: unknown key; did you mean rollout? (and 1 more)"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a = \n", "not valid TOML: Invalid value (at line 1, column 5)"),
+        (b"[train]\nepoch = 1\nepoch = 2\n", "not valid TOML: Cannot overwrite a value (at line 3, column 10)"),
+        (b"\xff\xfe\x00", "not UTF-8 text at byte 0"),
+        ("[train]\nname = 'Größe'".encode("latin-1"), "not UTF-8 text at byte 18"),
+        (b"\x00" * 100, "not valid TOML: Invalid statement (at line 1, column 1)"),
+        (b"a = " + b"[" * 100_000, "nested more than 32 tables deep"),
+        (b"a" + b".a" * 20_000 + b" = 1", "nested more than 32 tables deep"),
+        (b"[custom]\na" + b".a" * 40 + b" = 1", "nested more than 32 tables deep"),
+        (b"#" * (MAX_FILE_BYTES + 1), "more than 16777216 bytes, the most that a configuration may have"),
+    ],
+    ids=["no value", "twice", "UTF-16", "Latin-1", "binary", "deep array", "deep table", "deep custom", "huge"],
+)
+def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+    assert refused(tmp_path, content) == f"recipe.toml: {said}"
+
+
+def test_a_number_with_more_digits_than_python_reads_is_one_line(tmp_path: Path) -> None:
+    message = refused(tmp_path, f"[train]\nepoch = {'9' * 5000}")
+    assert message.startswith("recipe.toml: not valid TOML: Exceeds the limit (4300 digits)")
+
+
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path / "none.toml", "no such file"),
+        (tmp_path, "is a folder; name a .toml file in it"),
+        (Path("/proc/self/mem"), "cannot be read: Input/output error"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_toml(path)
+        assert str(caught.value) == f"{path}: {said}"
+
+
+def test_an_endless_file_is_refused_without_reading_to_its_end() -> None:
+    with pytest.raises(ConfigError, match="more than 16777216 bytes"):
+        read_toml(Path("/dev/zero"))
+
+
+def test_merging_replaces_values_joins_tables_and_drops_the_keys_of_another_type() -> None:
+    base = {"a": 1, "t": {"x": 1, "y": [1, 2]}, "p": {"type": "sft", "mini_batch": 2}}
+    assert merge(base, {"t": {"y": [3]}}) == {**base, "t": {"x": 1, "y": [3]}}
+    assert merge(base, {"p": {"type": "grpo"}})["p"] == {"type": "grpo"}
+    assert merge(base, {"p": {"type": "sft"}})["p"] == {"type": "sft", "mini_batch": 2}
+    assert merge(base, {"t": 3})["t"] == 3
+    assert base["t"] == {"x": 1, "y": [1, 2]}, "the base is left as it was"
+
+
+def tables_of(table: type) -> list[type]:
+    from cosmos_core.config.load import _models_in
+
+    below = [model for field in table.model_fields.values() for model in _models_in(field.annotation)]
+    return [table, *(found for model in below for found in tables_of(model))]
+
+
+def test_every_field_is_described_and_none_is_the_default_wherever_it_is_allowed() -> None:
+    from cosmos_core.config.pipeline import PipelineConfig
+
+    for table in {*tables_of(Recipe), *tables_of(PipelineConfig)}:
+        for name, field in table.model_fields.items():
+            assert field.description, f"{table.__name__}.{name}"
+            # TOML cannot say None, so it must come back by being left out; the seed is never None once checked.
+            if type(None) in getattr(field.annotation, "__args__", ()) and name != "seed":
+                assert field.default is None, f"{table.__name__}.{name}"
+
+
+def test_the_fields_that_change_no_result_are_these() -> None:
+    found = {f"{t.__name__}.{name}" for t in tables_of(Recipe) for name, f in t.model_fields.items()
+             if not affects_result(f)}  # fmt: skip
+    assert found == {
+        "DatasetConfig.name", "PolicyConfig.model_name_or_path",  # their content counts instead
+        "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
+        "CheckpointConfig.max_keep", "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
+        "TrainConfig.output_dir", "TrainConfig.timestamp", "SFTDataConfig.dataloader_num_workers",
+        "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "LoggingConfig.logger",
+    }  # fmt: skip
+
+
+scalars = (
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["stage:sft", "sft", "grpo", "custom", "", "1h", "~nobody/x", "a" * 5000, "a\0b", "../x:y"])
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+)
+PIPELINE = {
+    "pipeline": {
+        "threads": 1,
+        "stages": [
+            {"name": "task", "kind": "custom", "entry": "m:f", "arguments": {"a": 1}},
+            {"name": "sft", "kind": "sft", "after": ["task"], "model": "stage:task", "data": "stage:task",
+             "overrides": {"train": {"train_policy": {"type": "sft"}}}},
+            {"name": "gate", "kind": "gate", "after": ["sft"], "require": ["loss < 3"]},
+            {"name": "out", "kind": "upload", "after": "gate", "model": "stage:sft", "target": "somewhere"},
+        ],
+    },
+    "train": {"epoch": 2, "optm_betas": [0.9, 0.99], "ckpt": {"max_keep": 2}},
+    "validation": {"reward_function": {"exact_match": 1.0}},
+}  # fmt: skip
+
+
+def places(value: object, place: tuple = ()) -> list[tuple]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(*place, key) for key, _ in items] + [p for key, item in items for p in places(item, (*place, key))]
+
+
+def mutated(value: object, place: tuple, new: object, rename: str | None) -> object:
+    key, *rest = place
+    items = dict(value.items()) if isinstance(value, dict) else list(value)  # type: ignore[union-attr, call-overload]
+    if rest:
+        items[key] = mutated(items[key], tuple(rest), new, rename)
+    elif rename is not None and isinstance(items, dict):
+        items[rename] = items.pop(key)
+    else:
+        items[key] = new
+    return items
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(data=st.data())
+def test_any_change_of_a_valid_pipeline_is_valid_or_one_line_of_explanation(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    import tomli_w
+
+    from cosmos_core.config.load import without_none
+
+    place = data.draw(st.sampled_from(places(PIPELINE)))
+    rename = data.draw(st.none() | st.text(max_size=8) | st.sampled_from(["type", "name", "after", "model"]))
+    changed = without_none(mutated(PIPELINE, place, data.draw(values), rename))
+    file = tmp_path_factory.getbasetemp() / "mutated.toml"
+    try:
+        file.write_text(tomli_w.dumps(changed), encoding="utf-8")
+    except UnicodeEncodeError:
+        return  # not a file that anybody can have
+    try:
+        pipeline = load_pipeline(file, (), tuple(all_kinds()))
+    except ConfigError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert str(file) in message
+    else:
+        again = file.with_name("again.toml")
+        again.write_text(tomli_w.dumps(pipeline.as_toml()), encoding="utf-8")
+        assert load_pipeline(again, (), tuple(all_kinds())).recipes == pipeline.recipes
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(text=st.text(max_size=30) | st.from_regex(r"(sft|train|pipeline|policy)(\.[a-z_]{1,12}){0,3}=[^\n]{0,12}"))
+def test_any_override_is_valid_or_one_line_of_explanation(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    file = tmp_path_factory.getbasetemp() / f"override-{os.getpid()}.toml"
+    file.write_text(SFT)
+    try:
+        load_pipeline(file, (text,), tuple(all_kinds()))
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
