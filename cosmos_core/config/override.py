@@ -77,13 +77,14 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     Raises:
         ConfigError: the first key is no stage, no recipe table and not `pipeline`.
     """
-    found = Settings(shared=shared_values(settings))
+    found = Settings()
     for setting in settings:
         first, *rest = setting.keys
         if first in names and rest and (first not in Recipe.model_fields or _is_of_stage(rest[0])):
             into = found.recipes if rest[0] in Recipe.model_fields else found.entries
             into[first] = merge(into.get(first, {}), setting.below(1))
         elif first in Recipe.model_fields:
+            found.shared = merge(found.shared, setting.below(0))
             for name in names:  # the command line wins over a stage's recipe file too
                 found.recipes[name] = merge(found.recipes.get(name, {}), setting.below(0))
         elif first == "pipeline" and rest and rest[0] != "stages":

@@ -274,3 +274,19 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
         assert (stages / name / "visits.txt").read_text() == f"start 0\nstart {reached}\n"
         assert (stages / name / "out.txt").read_text() == str(reached)
     place.expect_quiet()
+
+
+def test_a_run_whose_worker_is_killed_goes_on_to_its_end(orchestra: Orchestra, place: Workspace) -> None:
+    config = write(place, RELEASED)
+    orchestra.ensure_worker()
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=alone")
+    wait_until(lambda: min(step(place, "alone", "left"), step(place, "alone", "right")) >= 5, 90, "both at step 5")
+    worker = orchestra.ensure_worker()
+    worker.kill()
+    worker.wait(timeout=60)
+    for name in ("left", "right"):
+        (place.path / "outputs" / f"go-{name}").touch()
+    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_type"] == "COMPLETED"
+    stages = place.path / "outputs" / "alone" / "stages"
+    assert {(stages / name / "visits.txt").read_text() for name in ("left", "right")} == {"start 0\n"}
+    expect_gone(flow_run, 15)

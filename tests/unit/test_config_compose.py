@@ -99,9 +99,9 @@ def test_a_stage_without_prepared_rows_gets_a_prepare_stage_that_needs_no_traini
 
 
 def test_two_stages_may_share_one_prepare_stage(tmp_path: Path) -> None:
-    text = CHAIN.replace('data = "stage:rows"', 'data = "stage:shared"') + stages(
-        'name = "shared"\nkind = "prepare"\nafter = "rows"\ndata = "stage:rows"'
-    )
+    text = CHAIN.replace('data = "stage:rows"', 'data = "stage:shared"')
+    text = text.replace('after = "rows"', 'after = "shared"').replace('["rows", "sft"]', '["shared", "sft"]')
+    text += stages('name = "shared"\nkind = "prepare"\nafter = "rows"\ndata = "stage:rows"')
     assert [name for name, (kind, *_) in graph(load(tmp_path, text)).items() if kind == "prepare"] == ["shared"]
 
 

@@ -91,7 +91,10 @@ WRONG = [
     ("train.output_dir=3", "train.output_dir = 3: must be a string"),
     ("train.ckpt.max_keep=0", "train.ckpt.max_keep = 0 must be -1 (all) or at least 1"),
     ("train.ckpt.save_freq=0", "train.ckpt.save_freq = 0: input should be greater than 0"),
-    ("train.signal_to_handle=['SIGKILL']", "train.signal_to_handle: 'SIGKILL' is not a signal that a process can catch"),
+    (
+        "train.signal_to_handle=['SIGKILL']",
+        "train.signal_to_handle: 'SIGKILL' is not a signal that a process can catch",
+    ),
     ("train.signal_to_handle=['USR']", "train.signal_to_handle: 'USR' is not a signal that a process can catch"),
     (
         "train.train_batch_per_replica=6",
@@ -369,9 +372,7 @@ def test_any_change_of_a_valid_pipeline_is_valid_or_one_line_of_explanation(
 
 @settings(max_examples=200, deadline=None, database=None)
 @given(text=st.text(max_size=30) | st.from_regex(r"(sft|train|pipeline|policy)(\.[a-z_]{1,12}){0,3}=[^\n]{0,12}"))
-def test_any_override_is_valid_or_one_line_of_explanation(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_any_override_is_valid_or_one_line_of_explanation(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = tmp_path_factory.getbasetemp() / f"override-{os.getpid()}.toml"
     file.write_text(SFT)
     try:
