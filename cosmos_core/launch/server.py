@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.run.lock import Lock
 
 _START_SECONDS = 90.0
 _GRACE_SECONDS = 3.0
+_ANSWER_SECONDS = 10.0
 
 
 @contextmanager
@@ -31,9 +32,11 @@ def prefect_server(folder: Path) -> Iterator[None]:
     Must come before the first import of Prefect, which reads the environment once.
 
     Raises:
+        ConfigError: nothing answers at `PREFECT_API_URL`.
         StageFailed: the server did not come up; the message names its log.
     """
-    if os.environ.get("PREFECT_API_URL"):
+    if url := os.environ.get("PREFECT_API_URL"):
+        _expect_answer(url)
         yield
         return
     home, lock = _own_home(folder)
@@ -46,6 +49,24 @@ def prefect_server(folder: Path) -> Iterator[None]:
         os.environ.pop("PREFECT_API_URL", None)
         server.close()
         lock.release()
+
+
+def _expect_answer(url: str) -> None:
+    """Wait a little for a server that is not ours: it may be restarting."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            return  # somebody is there; whether we may talk to it, Prefect will say
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline or isinstance(error, ValueError):
+                raise ConfigError(
+                    f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
+                    "start it, or unset the variable to run with a server of our own"
+                ) from error
+            time.sleep(0.5)
 
 
 def _own_home(folder: Path) -> tuple[Path, Lock]:
