@@ -14,6 +14,7 @@ import signal
 import sys
 import tomllib
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
@@ -22,6 +23,7 @@ from cosmos_core.registry import import_thing
 from cosmos_core.run.files import write_json
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ def run_program(stage: Stage) -> None:
     """Call the program of the stage's kind and commit what it returns."""
     stage.progress.phase("start")
     spec = tomllib.loads((stage.path / "stage.toml").read_text(encoding="utf-8"))
-    program = import_thing(spec["entry"])
+    program = _program(spec["entry"])
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
@@ -61,6 +63,23 @@ def run_program(stage: Stage) -> None:
     commit(
         stage.path, outcome, name=stage.name, kind=stage.config.kind, fingerprint=stage.fingerprint, inputs=stage.inputs
     )
+
+
+def _program(entry: str) -> Callable[..., Outcome]:
+    """The function that a stage runs; code that cannot even be imported is its author's mistake, not a crash."""
+    try:
+        program: Callable[..., Outcome] = import_thing(entry)
+    except CosmosError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = (
+            f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{place.filename}:{place.lineno}"
+        )
+        raise ConfigError(f"{entry!r} cannot be imported: {type(error).__name__}: {error} ({where})") from error
+    if not callable(program):
+        raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
+    return program
 
 
 def _keep_locks_from_children() -> None:

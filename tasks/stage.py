@@ -7,7 +7,9 @@ high and `should_retry`, which reads `state.json`, is the only policy.
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +29,15 @@ from cosmos_core.config.load import without_none
 from cosmos_core.config.pipeline import StageConfig
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError, GateFailed, Preempted, StageFailed
 from cosmos_core.launch import worker
+from cosmos_core.launch.processes import start_time
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, open_run, supersede
+from cosmos_core.run.files import read_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import Decision, decide, fingerprint_folder, register, save_fingerprint, saved_fingerprint
+from cosmos_core.run.plan import FINGERPRINT, Decision, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.stage import load_stage
 from cosmos_core.run.state import read_state, record_event, update_state
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
@@ -53,6 +57,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     futures: dict[str, PrefectFuture[Any]] = {}
     try:
+        _listen_for_stop(run)
         for name in names:
             upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
             futures[name] = stage_task(run.path, name).submit(str(run.path), name, wait_for=upstream)
@@ -70,6 +75,17 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
             message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}"
         )
     return Completed(message=f"run {run.id}: {len(futures)} stages completed", data=str(run.path))
+
+
+def _listen_for_stop(run: Run) -> None:
+    """`train.signal_to_handle` stops the flow as SIGTERM does, for which Prefect listens itself."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise TerminationSignal(signal=number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}:
+            signal.signal(signal.Signals[number], terminate)
 
 
 def stage_task(run_path: Path, name: str) -> Any:
@@ -105,12 +121,7 @@ def _run_stage(run_path: str, name: str) -> State[Any] | Result:
     run = open_run(Path(run_path), all_kinds())
     log = get_run_logger()
     artifacts = StageArtifacts(run.id, run.stage_path(name))
-    path = run.stage_path(name)
-    try:
-        result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
-    except CosmosError as error:
-        _record_failure(path, error)
-        raise
+    result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
     artifacts.finish(result)
     return (
         Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
@@ -132,39 +143,58 @@ def perform(
         CosmosError: as `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
-    kind = run.kinds[stage.kind]
-    _back_off(path)
     with Lock(run.path / "locks" / f"{name}.lock") as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         worker.reap(path)
-        print_ = fingerprint(
-            run.pipeline, stage, kind, {n: r["digest"] for n, r in _inputs(run, stage).items()}, run.digests
-        )
-        if found := _existing(run, stage, print_):
-            return found, True
-        if not kind.in_worker:
-            return _in_this_process(run, stage, print_), False
-        with Lock(fingerprint_folder(run.output_dir, print_.value) / "lock") as shared:
-            if not shared.try_acquire():  # another run is making the same thing
-                update_state(path, state="waiting", error="another run is making the same result")
-                shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
-                if found := _existing(run, stage, print_):
-                    return found, True
-            _lay_out(run, stage, print_)
-            result = worker.run(
-                worker.Launch(
-                    stage_path=path,
-                    python=run.pipeline.config.python,
-                    threads=threads(run.pipeline),
-                    grace_seconds=run.pipeline.config.grace_seconds,
-                    timeout_seconds=stage.timeout_seconds,
-                    locks=(lock.descriptor, shared.descriptor),
-                    on_progress=on_progress,
-                    on_line=on_line,
-                )
+        try:
+            _take_charge(path)
+            return _found_or_made(run, stage, lock, on_progress, on_line)
+        except CosmosError as error:
+            _record_failure(path, error)
+            raise
+        except Exception as error:  # a bug or a broken disk here is one failed attempt, never an endless retry
+            logger.exception("stage %r", name)
+            failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
+            _record_failure(path, failure)
+            raise failure from error
+
+
+def _found_or_made(
+    run: Run,
+    stage: StageConfig,
+    lock: Lock,
+    on_progress: Callable[[dict[str, Any]], None],
+    on_line: Callable[[str], None],
+) -> tuple[Result, bool]:
+    """The result and whether it was there already; `lock` on the stage is held."""
+    path, kind = run.stage_path(stage.name), run.kinds[stage.kind]
+    upstream = {name: result["digest"] for name, result in _inputs(run, stage).items()}
+    print_ = fingerprint(run.pipeline, stage, kind, upstream, run.digests)
+    if found := _existing(run, stage, print_):
+        return found, True
+    if not kind.in_worker:
+        return _in_this_process(run, stage, print_), False
+    with Lock(fingerprint_folder(run.output_dir, print_.value) / "lock") as shared:
+        if not shared.try_acquire():  # another run is making the same thing
+            update_state(path, state="waiting", error="another run is making the same result")
+            shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
+            if found := _existing(run, stage, print_):
+                return found, True
+        _lay_out(run, stage, print_)
+        result = worker.run(
+            worker.Launch(
+                stage_path=path,
+                python=run.pipeline.config.python,
+                threads=threads(run.pipeline),
+                grace_seconds=run.pipeline.config.grace_seconds,
+                timeout_seconds=stage.timeout_seconds,
+                locks=(lock.descriptor, shared.descriptor),
+                on_progress=on_progress,
+                on_line=on_line,
             )
-            _finish(run, stage, print_)
-            return result, False
+        )
+        _finish(run, stage, print_)
+        return result, False
 
 
 def _inputs(run: Run, stage: StageConfig) -> dict[str, Result]:
@@ -190,9 +220,7 @@ def _existing(run: Run, stage: StageConfig, print_: Fingerprint) -> Result | Non
     assert decision.result is not None and decision.source is not None
     result = decision.result
     if decision.action == "adopt":
-        if saved_fingerprint(path) not in {None, print_.value}:
-            supersede(path)
-        path.mkdir(parents=True, exist_ok=True)
+        _make_room(path, print_)
         save_fingerprint(path, print_)
         result = manifest.adopt(decision.source, path, decision.result)
         register(run.output_dir, path, print_.value)
@@ -205,9 +233,7 @@ def _existing(run: Run, stage: StageConfig, print_: Fingerprint) -> Result | Non
 def _lay_out(run: Run, stage: StageConfig, print_: Fingerprint) -> None:
     """Make the stage directory say what is to be done; content of another fingerprint is moved aside, not mixed in."""
     path = run.stage_path(stage.name)
-    if saved_fingerprint(path) not in {None, print_.value}:
-        supersede(path)
-    path.mkdir(parents=True, exist_ok=True)
+    _make_room(path, print_)
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, print_)
     kind = run.kinds[stage.kind]
@@ -224,6 +250,17 @@ def _lay_out(run: Run, stage: StageConfig, print_: Fingerprint) -> None:
         "inputs": {name: {key: result[key] for key in keys} for name, result in inputs.items()},
     }
     (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
+
+
+def _make_room(path: Path, print_: Fingerprint) -> None:
+    """Content of another fingerprint is moved aside, and said so: a checkpoint among it will not be continued."""
+    saved = read_json(path / FINGERPRINT)
+    if isinstance(saved, dict) and saved.get("value") != print_.value:
+        changed = "; ".join(print_.difference(saved["ingredients"])[:3])
+        supersede(path)
+        record_event(path, "superseded", changed)
+        logger.warning("stage %s starts anew, its earlier files are in superseded/: %s", path.name, changed)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
@@ -278,18 +315,17 @@ def _record_failure(path: Path, error: CosmosError) -> None:
     record_event(path, "preempted" if isinstance(error, Preempted) else "crashed", str(error))
 
 
-def _back_off(path: Path) -> None:
-    """Wait before another attempt after a crash: 1, 2, 4 ... 60 s; not after a preemption or by a person's resume."""
+def _take_charge(path: Path) -> None:
+    """Note that this process runs the stage; wait before another attempt of its own after a crash: 1, 2, 4 ... 60 s.
+
+    A new process, that is a person's resume, starts with a full budget of attempts and without a wait.
+    """
     state = read_state(path)
-    if state["state"] == "failed" and state.get("launcher_pid") and worker.reap(path) and _is_same_launcher(state):
+    if state.get("launcher_pid") != os.getpid():
+        update_state(path, launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), failures=0)
+    elif state["state"] == "failed":
         update_state(path, state="retrying")
         worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (int(state["failures"]) - 1)))
-
-
-def _is_same_launcher(state: dict[str, Any]) -> bool:
-    import os
-
-    return bool(state["launcher_pid"] == os.getpid())
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:

@@ -37,8 +37,6 @@ class Grpo:
 
     def updates(self, samples: Sequence[Sample], logprobs: LogProbs) -> Iterator[Update]:
         """`mu_iterations` passes over the samples in optimizer batches."""
-        if not samples:  # every completion was invalid
-            return
         size = self._config.batch_size_per_optimize or len(samples)
         batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
         single = len(batches) == 1 and self._config.mu_iterations == 1
@@ -86,20 +84,21 @@ class Grpo:
                 value = value + config.positive_nll_coef * positive_nll(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
-            difference, mismatch = _engine_difference(micro)
+            difference, mismatch = _engine_difference(micro, rows(old))
             return Loss(value, add_metrics(metrics, mismatch), difference)
 
         return Update(chosen, loss)
 
 
-def _engine_difference(micro: MicroBatch) -> tuple[dict[str, Tensor], Metrics]:
-    """|log pi - log mu| of every sampled token: how far trainer and engine are apart."""
+def _engine_difference(micro: MicroBatch, old_BS: Tensor | None) -> tuple[dict[str, Tensor], Metrics]:
+    """|log pi_old - log mu| of every sampled token: how far trainer and engine are apart under the same weights."""
     if any(sample.rollout_logprobs is None for sample in micro.samples):
         return {}, {}
     engine_BS = torch.zeros_like(micro.logprobs_BS)
     flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
     engine_BS[micro.mask_BS.bool()] = torch.cat(flat).to(engine_BS)
-    difference_BS = (micro.logprobs_BS.detach() - engine_BS).abs()
+    trainer_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
+    difference_BS = (trainer_BS - engine_BS).abs()
     return (
         {"rollout/logprob_difference": difference_BS[micro.mask_BS.bool()]},
         {"rollout/logprob_difference_mean": token_metric(difference_BS, micro.mask_BS)},

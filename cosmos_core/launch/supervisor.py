@@ -39,6 +39,8 @@ class Supervisor:
         """Start the command, wait for its end, clean up behind it."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # a scheduler's warning to the whole group: the worker knows it
+            signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
         if self.kill_at is not None:  # asked to stop before there was anything to stop
@@ -57,6 +59,11 @@ class Supervisor:
             self.kill_at = time.monotonic() + self.grace_seconds
             if self.child is not None:
                 self.child.terminate()
+
+    def pass_on(self, number: int) -> None:
+        """Give a signal to the command."""
+        if self.child is not None:
+            self.child.send_signal(number)
 
     def _watch_pipe(self) -> None:
         if self.is_orphaned:

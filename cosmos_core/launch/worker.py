@@ -22,6 +22,7 @@ from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import is_alive, kill_marked, start_time
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.progress import PHASE_SECONDS
 from cosmos_core.run.state import read_state, record_event, update_state
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def run(launch: Launch) -> Result:
     record_event(path, "started", f"attempt {attempt}")
     try:
         with _live.following(child):
-            code, reason = _follow(launch, child, log, began)
+            code, reason = _follow(launch, child, log)
     finally:
         child.kill()
         seconds = time.time() - began
@@ -153,6 +154,7 @@ def _environment(launch: Launch) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it torch refuses deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),
@@ -160,9 +162,10 @@ def _environment(launch: Launch) -> dict[str, str]:
     }
 
 
-def _follow(launch: Launch, child: Child, log: Path, began: float) -> tuple[int, str]:
+def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
     """Wait for the end; (exit code, why we ended it ourselves or empty)."""
     reason = ""
+    began_monotonic = time.monotonic()
     lines = _NewLines(log)
     last_state = 0.0
     while (code := child.poll()) is None:
@@ -170,12 +173,12 @@ def _follow(launch: Launch, child: Child, log: Path, began: float) -> tuple[int,
         lines.forward(launch.on_line)
         progress = read_json(launch.stage_path / "progress.json")
         if isinstance(progress, dict):
-            launch.on_progress(progress)
-            silent = time.time() - progress["heartbeat"]
-            if silent > progress["deadline_seconds"] and not reason:
-                reason = f"no sign of life for {silent:.0f} s in phase {progress['phase']!r}: it hangs"
-                child.kill()
-        if launch.timeout_seconds and time.time() - began > launch.timeout_seconds and not reason:
+            _tell(launch.on_progress, progress)
+        silent, deadline, phase = _silence(progress, began_monotonic)
+        if silent > deadline and not reason:
+            reason = f"no sign of life for {silent:.0f} s in phase {phase!r}: it hangs"
+            child.kill()
+        if launch.timeout_seconds and time.monotonic() - began_monotonic > launch.timeout_seconds and not reason:
             reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
             child.stop()
         if time.time() - last_state > _STATE_SECONDS:
@@ -183,6 +186,24 @@ def _follow(launch: Launch, child: Child, log: Path, began: float) -> tuple[int,
             update_state(launch.stage_path, **_position(launch.stage_path))
     lines.forward(launch.on_line, everything=True)
     return code, reason
+
+
+def _silence(progress: Any, began: float) -> tuple[float, float, str]:
+    """Seconds since the worker's last sign of life, what its phase allows, and the phase.
+
+    By the monotonic clock, which all processes of a machine share: a step of the wall clock is no hang.
+    """
+    if not isinstance(progress, dict):
+        return time.monotonic() - began, PHASE_SECONDS["start"], "start"
+    return time.monotonic() - progress["alive"], progress["deadline_seconds"], progress["phase"]
+
+
+def _tell(receiver: Callable[[Any], None], value: Any) -> None:
+    """Pass something on to whoever shows it; that it cannot be shown must not cost the training."""
+    try:
+        receiver(value)
+    except Exception:
+        logger.warning("progress could not be shown", exc_info=True)
 
 
 def _position(path: Path) -> dict[str, Any]:
@@ -243,4 +264,4 @@ class _NewLines:
         for line in filter(None, lines):
             if self._allowance >= 1:
                 self._allowance -= 1
-                receiver(line)
+                _tell(receiver, line)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -129,7 +129,8 @@ class RewardRunner:
     """Scores completions by a weighted sum of rewards; a context manager that owns its child processes.
 
     `timeout_seconds` is the deadline of each reward function on each completion; a completion that kills its child is
-    tried `retries` times more. `custom` is handed to rewards that ask for it. Use it from one thread at a time.
+    tried `retries` times more. `custom` is handed to rewards that ask for it; `beat` is called while it waits for them.
+    Use it from one thread at a time.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when a child is replaced).
@@ -143,8 +144,10 @@ class RewardRunner:
         num_workers: int = 1,
         retries: int = 1,
         custom: Mapping[str, Any] | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._weights = dict(weights)
+        self._beat = beat
         self._timeout = timeout_seconds
         self._num_workers = num_workers
         self._retries = retries
@@ -198,6 +201,7 @@ class RewardRunner:
 
     def _turn(self) -> None:
         """Hand out work, wait until a pipe is ready or a deadline passes, and deal with what happened."""
+        self._beat()
         self._hand_out()
         with selectors.DefaultSelector() as selector:
             for child in self._children:

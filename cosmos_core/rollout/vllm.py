@@ -59,6 +59,7 @@ class VllmEngine:
         self._dtype = dtype
         self._stop_ids = stop_token_ids(model, tokenizer)
         self._version = 0
+        self._is_asleep = False
         self._owns_process_group = not torch.distributed.is_initialized()
         _set_environment()
         with _process_kept():
@@ -92,6 +93,7 @@ class VllmEngine:
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> str:
         """See `Engine.load_weights`; tied weights must come under both names."""
         sent = dict(weights)
+        self.wake()
         with _process_kept():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sent.items())})
             self._llm.reset_prefix_cache()
@@ -102,13 +104,15 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """See `Engine.sleep`; the CPU build has nothing to give back."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not self._is_asleep:
             self._llm.sleep(level=1)
+            self._is_asleep = True
 
     def wake(self) -> None:
         """See `Engine.wake`."""
-        if torch.cuda.is_available():
+        if self._is_asleep:
             self._llm.wake_up()
+            self._is_asleep = False
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -37,6 +37,7 @@ class Progress:
         self._state: dict[str, Any] = {
             "pid": os.getpid(), "phase": "start", "deadline_seconds": PHASE_SECONDS["start"], "step": 0, "total": None,
             "checkpoint_step": None, "metrics": {}, "started": time.time(), "heartbeat": time.time(),
+            "alive": time.monotonic(),
         }  # fmt: skip
         self._write(force=True)
 
@@ -62,9 +63,9 @@ class Progress:
         self._write(force=False)
 
     def _write(self, *, force: bool) -> None:
-        now = time.time()
+        now = time.monotonic()
         with self._lock:
-            self._state["heartbeat"] = now
+            self._state.update(heartbeat=time.time(), alive=now)
             if force or now - self._last_write >= self._min_interval:
                 self._last_write = now
                 write_json(self._path, self._state, durable=False)
@@ -83,23 +84,31 @@ class Metrics:
         with self._lock, open(self._path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
+    def sync(self) -> None:
+        """Wait until the lines are on the disk; a checkpoint that follows does not promise more than there is."""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                os.fsync(file.fileno())
+
     def cut_back(self, step: int) -> None:
-        """Forget what was logged after `step`: those steps are about to be done again."""
+        """Forget what was logged after `step`, or all of it for step 0: it is about to be measured again."""
         if not self._path.exists():
             return
-        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+        kept = [line for line in read_metrics(self._path) if step > 0 and line["step"] <= step]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self._path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that was cut by a kill is passed over."""
+    """The lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
     lines = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except json.JSONDecodeError:
                 continue
+            if isinstance(line, dict) and "step" in line:
+                lines.append(line)
     return lines

@@ -29,7 +29,7 @@ def run(stage: Stage) -> Outcome:
         check_weights(stage.model)
         weights = _rewards(stage)
         if weights:
-            with reward_runner(stage.recipe, weights):
+            with reward_runner(stage, weights):
                 found.append(f"rewards {', '.join(weights)}")
     return Outcome(info={"found": "; ".join(found)})
 

@@ -19,6 +19,7 @@ from cosmos_core.config.recipe import Recipe
 from cosmos_core.config.train_policy import GrpoConfig
 from cosmos_core.data.order import batch_positions, batches_per_epoch
 from cosmos_core.data.prepared import Prompts, Sequences
+from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rollout.base import Engine
 from cosmos_core.run.progress import Progress
@@ -94,18 +95,23 @@ class RolloutFeed:
         chosen = [self._prompts[int(place)] for place in places]
         began = time.perf_counter()
         self._progress.phase("generate")
+        self._engine.wake()
         groups = []
         for start in range(0, len(chosen), self._recipe.rollout.batch_size):
             groups += self._engine.generate(
                 chosen[start : start + self._recipe.rollout.batch_size], self.sampling, step
             )
             self._progress.beat()
-        self._between(step)
+            self._between(step)
+        self._engine.sleep()
         generated = time.perf_counter()
         self._progress.phase("score")
         self.last = self._rewards.score_groups(groups)
         scored = time.perf_counter()
         found, counts = samples_of(self.last, normalise_std=not self._policy.unbiased_advantage)
+        if not found:
+            reason = self.last[0].scores[0].error
+            raise StageFailed(f"step {step + 1}: all {counts['invalid']} rewards are invalid; the first: {reason}")
         num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
         figures = {
             **reward_figures(self.last),

@@ -8,18 +8,19 @@ the same bits as one that was not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
 from cosmos_core.errors import Preempted
-from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.rank import Rank
+from cosmos_core.types import JsonValue
 
 Measure = Callable[[int], dict[str, float]]
 """Held-out figures after that many steps, named `validation/...`."""
@@ -38,6 +39,8 @@ class Loop:
     """Tells whoever generates that the weights have seen `step` steps; returns figures about it."""
     measure: Measure | None = None
     """None: no validation during training."""
+    _last: dict[str, float] = field(default_factory=dict)
+    """Figures of the newest step; in every checkpoint, so that a run killed after its last step reports the same."""
 
     def run(self) -> dict[str, float]:
         """Train to the end; the figures of the last step and the newest validation."""
@@ -62,9 +65,7 @@ class Loop:
         if self.checkpointer.latest() != self.feed.total_steps:
             self._save(self.feed.total_steps)
             self.checkpointer.wait()
-        # From the log and not from here: a run that was killed after its last step has the same final figures.
-        last = read_metrics(self.stage.path / "metrics.jsonl")[-1]
-        return {key: value for key, value in last.items() if key not in {"step", "time"}}
+        return self._last
 
     def stop_if_asked(self, step: int) -> None:
         """Save and end if a signal asked to; `step` steps are complete and nothing of the next has changed a weight.
@@ -88,11 +89,11 @@ class Loop:
         self.stage.progress.phase("step")
         began = time.perf_counter()
         logprobs = partial(self.rank.logprobs, temperature=self.algorithm.temperature)
-        for update in self.algorithm.updates(samples, logprobs):
-            # Several updates a step: the last one's figures stand for the step.
-            metrics |= self.rank.update(
-                update, temperature=self.algorithm.temperature, with_entropy=self.algorithm.with_entropy
-            )
+        figures = [
+            self.rank.update(update, temperature=self.algorithm.temperature, with_entropy=self.algorithm.with_entropy)
+            for update in self.algorithm.updates(samples, logprobs)
+        ]
+        metrics |= _over_updates(figures)
         seconds = time.perf_counter() - began
         num_tokens = sum(len(sample.input_ids) for sample in samples)
         return metrics | {
@@ -107,10 +108,9 @@ class Loop:
         state = self._state()
         start = self.checkpointer.load_latest(state) or 0
         if start:
-            rng = state.extra["rng"]
-            assert isinstance(rng, dict)
             # Last of all set-up: starting an engine draws from and reseeds every generator.
-            restore_rng(rng)
+            restore_rng(_table(state.extra["rng"]))
+            self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.stage.progress.saved(start)
         self.stage.metrics.cut_back(start)
         self.stage.progress.step(start, self.feed.total_steps)
@@ -119,7 +119,9 @@ class Loop:
     def _save(self, step: int) -> None:
         self.stage.progress.phase("save")
         state = self._state()
-        state.extra = {"step": step, "total_steps": self.feed.total_steps, "rng": capture_rng()}
+        metrics: dict[str, JsonValue] = {**self._last}
+        state.extra = {"step": step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics}
+        self.stage.metrics.sync()
         self.checkpointer.save(step, state)
 
     def _state(self) -> TrainState:
@@ -132,8 +134,23 @@ class Loop:
         return {**self.measure(step), "time/validate": time.perf_counter() - began}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
+        self._last = metrics
         self.stage.metrics.log(step, metrics)
         shown = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
         self.stage.progress.step(
             step, self.feed.total_steps, **{name: metrics[key] for key, name in shown.items() if key in metrics}
         )
+
+
+def _over_updates(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Several updates a step: the mean of each figure, the largest of those that are maxima."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in figures for name in part):
+        values = [part[name] for part in figures if name in part]
+        found[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return found
+
+
+def _table(value: JsonValue) -> dict[str, Any]:
+    assert isinstance(value, dict)
+    return value

@@ -87,10 +87,12 @@ class Answers:
         """Figures after `step` steps; some answers are added to `samples.jsonl`."""
         size = self._stage.recipe.validation.batch_size or max(1, self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
+        self._engine.wake()
         for start in range(0, len(self._prompts), size):
             self._stage.progress.beat()
             answered = self._engine.generate(self._prompts[start : start + size], self._sampling, step)
             groups += self._rewards.score_groups(answered)
+        self._engine.sleep()
         add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES])
         return answer_figures(groups, self._full)
 
@@ -137,11 +139,11 @@ def reward_weights(recipe: Recipe) -> dict[str, float]:
     return recipe.validation.reward_function or (policy.reward_function if isinstance(policy, GrpoConfig) else {})
 
 
-def reward_runner(recipe: Recipe, weights: dict[str, float]) -> RewardRunner:
+def reward_runner(stage: Stage, weights: dict[str, float]) -> RewardRunner:
     """Killable children for these rewards; a context manager."""
-    policy = recipe.train.train_policy
+    policy = stage.recipe.train.train_policy
     seconds = policy.reward_timeout_seconds if isinstance(policy, GrpoConfig) else GrpoConfig().reward_timeout_seconds
-    return RewardRunner(weights, timeout_seconds=seconds, custom=recipe.custom)
+    return RewardRunner(weights, timeout_seconds=seconds, custom=stage.recipe.custom, beat=stage.progress.beat)
 
 
 def held_out(folder: Path) -> Prompts | Sequences:

@@ -77,7 +77,7 @@ def train_rl(stage: Stage) -> Trained:
     prompts = open_prompts(prepared_folder(stage), "train")
     rank, tokenizer = open_rank(stage)
     with ExitStack() as stack:
-        rewards = stack.enter_context(reward_runner(stage.recipe, policy.reward_function))
+        rewards = stack.enter_context(reward_runner(stage, policy.reward_function))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
         feed = RolloutFeed(
             prompts, engine, rewards, stage.recipe, stage.progress, between=lambda step: loop.stop_if_asked(step)
@@ -89,7 +89,7 @@ def train_rl(stage: Stage) -> Trained:
         if stage.recipe.validation.enable:
             scorer = rewards
             if reward_weights(stage.recipe) != policy.reward_function:
-                scorer = stack.enter_context(reward_runner(stage.recipe, reward_weights(stage.recipe)))
+                scorer = stack.enter_context(reward_runner(stage, reward_weights(stage.recipe)))
             rows = held_out(prepared_folder(stage))
             assert isinstance(rows, Prompts)
             loop.measure = Answers(rows, engine, scorer, stage).measure
@@ -178,7 +178,7 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
         return None
     rows = held_out(prepared_folder(stage))
     if isinstance(rows, Prompts):
-        rewards = stack.enter_context(reward_runner(stage.recipe, reward_weights(stage.recipe)))
+        rewards = stack.enter_context(reward_runner(stage, reward_weights(stage.recipe)))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
         answers = Answers(rows, engine, rewards, stage)
 

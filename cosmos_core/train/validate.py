@@ -18,7 +18,7 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("validate")
     if isinstance(rows, Prompts):
         with (
-            reward_runner(stage.recipe, reward_weights(stage.recipe)) as rewards,
+            reward_runner(stage, reward_weights(stage.recipe)) as rewards,
             open_engine(stage, rank, tokenizer) as engine,
         ):
             metrics = Answers(rows, engine, rewards, stage).measure(0)

@@ -29,15 +29,12 @@ def make_run(folder: Path, function: str, settings: str = "") -> Run:
 
 def attempts_until_given_up(run: Run) -> int:
     """Apply the retry policy as the flow does."""
-    from tasks.stage import _record_failure
-
     attempts = 0
     while True:
         attempts += 1
         try:
             perform(run, "s")
         except StageFailed as error:
-            _record_failure(run.stage_path("s"), error)
             if not should_retry(run.path, "s", error):
                 return attempts
         else:
