@@ -50,6 +50,7 @@ def run(
     overrides: Set = [],  # noqa: B006 - typer reads the default
     run_id: Annotated[str, typer.Option(help="Name of the run; empty: the time.")] = "",
     from_stage: FromStage = "",
+    verify: Verify = False,
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
     from cosmos_core.run.directory import open_or_create_run
@@ -58,13 +59,18 @@ def run(
     pipeline = _pipeline(config, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    _run_flow(open_or_create_run(pipeline, all_kinds(), run_id=run_id), from_stage)
+    _run_flow(open_or_create_run(pipeline, all_kinds(), run_id=run_id), from_stage, verify)
 
 
 @app.command()
-def resume(run_name: RunName = "", from_stage: FromStage = "", output_dir: OutputDir = Path("outputs")) -> None:
+def resume(
+    run_name: RunName = "",
+    from_stage: FromStage = "",
+    verify: Verify = False,
+    output_dir: OutputDir = Path("outputs"),
+) -> None:
     """Continue a run: finished stages are reused, an interrupted one goes on from its newest checkpoint."""
-    _run_flow(_open(run_name, output_dir), from_stage)
+    _run_flow(_open(run_name, output_dir), from_stage, verify)
 
 
 @app.command()
@@ -158,6 +164,8 @@ def main() -> None:
     except BrokenPipeError:  # `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)
+    except OSError as error:
+        _end(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_CRASH)
 
 
 def _end(message: str, code: int) -> None:
@@ -190,10 +198,12 @@ def _open(run_name: str, output_dir: Path) -> Run:
     return open_run(find_run(run_name, output_dir), all_kinds())
 
 
-def _run_flow(run: Run, from_stage: str) -> None:
+def _run_flow(run: Run, from_stage: str, verify: bool) -> None:
     """Run the flow in this process, with a server of our own if there is none, and show its progress."""
     if from_stage:
         run.pipeline.stage(from_stage)
+    from cosmos_core.run.directory import claim
     from cosmos_core.session import run_session
 
-    sys.exit(run_session(run, from_stage, began=_BEGAN))
+    claim(run).release()  # found out before a server is started; the flow takes it for good
+    sys.exit(run_session(run, from_stage, verify, began=_BEGAN))

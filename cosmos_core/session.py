@@ -3,6 +3,7 @@ table."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -24,12 +25,14 @@ _WATCH_SECONDS = 0.3
 _DRAIN_SECONDS = 5.0
 
 
-def run_session(run: Run, from_stage: str, *, began: float) -> int:
+def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int:
     """Run the flow in this process; the exit code. `began` is when the command was typed, in seconds since 1970."""
     os.environ.update(quiet_environment(os.environ))
     # The display says what matters; Prefect's own lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     configure("WARNING")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_not_of_a_run)
     signal.signal(signal.SIGTERM, _terminate)
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, trouble = False, ""
@@ -37,7 +40,7 @@ def run_session(run: Run, from_stage: str, *, began: float) -> int:
         display.message(f"run {run.id} in {run.path}")
         try:
             with prefect_server(run.output_dir / ".cosmos"):
-                trouble = _run_flow(run, from_stage)
+                trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
     print_summary(run.path, since=began)
@@ -47,6 +50,11 @@ def run_session(run: Run, from_stage: str, *, began: float) -> int:
         _say(trouble)
     _explain(run, code)
     return code
+
+
+def _is_not_of_a_run(record: logging.LogRecord) -> bool:
+    """Whether a record is none of those that Prefect keeps for a flow or task run; we tell how stages ended."""
+    return not record.name.startswith(("prefect.task_runs", "prefect.flow_runs"))
 
 
 def exit_code(run: Run) -> int:
@@ -78,7 +86,7 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _run_flow(run: Run, from_stage: str) -> str:
+def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
     """Run the flow to its end; why it did not complete, or an empty string."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal
@@ -87,7 +95,7 @@ def _run_flow(run: Run, from_stage: str) -> str:
     from flows.post_train import post_train
 
     try:
-        state: Any = post_train(config=str(run.path), from_stage=from_stage, return_state=True)
+        state: Any = post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True)
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     finally:

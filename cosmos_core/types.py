@@ -21,6 +21,8 @@ class StageKind:
     """Import path `module:function` of the program; called with one `run.stage.Stage`."""
     result_version: int
     """Part of the fingerprint; raised by hand when a change of code changes results."""
+    is_numeric: bool = True
+    """False: its result does not depend on threads or accelerator, so another machine may reuse it."""
     in_worker: bool = True
     """False: light work that runs in the flow's own process (no torch)."""
     is_reusable: bool = True

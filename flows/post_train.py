@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.directory import PIPELINE, Run, create_run, open_run, saved_pipeline_matches, supersede
-from cosmos_core.run.state import update_state
+from cosmos_core.run.directory import Run, claim, open_or_create_run, open_run, supersede
+from cosmos_core.run.files import write_text
+from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import run_stages
 
@@ -28,6 +30,7 @@ def post_train(
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default
     run_id: str = "",
     from_stage: str = "",
+    verify: bool = False,
 ) -> Any:
     """Bring every stage of a pipeline to its result, reusing what is proven.
 
@@ -36,14 +39,18 @@ def post_train(
         overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
         run_id: Name of the run; an existing one is continued; empty: the time
         from_stage: Make this stage and everything behind it again; empty: none
+        verify: Hash every reused file instead of trusting its size, time and inode
     """
-    run = open_or_create(config, overrides, run_id)
-    force(run, from_stage)
-    return run_stages(run, [stage.name for stage in run.pipeline.stages])
+    request = str(flow_run.id or "")
+    run = open_or_create(config, overrides, run_id, request)
+    with claim(run):
+        force(run, from_stage, request)
+        return run_stages(run, [stage.name for stage in run.pipeline.stages], verify=verify)
 
 
-def open_or_create(config: str, overrides: Sequence[str], run_id: str) -> Run:
-    """The run to work on: a run directory as it is, an existing `run_id` if it means the same, or a new one.
+def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
+    """The run to work on: a run directory as it is, the run that this `request` (a flow run) began, an existing
+    `run_id` if it means the same, or a new one.
 
     Raises:
         ConfigError: the configuration is wrong, or differs from that of the existing run.
@@ -51,29 +58,30 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str) -> Run:
     kinds = all_kinds()
     path = Path(config).expanduser()
     if path.is_dir():
-        if overrides:
+        if overrides or run_id:
             raise ConfigError(
-                f"{path} is a run; its settings are fixed. Start a new run with the overrides: what they "
-                f"leave alone is reused"
+                f"{path} is a run; its settings and its name are fixed. Start a new run with the overrides: what they "
+                "leave alone is reused"
             )
         return open_run(path, kinds)
     pipeline = load_pipeline(path, overrides, tuple(kinds))
-    existing = pipeline.output_dir.expanduser().absolute() / run_id
-    if run_id and (existing / PIPELINE).is_file():
-        if different := saved_pipeline_matches(existing, pipeline):
-            shown = ", ".join(different[:3])
-            raise ConfigError(
-                f"run {run_id} exists and was made with other settings ({shown}); leave run_id out, or resume "
-                f"it as it is"
-            )
-        return open_run(existing, kinds)
-    return create_run(pipeline, kinds, run_id=run_id)
+    # A flow run that Prefect retries goes on with the run that it began.
+    note = pipeline.output_dir.expanduser().absolute() / ".cosmos" / "flow_runs" / request
+    if request and not run_id and note.is_file():
+        run_id = note.read_text(encoding="utf-8")
+    run = open_or_create_run(pipeline, kinds, run_id=run_id)
+    if request:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, run.id)
+    return run
 
 
-def force(run: Run, from_stage: str) -> None:
-    """Move `from_stage` and everything behind it aside, so that it is made again."""
+def force(run: Run, from_stage: str, request: str) -> None:
+    """Move `from_stage` and everything behind it aside, so that it is made again; once for each request."""
     if not from_stage:
         return
     for name in sorted(run.pipeline.behind(from_stage)):
-        supersede(run.stage_path(name))
-        update_state(run.stage_path(name), forced=True)
+        path = run.stage_path(name)
+        if not request or read_state(path).get("forced_by") != request:
+            supersede(path)
+            update_state(path, forced=True, forced_by=request)

@@ -6,5 +6,6 @@ KIND = StageKind(
     name="export",
     entry="cosmos_core.checkpoint.export:run",
     result_version=1,
+    is_numeric=False,
     recipe_tables=("train.param_dtype", "policy.model_revision"),
 )

@@ -25,6 +25,10 @@ def run(stage: Stage) -> Outcome:
     failed = []
     for condition in map(parse_condition, stage.config.require):
         name, value = _measured(condition, stage)
+        if record is not None and condition.needs_published and not isinstance(published.get(name), int | float):
+            raise ConfigError(
+                f"gate {stage.name!r}: {condition.text!r}: what is published has no {name!r}; compare with a number"
+            )
         limit = condition.limit(published.get(name))
         passed = condition.holds(value, limit)
         report.append({"condition": condition.text, "value": value, "bound": limit, "passed": passed})

@@ -6,6 +6,7 @@ KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
     result_version=1,
+    is_numeric=False,
     # Only what decides about the rows: another learning rate must not tokenise again.
     recipe_tables=(
         "train.seed",

@@ -6,5 +6,5 @@ KIND = StageKind(
     name="rl",
     entry="cosmos_core.train.setup:run_rl",
     result_version=1,
-    recipe_tables=("train", "policy", "rollout", "validation"),
+    recipe_tables=("train", "policy", "rollout", "validation", "custom"),
 )

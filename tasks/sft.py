@@ -6,5 +6,6 @@ KIND = StageKind(
     name="sft",
     entry="cosmos_core.train.setup:run_sft",
     result_version=1,
-    recipe_tables=("train", "policy", "validation"),
+    # Rollout and custom: held-out answers may be generated and scored during training.
+    recipe_tables=("train", "policy", "validation", "rollout", "custom"),
 )

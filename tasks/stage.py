@@ -49,7 +49,7 @@ _MAX_BACKOFF_SECONDS = 60.0
 _RETRIES = 100_000  # Prefect's own count never decides
 
 
-def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
+def run_stages(run: Run, names: Sequence[str], *, verify: bool = False) -> State[Any]:
     """Bring stages, in topological order, to their results, independent ones in parallel; the final state of the flow.
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
@@ -60,7 +60,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
         _listen_for_stop(run)
         for name in names:
             upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
-            futures[name] = stage_task(run.path, name).submit(str(run.path), name, wait_for=upstream)
+            futures[name] = stage_task(run.path, name).submit(str(run.path), name, verify, wait_for=upstream)
         wait(list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
         # Termination reaches this thread alone; the tasks wait in others and would not notice.
@@ -117,11 +117,11 @@ def should_retry(run_path: Path, name: str, error: object) -> bool:
     return int(read_state(run.stage_path(name))["failures"]) <= run.pipeline.stage(name).retries
 
 
-def _run_stage(run_path: str, name: str) -> State[Any] | Result:
+def _run_stage(run_path: str, name: str, verify: bool = False) -> State[Any] | Result:
     run = open_run(Path(run_path), all_kinds())
     log = get_run_logger()
     artifacts = StageArtifacts(run.id, run.stage_path(name))
-    result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
+    result, was_reused = perform(run, name, verify=verify, on_progress=artifacts.update, on_line=log.info)
     artifacts.finish(result)
     return (
         Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
@@ -134,10 +134,13 @@ def perform(
     run: Run,
     name: str,
     *,
+    verify: bool = False,
     on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
     """Bring one stage to its result; (result, whether it was there already). Its inputs are done.
+
+    `verify` hashes every file that would be reused.
 
     Raises:
         CosmosError: as `launch.worker.run`, or an input is missing.
@@ -148,7 +151,12 @@ def perform(
         worker.reap(path)
         try:
             _take_charge(path)
-            return _found_or_made(run, stage, lock, on_progress, on_line)
+            print_ = _fingerprint(run, stage)
+            if found := _existing(run, stage, print_, thorough=verify):
+                return found, True
+            if not run.kinds[stage.kind].in_worker:
+                return _in_this_process(run, stage, print_), False
+            return _made_once(run, stage, print_, lock, on_progress, on_line)
         except CosmosError as error:
             _record_failure(path, error)
             raise
@@ -159,23 +167,23 @@ def perform(
             raise failure from error
 
 
-def _found_or_made(
+def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
+    upstream = {name: result["digest"] for name, result in _inputs(run, stage).items()}
+    return fingerprint(run.pipeline, stage, run.kinds[stage.kind], upstream, run.digests)
+
+
+def _made_once(
     run: Run,
     stage: StageConfig,
+    print_: Fingerprint,
     lock: Lock,
     on_progress: Callable[[dict[str, Any]], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
-    """The result and whether it was there already; `lock` on the stage is held."""
-    path, kind = run.stage_path(stage.name), run.kinds[stage.kind]
-    upstream = {name: result["digest"] for name, result in _inputs(run, stage).items()}
-    print_ = fingerprint(run.pipeline, stage, kind, upstream, run.digests)
-    if found := _existing(run, stage, print_):
-        return found, True
-    if not kind.in_worker:
-        return _in_this_process(run, stage, print_), False
+    """Make the result in a worker, unless another run is making the same: then wait for it and take it over."""
+    path = run.stage_path(stage.name)
     with Lock(fingerprint_folder(run.output_dir, print_.value) / "lock") as shared:
-        if not shared.try_acquire():  # another run is making the same thing
+        if not shared.try_acquire():
             update_state(path, state="waiting", error="another run is making the same result")
             shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
             if found := _existing(run, stage, print_):
@@ -208,13 +216,14 @@ def _inputs(run: Run, stage: StageConfig) -> dict[str, Result]:
     return inputs
 
 
-def _existing(run: Run, stage: StageConfig, print_: Fingerprint) -> Result | None:
+def _existing(run: Run, stage: StageConfig, print_: Fingerprint, *, thorough: bool = False) -> Result | None:
     """A verified result with this fingerprint, of this run or taken over from another."""
     path = run.stage_path(stage.name)
     state = read_state(path)
     if state.get("forced") and read_result(path) is None:
         return None
-    decision: Decision = decide(run.output_dir, path, print_, is_reusable=run.kinds[stage.kind].is_reusable)
+    is_reusable = run.kinds[stage.kind].is_reusable
+    decision: Decision = decide(run.output_dir, path, print_, is_reusable=is_reusable, thorough=thorough)
     if decision.action == "run":
         return None
     assert decision.result is not None and decision.source is not None

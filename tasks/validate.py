@@ -6,5 +6,17 @@ KIND = StageKind(
     name="validate",
     entry="cosmos_core.train.validate:run",
     result_version=1,
-    recipe_tables=("train.seed", "train.param_dtype", "train.train_policy", "policy", "rollout", "validation"),
+    recipe_tables=(
+        "train.seed",
+        "train.master_dtype",
+        "train.param_dtype",
+        "train.logprob_dtype",
+        "train.deterministic",
+        "train.compile",
+        "train.train_policy",
+        "policy",
+        "rollout",
+        "validation",
+        "custom",
+    ),
 )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,7 +104,7 @@ class Workspace:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path):
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
     """A workspace; whatever a failed test left running in it is ended by pid."""
     yield Workspace(tmp_path)
     for pid in processes_below(tmp_path):

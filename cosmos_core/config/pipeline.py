@@ -63,8 +63,10 @@ class StageConfig(Table):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if not STAGE_NAME.fullmatch(name):
-            raise ValueError(f"stage name {name!r} must be letters, digits, - and _, and start with a letter or digit")
+        if not STAGE_NAME.fullmatch(name) or len(name) > 64:
+            raise ValueError(
+                f"stage name {name!r} must be at most 64 letters, digits, - and _, and start with a letter or digit"
+            )
         return name
 
     @field_validator("timeout")
@@ -97,7 +99,7 @@ class PipelineConfig(Table):
     threads: PositiveInt | None = None
     """CPU threads of a stage's worker; None: all cores. Part of the fingerprint: sums in another order differ in the
     last bit."""
-    grace_seconds: Annotated[PositiveFloat, NoResult] = 10.0
+    grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
     python: Annotated[str, NoResult] = ""
     """Interpreter of the workers; empty: this one."""

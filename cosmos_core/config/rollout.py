@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from cosmos_core.config.table import Fraction, NonNegativeFloat, NoResult, PositiveFloat, PositiveInt, Table
+from cosmos_core.config.table import (
+    Fraction,
+    NonNegativeFloat,
+    NoResult,
+    Nucleus,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+    TopK,
+)
 
 
 class SamplingConfig(Table):
@@ -14,9 +21,9 @@ class SamplingConfig(Table):
 
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Must equal `train.train_policy.temperature`."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Nucleus = 1.0
     """Nucleus mass; below 1 the engine's log-probabilities are normalised over fewer tokens than the trainer's."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Keep the k most likely tokens; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
     """Above 1 repeats become less likely; 1: off."""

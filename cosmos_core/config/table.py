@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
@@ -32,8 +32,18 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-# TOML has arrays only; a fixed-length pair is declared as a tuple and arrives as a list.
-Pair = Annotated[tuple[float, float], Field(strict=False)]
+Nucleus = Annotated[float, Field(gt=0, le=1)]
+"""Probability mass that is kept; 1: all of it."""
+
+
+def _top_k(count: int) -> int:
+    if count != -1 and count < 1:
+        raise ValueError(f"{count} must be -1 (all tokens) or at least 1")
+    return count
+
+
+TopK = Annotated[int, AfterValidator(_top_k)]
+"""Number of likeliest tokens that are kept; -1: all."""
 
 
 def _listed(value: Any) -> Any:

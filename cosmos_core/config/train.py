@@ -10,7 +10,6 @@ from cosmos_core.config.table import (
     Fraction,
     NonNegativeFloat,
     NoResult,
-    Pair,
     PositiveFloat,
     PositiveInt,
     Table,
@@ -19,6 +18,8 @@ from cosmos_core.config.train_policy import GrpoConfig, SFTDataConfig
 
 DType = Literal["float32", "bfloat16", "float16"]
 DEFAULT_SEED = 42
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+_UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
 
 
 class CheckpointConfig(Table):
@@ -32,7 +33,7 @@ class CheckpointConfig(Table):
     """`async`: training goes on while the state is written; one save at a time."""
     max_keep: Annotated[int, NoResult] = 5
     """Newest checkpoints that are kept; -1: all."""
-    export_safetensors: bool = True
+    export_safetensors: Annotated[bool, NoResult] = True
     """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
 
     @field_validator("max_keep")
@@ -64,7 +65,7 @@ class TrainConfig(Table):
     """Implementation inside torch; `fused` on CPU needs a float32 or bfloat16 master."""
     optm_weight_decay: NonNegativeFloat = 0.01
     """Decoupled (AdamW) or L2 (Adam); not applied to biases and norms, which have one dimension."""
-    optm_betas: Pair = (0.9, 0.999)
+    optm_betas: Annotated[tuple[_Decay, _Decay], Field(strict=False)] = (0.9, 0.999)
     """Adam's decay rates."""
     epsilon: PositiveFloat = 1e-6
     """Adam's epsilon."""
@@ -125,8 +126,8 @@ class TrainConfig(Table):
         import signal
 
         for name in names:
-            if name not in signal.Signals.__members__ or name in {"SIGKILL", "SIGSTOP"}:
-                raise ValueError(f"{name!r} is not a signal that a process can catch")
+            if name not in signal.Signals.__members__ or name in _UNCATCHABLE:
+                raise ValueError(f"{name!r} is not a signal that can ask a process to stop")
         return names
 
     @model_validator(mode="before")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cosmos_core.config.dataset import DatasetConfig
 from cosmos_core.config.rewards import RewardWeights
-from cosmos_core.config.table import NonNegativeFloat, PositiveFloat, PositiveInt, Table
+from cosmos_core.config.table import NonNegativeFloat, Nucleus, PositiveFloat, PositiveInt, Table, TopK
 
 
 class ValidationConfig(Table):
@@ -22,9 +22,9 @@ class ValidationConfig(Table):
     """Held-out rows; empty name: `test_size` rows of the training data."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0: greedy."""
-    top_p: PositiveFloat | None = None
+    top_p: Nucleus | None = None
     """None: as in `rollout.sampling_config`."""
-    top_k: int | None = None
+    top_k: TopK | None = None
     """None: as in `rollout.sampling_config`."""
     repetition_penalty: PositiveFloat = 1.0
     """1: off."""

@@ -23,6 +23,8 @@ from cosmos_core.run.lock import Lock
 _START_SECONDS = 90.0
 _GRACE_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
+_CHECK_SECONDS = 0.5
+_MAX_CHECK_SECONDS = 30.0
 
 
 @contextmanager
@@ -108,11 +110,14 @@ class _Server:
     def start(self) -> None:
         self._spawn()
         deadline = time.monotonic() + _START_SECONDS
-        while not self._answers():
-            assert self._child is not None
+        assert self._child is not None
+        while True:
+            # Its own end first: somebody else may have got the port and answer in its place.
             if self._child.poll() is not None or time.monotonic() > deadline:
                 self._child.kill()
                 raise StageFailed(f"the Prefect server did not start; its log: {self._log}")
+            if self._answers():
+                break
             time.sleep(0.1)
         self._watcher.start()
 
@@ -128,10 +133,14 @@ class _Server:
         self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=self.environment)
 
     def _keep_alive(self) -> None:
-        while not self._closing.wait(0.5):
+        pause = _CHECK_SECONDS
+        while not self._closing.wait(pause):
             assert self._child is not None
-            if self._child.poll() is not None:
+            if self._child.poll() is None:
+                pause = _CHECK_SECONDS
+            else:  # a server that cannot start is tried again more and more seldom
                 self._spawn()
+                pause = min(2 * pause, _MAX_CHECK_SECONDS)
 
     def _answers(self) -> bool:
         try:

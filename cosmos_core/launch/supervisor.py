@@ -3,9 +3,9 @@
     python -m cosmos_core.launch.supervisor --pipe FD --grace SECONDS -- command ...
 
 It leads a session of its own. End-of-file on the pipe means that the launcher is gone, however it died: the command
-gets SIGTERM (time to save a checkpoint), after the grace SIGKILL. If the supervisor itself is killed, the kernel kills
-the command. When the command has ended, whatever it left behind is killed, and its exit code is passed on
-(128 + signal number where a signal ended it).
+gets SIGTERM (time to save a checkpoint), after the grace, at most ten seconds of it, SIGKILL. If the supervisor
+itself is killed, the kernel kills the command. When the command has ended, whatever it left behind is killed, and its
+exit code is passed on (128 + signal number where a signal ended it).
 
 It imports nothing but the standard library: it has to be up before anything can go wrong.
 """
@@ -23,6 +23,7 @@ import time
 from cosmos_core.launch.processes import ATTEMPT, die_with_parent, kill_marked
 
 _POLL_SECONDS = 0.05
+_ORPHAN_GRACE_SECONDS = 10.0  # nobody waits any more, and the next attempt wants the machine
 
 
 class Supervisor:
@@ -54,11 +55,11 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def stop(self) -> None:
-        """Ask the command to end; once."""
-        if self.kill_at is None:
-            self.kill_at = time.monotonic() + self.grace_seconds
-            if self.child is not None:
-                self.child.terminate()
+        """Ask the command to end; once, but an orphan's grace may be shorter than what is left of the first."""
+        grace = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
+        if self.kill_at is None and self.child is not None:
+            self.child.terminate()
+        self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
 
     def pass_on(self, number: int) -> None:
         """Give a signal to the command."""

@@ -241,7 +241,7 @@ def _time(row: dict[str, Any]) -> str | Text:
 
 
 def _metrics(row: dict[str, Any]) -> str | Text:
-    shown = wording.key_metrics(row.get("metrics") or {})
+    shown = wording.table_metrics(row.get("metrics") or {})
     return Text("  ".join(f"{key} {wording.number(value)}" for key, value in shown.items()))
 
 

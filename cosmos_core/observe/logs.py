@@ -26,9 +26,11 @@ NO_PHONE_HOME: dict[str, str] = {
 
 NOISY = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
-    "matplotlib", "numexpr", "prefect", "ray", "torch", "transformers", "urllib3", "uvicorn", "vllm",
+    "matplotlib", "numexpr", "prefect", "ray", "torch", "transformers", "urllib3", "uvicorn",
 })  # fmt: skip
 """Top-level loggers of which only warnings and errors are shown."""
+_ALARMED = frozenset({"vllm"})
+"""Of these only errors: vLLM warns a dozen times at each start, of servers and kernels, and at each weight sync."""
 
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
@@ -80,4 +82,6 @@ class _LineFormatter(logging.Formatter):
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in NOISY
+    library = record.name.partition(".")[0]
+    least = logging.ERROR if library in _ALARMED else logging.WARNING if library in NOISY else logging.NOTSET
+    return record.levelno >= least

@@ -16,6 +16,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 PAGE = "report.html"
+_APART = "rollout/logprob_difference_max"
 
 
 def run(stage: Stage) -> Outcome:
@@ -80,6 +81,8 @@ def _cards(record: RunRecord) -> str:
         values = [wording.number(stage.metrics[key]) for stage in stages if key in stage.metrics]
         said = f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]
         cards.append((key.removeprefix("validation/"), said))
+    apart = [stage.metrics[_APART] for stage in record.stages if _APART in stage.metrics]
+    cards += [("engine – trainer log-prob", f"≤ {max(apart):.1e}")] if apart else []
     started = record.facts.get("started")
     if isinstance(started, int | float):
         wall, inside = max(0.0, record.ended - started), busy_seconds(record, started)

@@ -26,7 +26,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -
     """An html table; header (none: no head) and cells are html already, a cell from `<td` on brings its own tag."""
     head = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr></thead>" if header else ""
     body = "".join(f"<tr>{''.join(c if c.startswith('<td') else f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="{css}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table class="{css}">{head}<tbody>{body}</tbody></table></div>'
 
 
 def section(title: str, body: str, note: str = "") -> str:

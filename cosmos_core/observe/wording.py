@@ -9,6 +9,9 @@ from typing import Any
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 _BOOKKEEPING = ("time/", "throughput/", "memory/")
 _HEADLINES = ("reward", "loss", "accuracy")
+_IN_TABLES = {
+    "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_max": "log-prob difference",
+}  # fmt: skip
 _LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated")
 
 
@@ -29,14 +32,17 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: Any) -> str:
-    """A metric with three decimals, or three digits where it is very small or large; a dash for None."""
+    """A metric with three decimals, a whole or large one as people count, a tiny one with three digits; a dash for
+    None."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):
         return str(value)
-    if isinstance(value, int) or not math.isfinite(value):
+    if not math.isfinite(value):
         return str(value)
-    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+    if isinstance(value, int) or 1e3 <= abs(value) < 1e12 or (abs(value) >= 10 and float(value).is_integer()):
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
 
 
 def count(value: float) -> str:
@@ -86,3 +92,14 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
 
     shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(_BOOKKEEPING)]
     return {key: metrics[key] for key in sorted(shown, key=rank)[:most]}
+
+
+def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The few figures of a line in a table, by short name: held-out ones before those of training; if none of the
+    well-known is there, the first three."""
+    known = key_metrics(metrics, most=len(metrics))
+    found: dict[str, float] = {}
+    for wanted, name in _IN_TABLES.items():
+        values = [value for key, value in known.items() if family(key) == wanted]
+        found |= {name: values[0]} if values else {}
+    return found or {key.rpartition("/")[2].replace("_", " "): known[key] for key in list(known)[:3]}

@@ -8,8 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_json, write_json, write_text
-from cosmos_core.run.fingerprint import versions
+from cosmos_core.run.fingerprint import threads, versions
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
 from cosmos_core.types import StageKind
@@ -70,6 +71,8 @@ def create_run(
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
+    # Fixed for the run, so that it can be resumed on a machine with another number of cores.
+    pipeline = replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)}))
     output_dir = writable(pipeline.output_dir)
     path = _unused(output_dir, run_id or _timestamp(pipeline))
     write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
@@ -102,7 +105,7 @@ def open_or_create_run(
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
         return create_run(pipeline, kinds, run_id=run_id, command=command)
-    if different := saved_pipeline_matches(existing, pipeline):
+    if different := differences(existing, pipeline):
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
             f"or resume it as it is"
@@ -119,6 +122,21 @@ def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
     return Run(path.resolve(), load_pipeline(path / PIPELINE, (), tuple(kinds)), kinds)
+
+
+def claim(run: Run) -> Lock:
+    """The right to run the stages of `run`, until released or until this process ends.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    lock = Lock(run.path / "locks" / ".run")
+    if lock.try_acquire():
+        return lock
+    lock.release()
+    raise ConfigError(
+        f"run {run.id} is being run by another process; wait for it (cosmos status {run.path}) or stop it"
+    )
 
 
 def find_run(name: str, output_dir: Path) -> Path:
@@ -160,9 +178,8 @@ def writable(folder: Path) -> Path:
     try:
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe.{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of a user who does not exist
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
@@ -211,9 +228,11 @@ def _git_commit() -> str:
     return done.stdout.strip()
 
 
-def saved_pipeline_matches(run_path: Path, pipeline: Pipeline) -> list[str]:
+def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
     """Keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
     saved, given = _flat(read_toml(run_path / PIPELINE)), _flat(pipeline.as_toml())
+    if pipeline.config.threads is None:
+        saved.pop("pipeline.threads", None)  # filled in when the run was made
     return sorted(key for key in {*saved, *given} if saved.get(key) != given.get(key))
 
 

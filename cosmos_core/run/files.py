@@ -64,7 +64,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     building = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
+    _remove_leftovers(target)
     building.mkdir()
     try:
         yield building
@@ -84,10 +84,12 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+def sha256(path: Path, *, durable: bool = False) -> str:
+    """Hex digest of a file's bytes; `durable` first waits until they are on the disk."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
+        if durable:
+            os.fsync(file.fileno())
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -99,6 +101,18 @@ def files_below(root: Path) -> list[Path]:
         return [root]
     found = [path for path in root.rglob("*") if path.is_file()]
     return sorted(path for path in found if not any(_is_temporary(part) for part in path.relative_to(root).parts))
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what writers of `target` left behind that were killed, on this machine, and what this process left."""
+    for folder in target.parent.iterdir():
+        name, _, pid = folder.stem.rpartition(".")
+        if name == f".{target.name}" and _is_temporary(folder.name) and pid.isdigit() and not _is_another(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_another(pid: int) -> bool:
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def _is_temporary(name: str) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +21,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.pipeline import StageConfig
 from cosmos_core.config.recipe import Recipe
 from cosmos_core.config.table import result_values
+from cosmos_core.errors import ConfigError
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import REWARDED_KINDS, data_sources, model_source, reward_names
@@ -63,23 +66,25 @@ def fingerprint(
     """
     recipe = pipeline.recipes[stage.name]
     model = model_source(stage, recipe)
+    labels = _labels(recipe)
+    patterns = ("*",) if stage.entry else DATA_FILES  # a user's function may read any file
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
-        "config": _at(result_values(recipe), kind.recipe_tables),
+        "config": _at(_renamed(result_values(recipe), labels), kind.recipe_tables),
         "inputs": dict(upstream),
         "model": _model_digest(model, recipe, kind, digests),
-        "data": [_content(source, DATA_FILES, digests) for source in data_sources(stage, recipe)],
-        "threads": threads(pipeline) if kind.in_worker else None,
-        "device": device() if kind.in_worker else None,
+        "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe)],
+        "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
+        "device": device() if kind.in_worker and kind.is_numeric else None,
         "world_size": recipe.policy.parallelism.world_size,
-        "versions": versions() if kind.in_worker else {},
+        "versions": versions(pipeline.config.python) if kind.in_worker else {},
     }
     if kind.name in REWARDED_KINDS:
-        ingredients["code"] = {name: code_digest(name) for name in _users_rewards(recipe)}
+        ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
-        ingredients["config"] = {"custom": recipe.custom, "train.seed": recipe.train.seed}
+        ingredients["config"] = result_values(recipe)  # the function is handed all of it
     if kind.name == "gate":
         ingredients["require"] = list(stage.require)
     text = json.dumps(ingredients, sort_keys=True, default=str)
@@ -88,26 +93,42 @@ def fingerprint(
 
 def threads(pipeline: Pipeline) -> int:
     """CPU threads of a worker."""
-    import os
-
     return pipeline.config.threads or len(os.sched_getaffinity(0))
 
 
 @cache
-def versions() -> dict[str, str]:
-    """Installed versions of the libraries that compute."""
-    found = {}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
+def versions(python: str = "") -> dict[str, str]:
+    """Installed versions of the libraries that compute, in the workers' interpreter; empty: this one.
+
+    Raises:
+        ConfigError: that interpreter does not run.
+    """
+    if not python:
+        return {name: found for name in LIBRARIES if (found := _version(name))}
+    program = (
+        "import importlib.metadata as m, json; "
+        "names = {d.metadata['Name'].lower(): d.version for d in m.distributions()}; print(json.dumps(names))"
+    )
+    try:
+        done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        installed: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
+    return {name: installed[name] for name in LIBRARIES if name in installed}
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 @cache
 def device() -> str:
-    """Type of the accelerators here, without importing torch: the driver's own list."""
+    """Type of the accelerators that are visible, without importing torch: the driver's own list."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+        return "cpu"
     cards = Path("/proc/driver/nvidia/gpus")
     models = set()
     if cards.is_dir():
@@ -131,8 +152,18 @@ def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> s
     return digests.of_folder(source, patterns) if source.is_dir() else digests.of_file(source)
 
 
-def _users_rewards(recipe: Recipe) -> list[str]:
-    return sorted({name for name in reward_names(recipe).values() if is_import_path(name)})
+def _labels(recipe: Recipe) -> dict[str, str]:
+    """What stands for each of a user's rewards here: where its file lies does not matter, what is in it does."""
+    names = sorted({name for name in reward_names(recipe).values() if is_import_path(name)})
+    labels = {name: name.rpartition("/")[2] for name in names}
+    return labels if len(set(labels.values())) == len(labels) else {name: name for name in names}
+
+
+def _renamed(values: Any, labels: Mapping[str, str]) -> Any:
+    """The values with the rewards among the keys under their labels."""
+    if not isinstance(values, dict):
+        return values
+    return {labels.get(key, key): _renamed(value, labels) for key, value in values.items()}
 
 
 def _at(values: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cosmos_core.registry import code_file, is_import_path, offered_names, sugge
 
 REWARDS = "cosmos_core.rewards"
 MODEL_KINDS = ("prepare", "sft", "rl", "validate", "export")
-REWARDED_KINDS = ("rl", "validate")
+REWARDED_KINDS = ("sft", "rl", "validate")
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import StageFailed
+import tomli_w
+
+from cosmos_core.config.load import without_none
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import files_below, read_json, sha256, write_json
 from cosmos_core.types import Outcome
 
@@ -26,7 +30,9 @@ def commit(
 
     Raises:
         StageFailed: an output that the program named is not there.
+        ConfigError: a metric is no number, or `info` holds what TOML cannot say: other stages read both.
     """
+    _check_outcome(outcome, name)
     files = []
     for output in outcome.outputs:
         path = stage_path / output
@@ -44,17 +50,29 @@ def commit(
             key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
         },
         "outputs": files,
-        "digest": digest_of(files),
         "reused_from": None,
     }
+    result["digest"] = digest_of(result)
     write_json(stage_path / RESULT, result)
     return result
 
 
-def digest_of(files: list[dict[str, Any]]) -> str:
-    """One digest over the names and contents of all outputs."""
-    lines = sorted(f"{file['path']}\0{file['sha256']}\n" for file in files)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def digest_of(result: Result) -> str:
+    """One digest over all that a stage behind may read: files, figures (but not how long things took) and info."""
+    files = sorted(f"{file['path']}\0{file['sha256']}" for file in result["outputs"])
+    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "throughput/"))}
+    text = json.dumps([files, metrics, result["info"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_outcome(outcome: Outcome, name: str) -> None:
+    for key, value in outcome.metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
+    try:
+        tomli_w.dumps(without_none(dict(outcome.info)))
+    except TypeError as error:
+        raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
 
 
 def read_result(stage_path: Path) -> Result | None:
@@ -86,7 +104,7 @@ def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str 
         if not is_as_recorded:
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
             renewed = True
-    if digest_of(result["outputs"]) != result["digest"]:
+    if digest_of(result) != result["digest"]:
         return "result.json itself was altered"
     if renewed:
         write_json(stage_path / RESULT, result)
@@ -114,7 +132,7 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
 
 
 def _describe(stage_path: Path, file: Path) -> dict[str, Any]:
-    digest = sha256(file)
+    digest = sha256(file, durable=True)
     status = file.stat()
     return {
         "path": str(file.relative_to(stage_path)),

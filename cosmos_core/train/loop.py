@@ -40,10 +40,11 @@ class Loop:
     measure: Measure | None = None
     """None: no validation during training."""
     _last: dict[str, float] = field(default_factory=dict)
-    """Figures of the newest step; in every checkpoint, so that a run killed after its last step reports the same."""
+    """Figures of the newest step, `..._max` of all steps; in every checkpoint, so that a run killed after its last
+    step reports the same."""
 
     def run(self) -> dict[str, float]:
-        """Train to the end; the figures of the last step and the newest validation."""
+        """Train to the end; the figures of the last step and its validation, the largest of all steps for `..._max`."""
         start = self._restore()
         train, validation = self.stage.recipe.train, self.stage.recipe.validation
         self.weights_changed(start)
@@ -134,7 +135,8 @@ class Loop:
         return {**self.measure(step), "time/validate": time.perf_counter() - began}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        self._last = metrics
+        largest = {name: value for name, value in self._last.items() if name.endswith("_max")}
+        self._last = metrics | {name: max(value, metrics.get(name, value)) for name, value in largest.items()}
         self.stage.metrics.log(step, metrics)
         shown = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
         self.stage.progress.step(

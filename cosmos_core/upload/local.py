@@ -20,9 +20,18 @@ class LocalTarget:
         self.folder = folder
 
     def published(self) -> dict[str, Any] | None:
-        """The record of what `latest` points to; None: nothing."""
-        record = read_json(self.folder / "latest" / RECORD)
-        return record if isinstance(record, dict) else None
+        """The record of what `latest` points to; None: nothing was published yet.
+
+        Raises:
+            UploadError: something was, but its record cannot be read.
+        """
+        latest = self.folder / "latest"
+        if not latest.is_symlink() and not latest.exists():
+            return None
+        record = read_json(latest / RECORD)
+        if not isinstance(record, dict) or not isinstance(record.get("metrics"), dict):
+            raise UploadError(f"{latest / RECORD} is missing or damaged; publish again, or remove {latest}")
+        return record
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Copy, verify, move the pointer.
@@ -40,9 +49,9 @@ class LocalTarget:
                 raise UploadError(f"{place}: {damage} after the copy; the pointer was not moved")
             self._point_to(version)
         except OSError as error:
-            raise UploadError(
-                f"target {self.folder} cannot be written: {error.strerror}; the pointer was not moved"
-            ) from error
+            # copytree collects (source, copy, reason) of every file in one error without a reason of its own
+            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+            raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
         return str(place)
 
     def _damage(self, place: Path, record: dict[str, Any]) -> str:

@@ -235,10 +235,8 @@ BAD_GRAPHS = [
     (stages('name = "g"\nkind = "gate"\nrequire = "accuracy >= nan"'),
      "stage 'g': require: condition 'accuracy >= nan' must be METRIC >= NUMBER or METRIC >= published (also >, <=, <, "
      "==)"),
-    (stages(custom("a b")),
-     "stage 'a b': name: stage name 'a b' must be letters, digits, - and _, and start with a letter or digit"),
-    (stages(custom("../a")),
-     "stage '../a': name: stage name '../a' must be letters, digits, - and _, and start with a letter or digit"),
+    *((stages(custom(name)), f"stage {name!r}: name: stage name {name!r} must be at most 64 letters, digits, - and _, "
+       "and start with a letter or digit") for name in ("a b", "../a", "-a", "a" * 65)),
     (stages('kind = "sft"'), "pipeline.stages[0]: name: is required"),
     (stages('name = "a"'), "stage 'a': kind: is required"),
     (stages('name = "s"\nkind = "sft"'),

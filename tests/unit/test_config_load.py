@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import MAX_FILE_BYTES, merge, read_toml
 from cosmos_core.config.recipe import Recipe
 from cosmos_core.config.table import affects_result
@@ -55,7 +56,7 @@ max_response_length = 64
 """
 
 
-def load(folder: Path, text: str | bytes, *overrides: str):
+def load(folder: Path, text: str | bytes, *overrides: str) -> Pipeline:
     file = folder / "recipe.toml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     return load_pipeline(file, overrides, tuple(all_kinds()))
@@ -93,9 +94,9 @@ WRONG = [
     ("train.ckpt.save_freq=0", "train.ckpt.save_freq = 0: input should be greater than 0"),
     (
         "train.signal_to_handle=['SIGKILL']",
-        "train.signal_to_handle: 'SIGKILL' is not a signal that a process can catch",
+        "train.signal_to_handle: 'SIGKILL' is not a signal that can ask a process to stop",
     ),
-    ("train.signal_to_handle=['USR']", "train.signal_to_handle: 'USR' is not a signal that a process can catch"),
+    ("train.signal_to_handle=['USR']", "train.signal_to_handle: 'USR' is not a signal that can ask a process to stop"),
     (
         "train.train_batch_per_replica=6",
         "train: train_batch_per_replica = 6 must be a multiple of train_policy.mini_batch = 4",
@@ -228,7 +229,7 @@ def test_a_misspelt_key_is_told_before_the_mistakes_that_it_causes(tmp_path: Pat
         ("[train]\nname = 'Größe'".encode("latin-1"), "not UTF-8 text at byte 18"),
         (b"\x00" * 100, "not valid TOML: Invalid statement (at line 1, column 1)"),
         (b"a = " + b"[" * 100_000, "nested more than 32 tables deep"),
-        (b"a" + b".a" * 20_000 + b" = 1", "nested more than 32 tables deep"),
+        (b"a" + b".a" * 2_000 + b" = 1", "nested more than 32 tables deep"),
         (b"[custom]\na" + b".a" * 40 + b" = 1", "nested more than 32 tables deep"),
         (b"#" * (MAX_FILE_BYTES + 1), "more than 16777216 bytes, the most that a configuration may have"),
     ],
@@ -268,7 +269,7 @@ def test_merging_replaces_values_joins_tables_and_drops_the_keys_of_another_type
     assert base["t"] == {"x": 1, "y": [1, 2]}, "the base is left as it was"
 
 
-def tables_of(table: type) -> list[type]:
+def tables_of(table: type[BaseModel]) -> list[type[BaseModel]]:
     from cosmos_core.config.load import _models_in
 
     below = [model for field in table.model_fields.values() for model in _models_in(field.annotation)]
@@ -292,7 +293,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     assert found == {
         "DatasetConfig.name", "PolicyConfig.model_name_or_path",  # their content counts instead
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
-        "CheckpointConfig.max_keep", "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
+        "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
+        "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SFTDataConfig.dataloader_num_workers",
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "LoggingConfig.logger",
     }  # fmt: skip
@@ -308,7 +310,7 @@ scalars = (
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
 )
-PIPELINE = {
+GATED = {
     "pipeline": {
         "threads": 1,
         "stages": [
@@ -350,9 +352,9 @@ def test_any_change_of_a_valid_pipeline_is_valid_or_one_line_of_explanation(
 
     from cosmos_core.config.load import without_none
 
-    place = data.draw(st.sampled_from(places(PIPELINE)))
+    place = data.draw(st.sampled_from(places(GATED)))
     rename = data.draw(st.none() | st.text(max_size=8) | st.sampled_from(["type", "name", "after", "model"]))
-    changed = without_none(mutated(PIPELINE, place, data.draw(values), rename))
+    changed = without_none(mutated(GATED, place, data.draw(values), rename))
     file = tmp_path_factory.getbasetemp() / "mutated.toml"
     try:
         file.write_text(tomli_w.dumps(changed), encoding="utf-8")

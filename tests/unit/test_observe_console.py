@@ -127,7 +127,8 @@ def test_durations_read_as_people_say_them(seconds: float | None, text: str) -> 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.4314, "0.431"), (0.0, "0.000"), (12, "12"), (1.23456e-5, "1.23e-05"), (54321.0, "5.43e+04"), (-0.002, "-0.002"),
+    [(0.4314, "0.431"), (0.0, "0.000"), (12, "12"), (1.23456e-5, "1.23e-05"), (54321.7, "54,322"), (-0.002, "-0.002"),
+     (20000.0, "20,000"), (200.0, "200"), (1.0, "1.000"), (3e15, "3e+15"),
      (float("nan"), "nan"), (None, "–"), (True, "True"), ("published", "published")],
 )  # fmt: skip
 def test_numbers_have_three_digits_that_matter(value: Any, text: str) -> None:
@@ -143,3 +144,13 @@ def test_metrics_are_told_apart_by_what_they_are_about() -> None:
     metrics = {"time/step": 1.0, "kl": 0.1, "loss": 0.2, "validation/loss": 0.3, "reward/mean": 0.4}
     assert list(wording.key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
     assert [wording.count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]
+
+
+def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
+    metrics = {"lr": 1e-3, "loss": 0.2, "nll": 0.2, "reward/mean": 0.6, "validation/reward": 0.8,
+               "validation/accuracy": 0.75, "rollout/logprob_difference_max": 4e-6}  # fmt: skip
+    shown = {"accuracy": 0.75, "reward": 0.8, "loss": 0.2, "log-prob difference": 4e-6}
+    assert wording.table_metrics(metrics) == shown
+    assert list(wording.table_metrics(metrics)) == list(shown)
+    rows = {"data/train_rows": 7600.0, "data/train_tokens": 140000.0, "time/read": 1.0}
+    assert wording.table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}

@@ -1,0 +1,48 @@
+"""The long proofs: `python -m tests.acceptance [seeds] [kills]` runs them and writes `docs/acceptance.md`.
+
+No part of the suite: half an hour on two cores. Each part replaces its own section of the page and leaves the other
+as it was, with its commit and date. Exit code 1 when a bar is not met; the page says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+from cosmos_core.observe.logs import configure
+from tests.acceptance import kills, page, seeds
+
+logger = logging.getLogger(__name__)
+
+PARTS = {"seeds": seeds.prove, "kills": kills.prove}
+PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
+
+
+def main() -> int:
+    """Run the named parts, all without a name; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.acceptance", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"any of: {', '.join(PARTS)}; none: all")
+    parser.add_argument("--work", type=Path, help="folder for the runs, kept afterwards; none: a temporary one")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.parts) - set(PARTS)):
+        parser.error(f"no part {', '.join(unknown)}; there are: {', '.join(PARTS)}")
+    configure()
+    logging.getLogger("tests").setLevel(logging.INFO)
+    met = True
+    with tempfile.TemporaryDirectory(prefix="acceptance-") as temporary:
+        for name in arguments.parts or PARTS:
+            folder = (arguments.work or Path(temporary)).absolute() / name
+            folder.mkdir(parents=True)
+            proof = PARTS[name](folder)
+            page.put(arguments.page, proof)
+            logger.info("%s: %s; written to %s", name, "met" if proof.is_met else "NOT MET", arguments.page)
+            met = met and proof.is_met
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""The `cosmos` command as a user types it: help, mistakes in one line, reuse, and two users at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.run.directory import Run
+from cosmos_core.run.state import update_state
+from cosmos_core.session import _explain, exit_code
+from tests.conftest import Workspace
+from tests.unit.data_tokenizers import CHATML
+from tests.unit.run_folder import counting_run
+from tests.unit.tiny_model import save_tiny_model
+
+RECIPE = """
+[policy]
+model_name_or_path = "model"
+
+[train.train_policy]
+type = "sft"
+dataset.name = "rows.jsonl"
+"""
+COUNTING = """
+[pipeline]
+name = "toy"
+threads = 1
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+arguments = { steps = 3, seconds = 0.01 }
+
+[[pipeline.stages]]
+name = "beside"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+arguments = { steps = 4, seconds = 0.01 }
+
+[[pipeline.stages]]
+name = "second"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+after = "first"
+arguments = { steps = 5, seconds = 0.01 }
+"""
+
+
+def refusal(workspace: Workspace, *arguments: str) -> str:
+    """The one line that a mistake is told in."""
+    done = workspace.cosmos(*arguments, code=64)
+    assert done.stdout == ""
+    assert done.stderr.startswith("cosmos: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr.removeprefix("cosmos: ").rstrip("\n")
+
+
+def cpu_seconds() -> float:
+    """Processor time of the commands that have ended: unlike the clock it does not see who else is at work."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def rows(*values: object) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def conversation(*turns: tuple[str, str]) -> dict[str, object]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+GOOD = conversation(("user", "1+1="), ("assistant", "2"))
+
+
+def test_help_and_the_check_of_a_schema_answer_at_once(workspace: Workspace) -> None:
+    recipe = workspace.write("recipe.toml", RECIPE)
+    for arguments in (["--help"], ["check", "--schema-only", str(recipe)]):
+        before = cpu_seconds()
+        done = workspace.cosmos(*arguments)
+        assert cpu_seconds() - before < 1.5
+        assert done.stderr == ""
+    assert done.stdout == f"{recipe}: ok (3 stages: prepare, sft, export)\n"
+    assert not (workspace.path / "outputs").exists()
+
+
+def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace: Workspace) -> None:
+    overview = workspace.cosmos("--help").stdout
+    assert workspace.cosmos().stdout == overview
+    for command in ("run", "resume", "plan", "check", "status", "logs", "lineage"):
+        assert command in overview
+        assert f"{command} [OPTIONS]" in workspace.cosmos(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["run"], "Missing argument 'config'."),
+        (["run", "recipe.toml", "--bogus"], "No such option: --bogus"),
+        (["run", "none.toml"], "none.toml: no such file"),
+        (["run", "recipe.toml", "--from-stage", "stf"],
+         "recipe.toml: no stage 'stf' in this pipeline; did you mean 'sft'?"),
+        (["run", "recipe.toml", "--run-id", "../x"], "run_id = '../x' must be a plain folder name of letters, digits, "
+         "'.', '-' and '_', at most 100"),
+        (["resume"], "no run 'at all' in outputs; give its path, or the folder of runs with --output-dir"),
+        (["resume", "20200101000000"],
+         "no run '20200101000000' in outputs; give its path, or the folder of runs with --output-dir"),
+        (["status", "20200101000000"],
+         "no run '20200101000000' in outputs; give its path, or the folder of runs with --output-dir"),
+        (["logs"], "no run 'at all' in outputs; give its path, or the folder of runs with --output-dir"),
+        (["lineage", "model"], "FOLDER/model belongs to no run; give a run, a stage, an exported or a published model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, arguments: list[str], said: str) -> None:
+    workspace.write("recipe.toml", RECIPE)
+    workspace.write("rows.jsonl", rows(GOOD))
+    workspace.write("model/tokenizer.json", "{}")
+    assert refusal(workspace, *arguments) == said.replace("FOLDER", str(workspace.path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.optm_l=1"], "recipe.toml: train.optm_l: unknown key; did you mean train.optm_lr?"),
+        (["train.epoch=many"], "recipe.toml: train.epoch = 'many': must be an integer"),
+        (["policy.model_name_or_path=./nowhere"], "recipe.toml: stage 'prepare': policy.model_name_or_path = "
+         "'./nowhere': no such folder; give a Hugging Face model folder or a Hub id"),
+        (["train.train_policy.dataset.name=none.jsonl"], "recipe.toml: stage 'prepare': "
+         "train.train_policy.dataset.name = 'none.jsonl': no such file or folder"),
+        (["train.train_policy={type='grpo', reward_function='exact_macth', dataset={name='rows.jsonl'}}",
+          "train.train_batch_per_replica=16"],
+         "recipe.toml: stage 'rl': train.train_policy.reward_function: there is no reward 'exact_macth'; one of your "
+         "own is module:function or path/file.py:function; did you mean 'exact_match'?"),
+        (["pipeline.output_dir=rows.jsonl/outputs"], "pipeline.output_dir = 'FOLDER/rows.jsonl/outputs' cannot be "
+         "written: Not a directory; choose another folder"),
+        (["policy.parallelism.tp_size=2"], "recipe.toml: stage 'prepare': policy.parallelism.tp_size = 2: this version "
+         "trains on one rank; set it to 1"),
+    ],
+    ids=["unknown key", "wrong type", "no model", "no data", "no reward", "output folder", "capability"],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["run", "plan", "check"])
+def test_what_can_be_found_wrong_at_once_is_one_line_and_nothing_is_made(
+    workspace: Workspace, command: str, settings: list[str], said: str
+) -> None:
+    workspace.write("recipe.toml", RECIPE)
+    workspace.write("rows.jsonl", rows(GOOD))
+    workspace.write("model/tokenizer.json", "{}")
+    arguments = [text for setting in settings for text in ("--set", setting)]
+    assert refusal(workspace, command, "recipe.toml", *arguments) == said.replace("FOLDER", str(workspace.path))
+    assert not (workspace.path / "outputs").exists()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("model") / "model")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+def test_a_malformed_row_ends_a_run_with_one_line_that_has_the_place(workspace: Workspace, model: Path) -> None:
+    workspace.write("recipe.toml", RECIPE)
+    workspace.write("rows.jsonl", rows(GOOD) + '{"messages": [}\n')
+    done = workspace.cosmos("run", "recipe.toml", "--set", f"policy.model_name_or_path={model}", code=64)
+    assert done.stderr == "cosmos: prepare: rows.jsonl:2: malformed JSON, Expecting value at column 15\n"
+    workspace.expect_quiet()
+
+
+BAD_ROWS = {
+    "empty": ("", "empty.jsonl: file holds no rows; train.train_policy.dataset.name needs at least one"),
+    "silent": (
+        rows(GOOD, conversation(("user", "hello"))),
+        "silent.jsonl:2: a conversation without an assistant turn has nothing to learn; remove the row",
+    ),
+    "long": (
+        rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "9" * 300, "answer": "2"}),
+        "long.jsonl:2: prompt longer than the model: ",
+    ),
+}
+
+
+def test_other_mistakes_that_only_a_worker_can_see_are_one_line_a_stage(workspace: Workspace, model: Path) -> None:
+    """One run whose branches are all wrong: each is refused, none is retried, nothing behind them starts."""
+    head = f'[policy]\nmodel_name_or_path = "{model}"\nmodel_max_length = 64\n[train]\ntrain_batch_per_replica = 16\n'
+    stages = []
+    for name in (*BAD_ROWS, "good"):
+        workspace.write(
+            f"{name}.jsonl", BAD_ROWS[name][0] if name in BAD_ROWS else rows({"prompt": "1+1=", "answer": "2"})
+        )
+        kind = "grpo" if name in {"long", "good"} else "sft"
+        policy = f'{{ type = "{kind}", dataset = {{ name = "{name}.jsonl" }} }}'
+        stages.append(
+            f'[[pipeline.stages]]\nname = "{name}"\nkind = "prepare"\n'
+            f"overrides.train.train_policy = {policy}\noverrides.rollout.max_response_length = 8\n"
+        )
+    workspace.write("empty.py", "")
+    for name in ("long", "good"):
+        stages.append(
+            f'[[pipeline.stages]]\nname = "after-{name}"\nkind = "rl"\nafter = "{name}"\ndata = "stage:{name}"\n'
+            'overrides.train.train_policy = { type = "grpo", reward_function = "empty.py:f" }\n'
+            'overrides.rollout = { max_response_length = 8, backend = "hf" }\n'
+        )
+    workspace.write("bad.toml", head + "\n".join(stages))
+    done = workspace.cosmos("run", "bad.toml", code=64)
+    code = f"{workspace.path}/empty.py"
+    wanted = {name: said for name, (_, said) in BAD_ROWS.items()}
+    wanted["after-good"] = f"train.train_policy.reward_function: '{code}:f': {code} has no 'f'"
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wanted)
+    for line, (name, said) in zip(lines, wanted.items(), strict=True):
+        assert line.startswith(f"cosmos: {name}: {said}")
+    assert {name: workspace.state(name) for name in wanted} == dict.fromkeys(wanted, "failed")
+    assert workspace.state("after-long") == "waiting"
+    for name in wanted:
+        assert [path.name for path in (workspace.stage(name) / "logs").iterdir()] == ["attempt_1.log"]
+    workspace.expect_quiet()
+
+
+def visits(workspace: Workspace, name: str) -> int:
+    """How often a stage was begun in the newest run."""
+    file = workspace.stage(name) / "visits.txt"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def made(workspace: Workspace) -> dict[str, int]:
+    return {name: visits(workspace, name) for name in ("first", "beside", "second")}
+
+
+def test_a_run_makes_only_what_is_new_changed_or_damaged(workspace: Workspace) -> None:
+    workspace.write("toy.toml", COUNTING)
+    done = workspace.cosmos("run", "toy.toml")
+    assert done.stderr == ""
+    first_run = workspace.run
+    assert made(workspace) == {"first": 1, "beside": 1, "second": 1}
+
+    workspace.write("README.md", "Other words.")
+    workspace.cosmos("run", "toy.toml", "--run-id", "2998")
+    assert workspace.run.name == "2998"
+    assert made(workspace) == {"first": 0, "beside": 0, "second": 0}
+    assert {workspace.state(name) for name in made(workspace)} == {"reused"}
+    assert "same fingerprint as run 2998" in workspace.cosmos("plan", "toy.toml").stdout
+
+    (first_run / "stages" / "first" / "out.txt").write_text("altered")  # one file, held by both runs
+    for run in (first_run, workspace.run):
+        (run / "stages" / "beside" / "out.txt").unlink()
+    planned = workspace.cosmos("plan", "toy.toml", "--set", "second.arguments.steps=6").stdout
+    assert "made before, but" in planned
+    workspace.cosmos("run", "toy.toml", "--run-id", "2999", "--set", "second.arguments.steps=6")
+    assert workspace.run.name == "2999"
+    assert made(workspace) == {"first": 1, "beside": 1, "second": 1}
+    workspace.expect_quiet()
+
+
+def test_two_identical_runs_started_together_train_once(workspace: Workspace) -> None:
+    workspace.write("toy.toml", COUNTING.replace("steps = 3, seconds = 0.01", "steps = 100, seconds = 0.1"))
+    both = [workspace.start("run", "toy.toml") for _ in range(2)]
+    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    runs = sorted((workspace.path / "outputs").glob("2*"))
+    assert len(runs) == 2
+    for name in ("first", "beside", "second"):
+        found = [file.read_text() for run in runs if (file := run / "stages" / name / "visits.txt").exists()]
+        assert found == ["start 0\n"]
+    texts = {(run / "stages" / "second" / "out.txt").read_text() for run in runs}
+    assert len(texts) == 1
+    workspace.expect_quiet()
+
+
+def ending(run: Run, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = exit_code(run)
+    _explain(run, code)
+    return code, capsys.readouterr().err.splitlines()
+
+
+def test_the_exit_code_says_what_can_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = counting_run(tmp_path)
+    first, second = run.stage_path("first"), run.stage_path("second")
+    hint = f"cosmos: run {run.id} is not complete; continue it with: cosmos resume {run.path}"
+    update_state(first, state="stopped")
+    assert ending(run, capsys) == (75, [hint])
+    update_state(first, state="failed", exit_code=1, error="stage 'first' crashed\n(signal 9)")
+    assert ending(run, capsys) == (1, ["cosmos: first: stage 'first' crashed (signal 9)", hint])
+    update_state(second, state="failed", exit_code=64, error="rows.jsonl:3: wrong")
+    assert ending(run, capsys) == (
+        64, ["cosmos: first: stage 'first' crashed (signal 9)", "cosmos: second: rows.jsonl:3: wrong"]
+    )  # fmt: skip
+    update_state(first, state="reused")
+    update_state(second, state="done")
+    assert ending(run, capsys) == (0, [])
+
+
+def test_a_run_is_looked_at_from_its_directory_alone_wherever_it_lies(workspace: Workspace) -> None:
+    run = counting_run(workspace.path)
+    moved = shutil.move(run.path, workspace.path / "elsewhere")
+    assert "first" in workspace.cosmos("status", str(moved)).stdout
+    assert "no result.json" in refusal(workspace, "lineage", f"{moved}/stages/first")

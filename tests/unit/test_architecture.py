@@ -1,0 +1,127 @@
+"""The shape of the code: what it may import, how long a thing may be, that every file says what it is for.
+
+Nesting, arguments, formatting, types and the import contracts are held by `make lint`.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FORBIDDEN = ("torch", "transformers", "diffusers", "vllm", "ray", "peft", "accelerate", "datasets")
+FRONT = ("cli", "session", "config", "run", "launch", "upload", "observe", "errors", "types", "registry")
+FUNCTION_LINES = 60
+FILE_LINES = 400
+SCHEMA_LINES = 600  # tables with a docstring a field, and model adapters, may be longer
+LONGER: dict[str, int] = {}  # `file` or `file:function` to its length today; entries only shrink or go
+
+
+def sources() -> list[Path]:
+    """Every Python file of ours."""
+    return sorted(path for top in ("cosmos_core", "flows", "tasks", "tests") for path in (ROOT / top).rglob("*.py"))
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def ceiling(place: str) -> int:
+    if ":" in place:
+        return LONGER.get(place, FUNCTION_LINES)
+    usual = SCHEMA_LINES if place.startswith(("cosmos_core/config/", "cosmos_core/models/")) else FILE_LINES
+    return LONGER.get(place, usual)
+
+
+def test_no_file_and_no_function_is_longer_than_its_ceiling() -> None:
+    lengths = {}
+    for file in sources():
+        place = str(file.relative_to(ROOT))
+        lengths[place] = len(file.read_text(encoding="utf-8").splitlines())
+        for node in functions(file):
+            assert node.end_lineno is not None
+            lengths[f"{place}:{node.name}"] = node.end_lineno - node.lineno + 1
+    assert {place: length for place, length in lengths.items() if length > ceiling(place)} == {}
+    assert all(lengths.get(place) == length for place, length in LONGER.items()), "an exception shrank: lower it too"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [file for file in sources() if file.name != "__init__.py"
+              and not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))]  # fmt: skip
+    assert silent == []
+    assert not [file for file in sources() if file.name == "__init__.py" and file.read_text(encoding="utf-8").strip()]
+
+
+def test_every_public_function_of_ours_has_a_sentence() -> None:
+    silent = []
+    for file in sources():
+        if file.is_relative_to(ROOT / "tests"):
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in tree.body:
+            members = [node, *(node.body if isinstance(node, ast.ClassDef) and node.name[0] != "_" else [])]
+            silent += [
+                f"{file.relative_to(ROOT)}:{member.name}"
+                for member in members
+                if isinstance(member, ast.FunctionDef)
+                and member.name[0] != "_"
+                and not ast.get_docstring(member)
+                and not any(ast.unparse(decorator) == "overload" for decorator in member.decorator_list)
+            ]
+    assert silent == []
+
+
+def test_no_file_is_called_utils() -> None:
+    assert not [file for file in sources() if any("util" in part or part == "helpers.py" for part in
+                                                  file.relative_to(ROOT).parts)]  # fmt: skip
+
+
+def test_no_path_of_a_developers_machine_is_in_the_code() -> None:
+    here = "/" + "work/"
+    for file in sources():
+        assert here not in file.read_text(encoding="utf-8"), file
+
+
+def modules_of_the_front_half() -> list[str]:
+    files = [file for top in ("flows", "tasks") for file in (ROOT / top).rglob("*.py")]
+    for name in FRONT:
+        place = ROOT / "cosmos_core" / name
+        files += list(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    names = [str(file.relative_to(ROOT).with_suffix("")).replace("/", ".") for file in files]
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def loaded_after(imports: str) -> set[str]:
+    """Top-level names in `sys.modules` of a fresh interpreter after some imports."""
+    program = f"import sys\n{imports}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_front_half_loads_none_of_the_back_halfs_libraries() -> None:
+    names = modules_of_the_front_half()
+    assert {"cosmos_core.cli", "flows.post_train", "tasks.stage", "cosmos_core.config.compose"} <= set(names)
+    loaded = loaded_after("\n".join(f"import {name}" for name in names))
+    assert loaded & set(FORBIDDEN) == set()
+    assert {"prefect", "pydantic"} <= loaded, "the imports were made"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import cosmos_core.cli",
+        # What `cosmos check --schema-only` does.
+        "from pathlib import Path\nimport cosmos_core.cli\n"
+        "cosmos_core.cli._pipeline(Path('configs/demo/arithmetic.toml'), [])",
+    ],
+    ids=["--help", "check --schema-only"],
+)
+def test_the_command_answers_without_prefect_and_matplotlib(imports: str) -> None:
+    assert loaded_after(imports) & {*FORBIDDEN, "prefect", "matplotlib"} == set()

@@ -1,0 +1,111 @@
+"""Conditions of a gate, and what it compares them with."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.errors import ConfigError, GateFailed
+from cosmos_core.run.stage import Stage
+from tasks import gate
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "published", "passes"),
+    [
+        ("m >= 0.5", 0.5, None, True), ("m >= 0.5", 0.4999, None, False), ("m > 0.5", 0.5, None, False),
+        ("m <= 2", 2.0, None, True), ("m < 2", 2.0, None, False), ("m == 1e0", 1.0, None, True),
+        ("m>=-1", -1.0, None, True), ("m < inf", 1e300, None, True),
+        ("m >= published", 0.5, 0.5, True), ("m > published", 0.5, 0.5, False), ("m < published", 0.4, 0.5, True),
+        ("m >= published", 0.1, None, True), ("m >= 0", math.nan, None, False), ("m < 0", math.nan, None, False),
+        ("m >= published", math.nan, None, False), ("m >= published", 0.5, math.nan, False),
+    ],
+)  # fmt: skip
+def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published(
+    text: str, value: float, published: float | None, passes: bool
+) -> None:
+    condition = parse_condition(text)
+    assert condition.metric == "m"
+    assert condition.holds(value, condition.limit(published)) is passes
+
+
+@pytest.mark.parametrize("text", ["", "m", "m >=", ">= 1", "m => 1", "m >= x", "m >= nan", "m >= 1 2", "m != 1"])
+def test_what_is_no_condition_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be METRIC >= NUMBER or METRIC >= published \(also >, <=, <, ==\)$"):
+        parse_condition(text)
+
+
+def gate_stage(folder: Path, require: tuple[str, ...], published: dict[str, float] | None = None) -> Stage:
+    """A gate behind two measurements, before a target where something may be published."""
+    target = folder / "published"
+    if published is not None:
+        (target / "v1").mkdir(parents=True)
+        (target / "v1" / "published.json").write_text(json.dumps({"metrics": published}))
+        (target / "latest").symlink_to("v1")
+    inputs = {
+        "before": {"metrics": {"accuracy": 0.4, "loss": 2.0}},
+        "after": {"metrics": {"accuracy": 0.7}},
+    }
+    config = StageConfig(name="gate", kind="gate", after=("before", "after"), require=require, target=str(target))
+    return Stage(folder / "stages" / "gate", config, Recipe(), "", None, inputs, "f" * 64)
+
+
+def test_a_gate_that_holds_reports_each_condition_and_hands_the_metrics_on(tmp_path: Path) -> None:
+    outcome = gate.run(gate_stage(tmp_path, ("accuracy >= 0.6", "before.accuracy >= 0.3", "accuracy >= published")))
+    assert outcome.metrics == {"accuracy": 0.7, "loss": 2.0}
+    assert outcome.info["conditions"] == [
+        {"condition": "accuracy >= 0.6", "value": 0.7, "bound": 0.6, "passed": True},
+        {"condition": "before.accuracy >= 0.3", "value": 0.4, "bound": 0.3, "passed": True},
+        {"condition": "accuracy >= published", "value": 0.7, "bound": None, "passed": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("require", "published", "said"),
+    [
+        (("accuracy >= 0.8",), None, "accuracy >= 0.8 does not hold: accuracy = 0.7, bound 0.8"),
+        (("accuracy >= published",), {"accuracy": 0.9}, "accuracy >= published does not hold: accuracy = 0.7, bound "
+         "0.9"),
+        (("before.accuracy >= published",), {"accuracy": 0.5}, "before.accuracy >= published does not hold: "
+         "before.accuracy = 0.4, bound 0.5"),
+        (("accuracy > 1", "loss < 1"), None, "accuracy > 1 does not hold: accuracy = 0.7, bound 1; loss < 1 does not "
+         "hold: loss = 2, bound 1"),
+    ],
+)  # fmt: skip
+def test_a_gate_that_does_not_hold_says_which_condition_by_how_much(
+    tmp_path: Path, require: tuple[str, ...], published: dict[str, float] | None, said: str
+) -> None:
+    with pytest.raises(GateFailed) as caught:
+        gate.run(gate_stage(tmp_path, require, published))
+    assert str(caught.value) == f"gate 'gate': {said}"
+
+
+def test_a_better_model_passes(tmp_path: Path) -> None:
+    gate.run(gate_stage(tmp_path, ("accuracy > published", "loss < 3"), {"accuracy": 0.65}))
+
+
+def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gate.run(gate_stage(tmp_path, ("loss < published",), {"accuracy": 0.65}))
+    assert str(caught.value) == (
+        "gate 'gate': 'loss < published': what is published has no 'loss'; compare with a number"
+    )
+
+
+def test_a_gate_asks_only_for_metrics_that_somebody_reports(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gate.run(gate_stage(tmp_path, ("acuracy >= 0.8",)))
+    assert str(caught.value) == ("gate 'gate': no stage in its `after` reported 'acuracy'; reported: accuracy, loss")
+
+
+def test_a_measurement_that_is_not_a_number_passes_nothing(tmp_path: Path) -> None:
+    stage = gate_stage(tmp_path, ("accuracy >= published",))
+    stage.inputs["after"]["metrics"]["accuracy"] = math.nan
+    with pytest.raises(GateFailed, match=r"^gate 'gate': accuracy >= published does not hold: accuracy = nan$"):
+        gate.run(stage)

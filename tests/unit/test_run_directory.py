@@ -1,0 +1,385 @@
+"""Runs on disk: made, listed, found again, locked, moved aside; two of them never make the same thing at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.load import read_toml
+from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
+from cosmos_core.run.directory import claim, create_run, find_run, open_or_create_run, open_run, supersede, writable
+from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.inputs import check_inputs
+from cosmos_core.run.lock import Lock
+from cosmos_core.run.manifest import read_result
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tests.conftest import processes_below, wait_until
+from tests.unit.run_folder import counting_run, load_recipe, make_inputs
+
+
+def test_a_run_says_what_it_is_and_where_it_came_from(tmp_path: Path) -> None:
+    run = counting_run(tmp_path, "first.train.seed=7")
+    facts = read_json(run.path / "run.json")
+    assert isinstance(facts, dict)
+    assert facts["run_id"] == run.id == run.path.name
+    assert facts["pipeline"] == "counting"
+    assert facts["seeds"] == {"first": 7, "second": 42}
+    assert facts["python"] == sys.version.split()[0]
+    assert set(facts["versions"]) >= {"torch", "transformers"}
+    assert run.path.parent == tmp_path / "outputs"
+    assert read_toml(run.path / "pipeline.toml") == run.pipeline.as_toml()
+
+
+def test_a_run_is_opened_from_its_directory_alone(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (tmp_path / "counting.toml").unlink()
+    again = open_run(run.path, all_kinds())
+    assert again.pipeline.recipes == run.pipeline.recipes
+    assert again.pipeline.stages == run.pipeline.stages
+    with pytest.raises(ConfigError) as caught:
+        open_run(tmp_path, all_kinds())
+    assert str(caught.value) == f"{tmp_path} is not a run directory: it has no pipeline.toml"
+    (run.path / "pipeline.toml").write_text("[pipe")
+    with pytest.raises(ConfigError, match=r"pipeline.toml: not valid TOML: "):
+        open_run(run.path, all_kinds())
+
+
+def test_runs_that_begin_in_the_same_second_are_all_made_and_all_listed(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom cosmos_core.config.compose import load_pipeline\n"
+        "from cosmos_core.run.directory import create_run\nfrom tasks.kinds import all_kinds\n"
+        "pipeline = load_pipeline(Path(sys.argv[1]), (), tuple(all_kinds()))\n"
+        "for _ in range(5): create_run(pipeline, all_kinds())\n"
+    )
+    pipeline = counting_run(tmp_path).pipeline
+    other = subprocess.Popen([sys.executable, "-c", program, str(pipeline.source)], cwd=Path(__file__).parents[2])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: create_run(pipeline, all_kinds()), range(10)))
+    assert other.wait(timeout=120) == 0
+    listed = read_json(tmp_path / "outputs" / "runs.json")
+    assert isinstance(listed, list)
+    made = {path.parent.name for path in (tmp_path / "outputs").glob("*/run.json")}
+    assert len(made) == 16
+    assert sorted(entry["run_id"] for entry in listed) == sorted(made)
+
+
+def test_a_run_id_that_is_taken_gets_a_suffix(tmp_path: Path) -> None:
+    pipeline = counting_run(tmp_path).pipeline
+    names = [create_run(pipeline, all_kinds(), run_id="mine").id for _ in range(3)]
+    assert names == ["mine", "mine-2", "mine-3"]
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "a\0b", "x" * 101, "two words"])
+def test_a_run_id_is_a_plain_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_run(counting_run(tmp_path).pipeline, all_kinds(), run_id=name)
+    assert str(caught.value) == (
+        f"run_id = {name!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+    )
+
+
+def test_an_existing_run_id_is_continued_when_it_means_the_same_and_refused_otherwise(tmp_path: Path) -> None:
+    kinds = all_kinds()
+    pipeline = counting_run(tmp_path).pipeline
+    assert open_or_create_run(pipeline, kinds, run_id="mine").id == "mine"
+    assert open_or_create_run(pipeline, kinds, run_id="mine").id == "mine"
+    file = tmp_path / "counting.toml"
+    other = load_pipeline(file, ("second.arguments.steps=9", "train.epoch=3"), tuple(kinds))
+    with pytest.raises(ConfigError) as caught:
+        open_or_create_run(other, kinds, run_id="mine")
+    assert str(caught.value) == (
+        "run mine exists and was made with other settings (pipeline.stages.first.overrides.train.epoch, "
+        "pipeline.stages.second.arguments.steps, pipeline.stages.second.overrides.train.epoch); leave the run id out, "
+        "or resume it as it is"
+    )
+
+
+def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    with pytest.raises(ConfigError) as caught:
+        find_run("", outputs)
+    assert str(caught.value) == (
+        f"no run 'at all' in {outputs}; give its path, or the folder of runs with --output-dir"
+    )
+    pipeline = counting_run(tmp_path).pipeline
+    named, last = create_run(pipeline, all_kinds(), run_id="zebra"), create_run(pipeline, all_kinds(), run_id="ant")
+    assert find_run("zebra", outputs) == named.path
+    assert find_run(str(named.path), Path("nowhere")) == named.path
+    assert find_run("", outputs) == find_run("latest", outputs) == last.path, "the newest, not the last by name"
+    with pytest.raises(ConfigError) as caught:
+        find_run("zebr", outputs)
+    assert "no run 'zebr'" in str(caught.value)
+    assert str(caught.value).endswith("zebra, ant; give its path, or the folder of runs with --output-dir")
+
+
+@pytest.mark.parametrize("below", ["file/outputs", "file"])
+def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        counting_run(tmp_path, f"pipeline.output_dir={tmp_path / below}")
+    reason = "Not a directory" if below != "file" else "File exists"
+    assert str(caught.value) == (
+        f"pipeline.output_dir = '{tmp_path / below}' cannot be written: {reason}; choose another folder"
+    )
+
+
+@pytest.mark.parametrize("name", ["a\0b", "~nobody-of-that-name/x"])
+def test_an_output_folder_that_can_be_no_path_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another folder$"):
+        writable(Path(name))
+
+
+WRONG_INPUTS = [
+    ("policy.model_name_or_path=./nowhere", ModelError, "stage 'prepare': policy.model_name_or_path = './nowhere': no "
+     "such folder; give a Hugging Face model folder or a Hub id"),
+    ("sft.model=/nowhere", ModelError, "stage 'sft': model = '/nowhere': no such folder; give a Hugging Face model "
+     "folder or a Hub id"),
+    ("train.train_policy.dataset.name=none.jsonl", DataError, "stage 'prepare': train.train_policy.dataset.name = "
+     "'none.jsonl': no such file or folder"),
+    ("train.train_policy.dataset.name=''", DataError, "stage 'prepare': train.train_policy.dataset.name is empty; give "
+     "a file, a folder or a Hub id"),
+    ("validation.dataset.name=./none", DataError, "stage 'prepare': validation.dataset.name = './none': no such file "
+     "or folder"),
+    ("validation.reward_function=exact_macth", RewardError, "stage 'sft': validation.reward_function: there is no "
+     "reward 'exact_macth'; one of your own is module:function or path/file.py:function; did you mean 'exact_match'?"),
+    ("validation.reward_function=runner", RewardError, "stage 'sft': validation.reward_function: there is no "
+     "reward 'runner'; one of your own is module:function or path/file.py:function; known: boxed_math, direct_math, "
+     "exact_match, format, gsm8k, single_choice"),
+    ("validation.reward_function='none.py:f'", RewardError, "stage 'sft': validation.reward_function: 'none.py:f':"
+     " file none.py does not exist"),
+    ("validation.reward_function='no_such_module:f'", RewardError, "stage 'sft': validation.reward_function: "
+     "'no_such_module:f': module 'no_such_module' was not found"),
+    ("validation.reward_function='json.none:f'", RewardError, "stage 'sft': validation.reward_function: "
+     "'json.none:f': module 'json.none' was not found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "error", "said"), WRONG_INPUTS, ids=[setting for setting, *_ in WRONG_INPUTS])
+def test_what_is_not_there_is_told_with_stage_and_key_before_a_run_is_made(
+    tmp_path: Path, setting: str, error: type[Exception], said: str
+) -> None:
+    make_inputs(tmp_path)
+    pipeline = load_recipe(tmp_path, setting)
+    with pytest.raises(error) as caught:
+        create_run(pipeline, all_kinds())
+    assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_what_is_there_passes_and_hub_names_are_left_to_the_workers(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    check_inputs(load_recipe(tmp_path))
+    check_inputs(load_recipe(tmp_path, "policy.model_name_or_path=org/model", "validation.dataset.name=org/rows"))
+    check_inputs(load_recipe(tmp_path, "validation.reward_function={gsm8k=1.0, 'json.decoder:JSONDecoder'=0.5}"))
+
+
+def test_code_of_a_user_is_found_from_the_current_folder_without_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cosmos_core.registry import code_file
+
+    inner = tmp_path / "user_pkg_of_test" / "inner"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text("raise RuntimeError('imported')")
+    (inner / "rewards.py").write_text("raise RuntimeError('imported')")  # a folder without __init__.py
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert code_file("user_pkg_of_test.inner.rewards:score") == inner / "rewards.py"
+    assert code_file("user_pkg_of_test:score") == inner.parent / "__init__.py"
+    assert "user_pkg_of_test" not in sys.modules
+    for wrong in ("user_pkg_of_test.inner:score", "sys:path", ".x:y", "a..b:c"):
+        with pytest.raises(ConfigError, match="was not found"):
+            code_file(wrong)
+    for wrong in ("rewards", ":f", "rewards:"):
+        with pytest.raises(ConfigError, match="is not an import path"):
+            code_file(wrong)
+
+
+def test_a_run_has_one_process_that_runs_it(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    mine = claim(run)
+    with pytest.raises(ConfigError) as caught:
+        claim(run)
+    assert str(caught.value) == (
+        f"run {run.id} is being run by another process; wait for it (cosmos status {run.path}) or stop it"
+    )
+    mine.release()
+    claim(run).release()
+
+
+def test_the_number_of_threads_is_fixed_when_a_run_is_made(tmp_path: Path) -> None:
+    counting_run(tmp_path)
+    text = (tmp_path / "counting.toml").read_text().replace("threads = 1\n", "")
+    (tmp_path / "counting.toml").write_text(text)
+    pipeline = load_pipeline(tmp_path / "counting.toml", (), tuple(all_kinds()))
+    run = open_or_create_run(pipeline, all_kinds(), run_id="mine")
+    assert run.pipeline.config.threads == len(os.sched_getaffinity(0))
+    assert open_or_create_run(pipeline, all_kinds(), run_id="mine").path == run.path
+
+
+def test_moving_a_stage_aside_keeps_every_older_one(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    aside = run.path / "superseded"
+    for content in ("one", "two", "three"):
+        run.stage_path("first").mkdir()
+        (run.stage_path("first") / "x").write_text(content)
+        supersede(run.stage_path("first"))
+    assert [(aside / f"first.{n}" / "x").read_text() for n in (1, 2, 3)] == ["one", "two", "three"]
+    import shutil
+
+    shutil.rmtree(aside / "first.1")
+    run.stage_path("first").mkdir()
+    supersede(run.stage_path("first"))
+    assert sorted(path.name for path in aside.iterdir()) == ["first.2", "first.3", "first.4"]
+    supersede(run.stage_path("first"))  # nothing there: nothing to do
+
+
+def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
+        assert first.try_acquire()
+        assert not second.try_acquire()
+        first.release()
+        assert second.try_acquire()
+
+
+def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
+    def give_up() -> None:
+        raise TimeoutError
+
+    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
+        first.acquire()
+        with pytest.raises(TimeoutError):
+            second.acquire(while_waiting=give_up)
+
+
+def test_a_child_that_was_given_the_lock_holds_it_after_its_parent_let_go(tmp_path: Path) -> None:
+    with Lock(tmp_path / "lock") as mine, Lock(tmp_path / "lock") as other:
+        mine.acquire()
+        child = subprocess.Popen(["sleep", "600"], pass_fds=[mine.descriptor])
+        stranger = subprocess.Popen(["sleep", "600"])
+        try:
+            mine.release()
+            assert not other.try_acquire()
+            child.kill()
+            child.wait()
+            assert other.try_acquire(), "a child that was not given it does not hold it"
+        finally:
+            for process in (child, stranger):
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+def test_readers_of_a_file_that_is_replaced_all_the_time_never_see_half_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    write_json(file, {"n": 0, "pad": "x" * 5000}, durable=False)
+    done = threading.Event()
+
+    def write(start: int) -> None:
+        for number in range(start, start + 200):
+            write_json(file, {"n": number, "pad": "x" * 5000}, durable=False)
+
+    def read() -> int:
+        looks = 0
+        while not done.is_set():
+            assert len(json.loads(file.read_text())["pad"]) == 5000
+            looks += 1
+        return looks
+
+    with ThreadPoolExecutor(4) as pool:
+        reader = pool.submit(read)
+        list(pool.map(write, (0, 1000, 2000)))
+        done.set()
+        assert reader.result() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def visits(run_path: Path, stage: str = "first") -> list[str]:
+    file = run_path / "stages" / stage / "visits.txt"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def performing(run_path: Path) -> subprocess.Popen[str]:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom cosmos_core.run.directory import open_run\n"
+        "from tasks.kinds import all_kinds\nfrom tasks.stage import perform\n"
+        "for name in ('first', 'second'):\n"
+        "    print(perform(open_run(Path(sys.argv[1]), all_kinds()), name)[1])\n"
+    )
+    environment = {**os.environ, "WORKSPACE": str(run_path)}
+    command = [sys.executable, "-c", program, str(run_path)]
+    here = Path(__file__).parents[2]
+    return subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_runs_that_want_the_same_result_at_once_make_it_once(tmp_path: Path) -> None:
+    runs = [counting_run(tmp_path, "first.arguments={steps = 20, seconds = 0.1}") for _ in range(2)]
+    processes = [performing(run.path) for run in runs]
+    answers = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2, "each stage, once"
+    assert [visits(run.path) for run in runs].count(["start 0"]) == 1
+    assert [visits(run.path) for run in runs].count([]) == 1
+    chains = {(run.stage_path("first") / "out.txt").read_text() for run in runs}
+    assert len(chains) == 1
+    wait_until(lambda: not processes_below(tmp_path), 15, "nothing is left running")
+
+
+def test_two_launchers_of_the_same_run_make_each_stage_once(tmp_path: Path) -> None:
+    run = counting_run(tmp_path, "first.arguments={steps = 20, seconds = 0.1}")
+    processes = [performing(run.path) for _ in range(2)]
+    answers = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2
+    assert visits(run.path, "first") == visits(run.path, "second") == ["start 0"]
+    wait_until(lambda: not processes_below(tmp_path), 15, "nothing is left running")
+
+
+def test_a_result_is_reused_across_runs_and_made_again_when_it_was_damaged(tmp_path: Path) -> None:
+    first = counting_run(tmp_path)
+    assert perform(first, "first")[1] is False
+    second = counting_run(tmp_path)
+    result, was_reused = perform(second, "first")
+    assert was_reused
+    assert result["reused_from"] == str(first.stage_path("first"))
+    assert visits(second.path) == []
+    out = second.stage_path("first") / "out.txt"
+    right = out.read_text()
+    out.write_text("altered")  # the file that both runs hold
+    assert perform(second, "first")[1] is False
+    assert out.read_text() == right
+    out.unlink()
+    assert perform(second, "first")[1] is True, "the other run still has it"
+    assert out.read_text() == right
+
+
+def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    perform(run, "first")
+    saved = read_toml(run.path / "pipeline.toml")
+    saved["pipeline"]["stages"][0]["arguments"]["steps"] = 5
+    (run.path / "pipeline.toml").write_text(tomli_w.dumps(saved))
+    result, was_reused = perform(open_run(run.path, all_kinds()), "first")
+    assert not was_reused
+    assert result["metrics"] == {"count": 5.0}
+    assert visits(run.path) == ["start 0"]
+    older = read_result(run.path / "superseded" / "first.1")
+    assert older is not None
+    assert older["metrics"] == {"count": 3.0}
+
+
+def test_time_passes_between_runs_without_a_suffix(tmp_path: Path) -> None:
+    before = time.strftime("%Y%m%d%H%M%S")
+    run = counting_run(tmp_path)
+    assert before <= run.id <= time.strftime("%Y%m%d%H%M%S")
+    assert counting_run(tmp_path, "train.timestamp='20010203040506'").id == "20010203040506"

@@ -1,0 +1,223 @@
+"""Same fingerprint, same result: what changes it and what does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.run import fingerprint as fingerprints
+from cosmos_core.run.digests import Digests
+from tasks.kinds import all_kinds
+from tests.unit.run_folder import counting_run, load_recipe, make_inputs, print_of
+
+STAGES = ("prepare", "sft", "validate", "export")
+
+
+def changed_stages(folder: Path, *overrides: str, kind: str = "sft") -> set[str]:
+    """The stages of the recipe whose own fingerprint the overrides change, whatever lies behind them."""
+    before, after = load_recipe(folder, kind=kind), load_recipe(folder, *overrides, kind=kind)
+    names = [stage.name for stage in before.stages]
+    return {name for name in names if print_of(before, name).value != print_of(after, name).value}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_inputs(tmp_path)
+    return tmp_path
+
+
+# The setting, and the stages that must be made again for it.
+AFFECTING = [
+    ("train.optm_lr=1e-3", {"sft"}),
+    ("train.epoch=3", {"sft"}),
+    ("train.seed=1", {"prepare", "sft", "validate"}),
+    ("train.param_dtype='float32'", {"sft", "validate", "export"}),
+    ("train.train_batch_per_replica=4", {"sft"}),
+    ("train.deterministic=true", {"sft", "validate"}),
+    ("train.train_policy.mini_batch=4", {"sft", "validate"}),
+    ("train.train_policy.system_prompt=hello", {"prepare", "sft", "validate"}),
+    ("train.train_policy.dataset.test_size=0.5", {"prepare", "sft", "validate"}),
+    ("train.train_policy.dataset.split=test", {"prepare", "sft", "validate"}),
+    ("policy.model_max_length=128", {"prepare", "sft", "validate"}),
+    ("policy.model_revision=v2", {"prepare", "sft", "validate", "export"}),
+    ("rollout.max_response_length=7", {"prepare", "sft", "validate"}),
+    ("rollout.sampling_config.top_p=0.5", {"sft", "validate"}),
+    ("custom.x=1", {"sft", "validate"}),
+    ("validation.temperature=0.5", {"sft", "validate"}),
+    ("validation.dataset.split=dev", {"prepare", "sft", "validate"}),
+    ("pipeline.threads=2", {"sft", "validate"}),
+]
+HARMLESS = [
+    "train.output_dir=elsewhere", "pipeline.output_dir=elsewhere", "train.timestamp='1'", "train.ckpt.save_freq=3",
+    "train.ckpt.max_keep=2", "train.ckpt.enable_checkpoint=true", "train.ckpt.save_mode=sync", "pipeline.name=other",
+    "train.signal_to_handle=[]", "train.save_ckpt_at_exit=false", "logging.logger=[]", "pipeline.grace_seconds=1",
+    "rollout.gpu_memory_utilization=0.1", "sft.retries=7", "sft.timeout=1h",
+    "train.train_policy.dataloader_num_workers=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "stages"), AFFECTING, ids=[setting for setting, _ in AFFECTING])
+def test_a_value_that_can_change_results_changes_the_stages_that_read_it(
+    folder: Path, setting: str, stages: set[str]
+) -> None:
+    assert changed_stages(folder, setting) == stages
+
+
+@pytest.mark.parametrize("setting", HARMLESS)
+def test_a_value_that_changes_no_result_changes_no_fingerprint(folder: Path, setting: str) -> None:
+    assert changed_stages(folder, setting) == set()
+
+
+def changed_by(folder: Path, file: str, content: str = "other", kind: str = "sft") -> set[str]:
+    """The stages whose fingerprint a change of a file's content changes."""
+    pipeline = load_recipe(folder, kind=kind)
+    before = {stage.name: print_of(pipeline, stage.name).value for stage in pipeline.stages}
+    (folder / file).write_text(content)
+    return {name for name, value in before.items() if print_of(pipeline, name).value != value}
+
+
+@pytest.mark.parametrize(
+    ("file", "stages"),
+    [
+        ("rows.jsonl", {"prepare"}),
+        ("held_out/test.jsonl", {"prepare"}),
+        ("held_out/NOTES.txt", set()),
+        ("model/tokenizer.json", {"prepare", "sft"}),
+        ("model/model.safetensors", {"sft"}),  # rows survive other weights
+        ("model/config.json", {"sft"}),
+        ("model/README.md", set()),
+        ("model/.cache", set()),
+        ("mine.py", {"sft", "validate"}),
+        ("README.md", set()),
+    ],
+)
+def test_content_counts_for_the_stages_that_read_it(folder: Path, file: str, stages: set[str]) -> None:
+    assert changed_by(folder, file) == stages
+
+
+def test_code_of_a_reward_counts_for_reinforcement_learning_too(folder: Path) -> None:
+    assert changed_by(folder, "mine.py", kind="grpo") == {"rl", "validate"}
+
+
+def test_a_file_more_counts(folder: Path) -> None:
+    assert changed_by(folder, "model/adapter.safetensors") == {"sft"}
+    assert changed_by(folder, "held_out/more.jsonl") == {"prepare"}
+
+
+def test_the_same_content_at_another_place_is_the_same(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    make_inputs(here)
+    shutil.copytree(here, there)
+    first, second = load_recipe(here), load_recipe(there)
+    for name in ("prepare", "sft", "export"):
+        assert print_of(first, name).value == print_of(second, name).value
+
+
+def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
+    pipeline = load_recipe(folder)
+    assert print_of(pipeline, "sft", prepare="a").value != print_of(pipeline, "sft", prepare="b").value
+    assert print_of(pipeline, "sft", prepare="a").value == print_of(pipeline, "sft", prepare="a").value
+
+
+def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = load_recipe(folder)
+    before = {name: print_of(pipeline, name).value for name in STAGES}
+    fingerprints.versions.cache_clear()
+    site = folder / "site"  # a newer torch in front of the installed one
+    (site / "torch-99.0.dist-info").mkdir(parents=True)
+    (site / "torch-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(str(site))
+    try:
+        after = {name: print_of(pipeline, name) for name in STAGES}
+    finally:
+        monkeypatch.undo()
+        fingerprints.versions.cache_clear()
+    for name in STAGES:
+        assert after[name].value != before[name]
+        assert after[name].ingredients["versions"]["torch"] == "99.0"
+
+
+def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_it_is_handed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("def make(stage): ...\n")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("{}")
+
+    def value(*overrides: str) -> str:
+        settings = (f"first.entry='{tmp_path}/code.py:make'", f"first.data='{tmp_path}/rows'", *overrides)
+        run = counting_run(tmp_path, *settings)
+        return print_of(run.pipeline, "first").value
+
+    base = value()
+    assert value("train.output_dir=x", "first.retries=9") == base
+    different = [value("first.arguments.steps=9"), value("train.seed=1"), value("custom.x=1"),
+                 value("train.optm_lr=1"), value("first.entry='json:loads'")]  # fmt: skip
+    (tmp_path / "code.py").write_text("def make(stage): pass\n")
+    different.append(value())
+    (tmp_path / "rows" / "a.jsonl").write_text("{ }")
+    different.append(value())
+    (tmp_path / "rows" / "notes.txt").write_text("a function may read any file")
+    different.append(value())
+    assert len({base, *different}) == 9
+
+
+def test_a_difference_is_told_by_key_with_the_old_and_the_new_value(folder: Path) -> None:
+    old = print_of(load_recipe(folder), "sft")
+    new = print_of(load_recipe(folder, "train.optm_lr=1e-3", "train.max_num_steps=5"), "sft")
+    assert new.difference(old.ingredients) == [
+        "config.train.max_num_steps: nothing -> 5",
+        "config.train.optm_lr: 1e-06 -> 0.001",
+    ]
+    assert new.difference(new.ingredients) == []
+    given = print_of(load_recipe(folder), "sft", prepare="0" * 64)
+    assert given.difference(old.ingredients) == ["inputs.prepare: digest of prepare -> 000000000000..."]
+
+
+def test_content_is_hashed_once_and_again_when_it_changed(tmp_path: Path) -> None:
+    import hashlib
+    import os
+
+    file = tmp_path / "weights"
+    file.write_text("one")
+    cache = tmp_path / "cache" / "digests.json"
+    one = hashlib.sha256(b"one").hexdigest()
+    assert Digests(cache).of_file(file) == one
+    status = file.stat()
+    file.write_text("two")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # same size, time and inode: believed
+    assert Digests(cache).of_file(file) == one
+    os.utime(file)
+    assert Digests(cache).of_file(file) == hashlib.sha256(b"two").hexdigest()
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"FILE": 3}', '{"FILE": [1]}', "\x00"])
+def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path, damage: str) -> None:
+    import hashlib
+
+    file, cache = tmp_path / "weights", tmp_path / "digests.json"
+    file.write_text("one")
+    cache.write_text(damage.replace("FILE", str(file)))
+    assert Digests(cache).of_file(file) == hashlib.sha256(b"one").hexdigest()
+
+
+def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    files = [tmp_path / f"{number}" for number in range(40)]
+    for file in files:
+        file.write_text(file.name)
+    cache = tmp_path / "cache" / "digests.json"
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda file: Digests(cache).of_file(file), files))
+    assert len(set(found)) == 40
+    assert not list(cache.parent.glob(".*")), "no temporary file is left"
+
+
+def test_a_kind_reads_only_tables_that_a_recipe_has(folder: Path) -> None:
+    from cosmos_core.config.load import all_keys
+    from cosmos_core.config.recipe import Recipe
+
+    known = set(all_keys(Recipe))
+    for kind in all_kinds().values():
+        assert set(kind.recipe_tables) <= known, kind.name

@@ -1,0 +1,316 @@
+"""The commit mark of a stage: what it notices, how finished work is taken over, what a plan says, where things came
+from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.run.directory import create_run
+from cosmos_core.run.lineage import lineage, stage_of
+from cosmos_core.run.manifest import adopt, commit, problem, read_result
+from cosmos_core.run.plan import plan
+from cosmos_core.types import Outcome
+from tasks.kinds import all_kinds
+from tests.unit.run_folder import counting_run, finish, load_recipe, make_inputs
+
+
+def made(folder: Path) -> Path:
+    """A stage directory with two outputs, committed."""
+    (folder / "out").mkdir(parents=True)
+    (folder / "out" / "a.txt").write_text("one")
+    (folder / "out" / ".b.txt.7.tmp").write_text("half")
+    (folder / "c.txt").write_text("two")
+    outcome = Outcome(outputs=("out", "c.txt"), metrics={"loss": 0.5}, info={"model": "out"})
+    commit(folder, outcome, name="s", kind="sft", fingerprint="f" * 64, inputs={})
+    return folder
+
+
+def problem_of(folder: Path, *, thorough: bool = False) -> str | None:
+    result = read_result(folder)
+    assert result is not None
+    return problem(folder, result, thorough=thorough)
+
+
+def test_a_manifest_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
+    result = read_result(made(tmp_path / "s"))
+    assert result is not None
+    assert [(r["path"], r["size"], r["sha256"]) for r in result["outputs"]] == [
+        ("out/a.txt", 3, hashlib.sha256(b"one").hexdigest()),
+        ("c.txt", 3, hashlib.sha256(b"two").hexdigest()),
+    ]
+    assert problem_of(tmp_path / "s") is None
+
+
+def digest(folder: Path, content: str, metrics: dict[str, float], info: dict[str, str]) -> str:
+    folder.mkdir()
+    (folder / "a").write_text(content)
+    outcome = Outcome(outputs=("a",), metrics=metrics, info={**info})
+    return str(commit(folder, outcome, name="s", kind="sft", fingerprint="", inputs={})["digest"])
+
+
+def test_the_digest_is_over_what_a_stage_behind_may_read_but_not_over_how_long_it_took(tmp_path: Path) -> None:
+    base = digest(tmp_path / "base", "x", {"loss": 1.0, "time/total": 3.0}, {"model": "a"})
+    assert (
+        digest(tmp_path / "again", "x", {"loss": 1.0, "time/total": 9.0, "throughput/x": 1.0}, {"model": "a"}) == base
+    )
+    others = [
+        digest(tmp_path / "file", "y", {"loss": 1.0}, {"model": "a"}),
+        digest(tmp_path / "figure", "x", {"loss": 2.0}, {"model": "a"}),
+        digest(tmp_path / "info", "x", {"loss": 1.0}, {"model": "b"}),
+    ]
+    assert len({base, *others}) == 4
+
+
+def test_figures_are_numbers_and_info_is_what_toml_can_say(tmp_path: Path) -> None:
+    for metrics, info, said in (
+        ({"loss": "low"}, {}, "stage 's' returned the metric loss = 'low'; a metric is a number"),
+        ({"ok": True}, {}, "stage 's' returned the metric ok = True; a metric is a number"),
+        ({}, {"x": object}, "stage 's' returned info that cannot be kept: "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            commit(tmp_path, Outcome(metrics=metrics, info=info), name="s", kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
+        assert str(caught.value).startswith(said)
+    assert read_result(tmp_path) is None
+
+
+def test_an_output_that_was_named_but_not_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"^stage 's' named the output 'none' but did not write it$"):
+        commit(tmp_path, Outcome(outputs=("none",)), name="s", kind="sft", fingerprint="", inputs={})
+    assert read_result(tmp_path) is None
+
+
+def test_a_deleted_a_shortened_and_an_altered_output_are_noticed(tmp_path: Path) -> None:
+    file = made(tmp_path / "s") / "out" / "a.txt"
+    file.write_text("on")
+    assert problem_of(tmp_path / "s") == "out/a.txt has 2 bytes instead of 3"
+    file.write_text("won")
+    assert problem_of(tmp_path / "s") == "out/a.txt was altered"
+    file.unlink()
+    assert problem_of(tmp_path / "s") == "out/a.txt is gone"
+    shutil.rmtree(file.parent)
+    file.parent.write_text("a file where the folder was")
+    assert problem_of(tmp_path / "s") == "out/a.txt is gone"
+
+
+def test_an_alteration_that_keeps_size_and_time_is_noticed_by_a_thorough_look(tmp_path: Path) -> None:
+    file = made(tmp_path / "s") / "out" / "a.txt"
+    status = file.stat()
+    with open(file, "r+") as opened:
+        opened.write("won")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert problem_of(tmp_path / "s") is None
+    assert problem_of(tmp_path / "s", thorough=True) == "out/a.txt was altered"
+
+
+def test_a_touched_output_is_hashed_once_and_its_record_renewed(tmp_path: Path) -> None:
+    file = made(tmp_path / "s") / "c.txt"
+    os.utime(file, ns=(1, 1))
+    assert problem_of(tmp_path / "s") is None
+    result = read_result(tmp_path / "s")
+    assert result is not None
+    assert result["outputs"][1]["mtime_ns"] == 1
+
+
+def test_a_copied_stage_is_as_good_as_the_original(tmp_path: Path) -> None:
+    copy = shutil.copytree(made(tmp_path / "s"), tmp_path / "copy")
+    assert problem_of(copy) is None
+    result = read_result(copy)
+    assert result is not None
+    assert result["outputs"][0]["inode"] == (copy / "out" / "a.txt").stat().st_ino
+
+
+def altered(result: dict, key: str, value: object) -> str:
+    return json.dumps({**result, key: value})
+
+
+def test_a_damaged_manifest_is_no_result_and_an_altered_one_is_noticed(tmp_path: Path) -> None:
+    folder = made(tmp_path / "s")
+    file = folder / "result.json"
+    text = file.read_text()
+    result = json.loads(text)
+    records = result["outputs"]
+    for damaged in (
+        text[:-20], "", "[]", "3", "\x00", altered(result, "outputs", 3), altered(result, "outputs", [3]),
+        altered(result, "outputs", [{"path": "c.txt"}]), json.dumps({k: v for k, v in result.items() if k != "info"}),
+    ):  # fmt: skip
+        file.write_text(damaged)
+        assert read_result(folder) is None
+    for key, value in (("metrics", {"loss": 0.1}), ("info", {"model": "c.txt"})):
+        file.write_text(altered(result, key, value))
+        assert problem_of(folder) == "result.json itself was altered"
+    file.write_text(altered(result, "outputs", records[:1]))
+    assert problem_of(folder) == "result.json itself was altered"
+    file.write_text(altered(result, "outputs", [{**records[0], "sha256": "0" * 64}, records[1]]))
+    assert problem_of(folder) == "result.json itself was altered"
+    assert problem_of(folder, thorough=True) == "out/a.txt was altered"
+
+
+def test_taking_over_a_result_links_its_files_and_either_side_survives_the_other(tmp_path: Path) -> None:
+    source, target = made(tmp_path / "s"), tmp_path / "t"
+    target.mkdir()
+    result = read_result(source)
+    assert result is not None
+    adopted = adopt(source, target, result)
+    assert adopted["reused_from"] == str(source)
+    assert (target / "out" / "a.txt").stat().st_ino == (source / "out" / "a.txt").stat().st_ino
+    assert problem_of(target, thorough=True) is None
+    shutil.rmtree(source)
+    assert problem_of(target, thorough=True) is None
+
+
+def test_an_alteration_in_place_is_noticed_on_both_sides_of_a_link(tmp_path: Path) -> None:
+    source, target = made(tmp_path / "s"), tmp_path / "t"
+    target.mkdir()
+    result = read_result(source)
+    assert result is not None
+    adopt(source, target, result)
+    with open(target / "c.txt", "r+") as file:
+        file.write("own")
+    os.utime(target / "c.txt")
+    assert problem_of(source) == problem_of(target) == "c.txt was altered"
+
+
+def actions(decisions: dict) -> dict[str, tuple[str, str]]:
+    return {name: (decision.action, decision.reason) for name, decision in decisions.items()}
+
+
+def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    outputs = tmp_path / "outputs"
+    assert actions(plan(run.pipeline, run.kinds, outputs)) == {
+        "first": ("run", "never made before"),
+        "second": ("depends", "after first"),
+    }
+    finish(run, "first")
+    assert actions(plan(run.pipeline, run.kinds, outputs, run.path)) == {
+        "first": ("reuse", "done in this run"),
+        "second": ("run", "never made before"),
+    }
+    finish(run, "second")
+    assert actions(plan(run.pipeline, run.kinds, outputs)) == {
+        "first": ("adopt", f"same fingerprint as run {run.id}"),
+        "second": ("adopt", f"same fingerprint as run {run.id}"),
+    }
+    changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
+    assert actions(plan(changed, run.kinds, outputs))["second"] == (
+        "run", f"changed since run {run.id}: entry.arguments.steps: 4 -> 9"
+    )  # fmt: skip
+    several = counting_run(tmp_path, "second.arguments={a = 1, b = 2, steps = 3}").pipeline
+    assert actions(plan(several, run.kinds, outputs))["second"][1].endswith(
+        "entry.arguments.a: nothing -> 1; entry.arguments.b: nothing -> 2 and 1 more"
+    )
+
+
+def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the_rows(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    run = create_run(load_recipe(tmp_path), all_kinds())
+    for name in ("prepare", "sft", "validate", "export"):
+        finish(run, name, name)
+    (tmp_path / "README.md").write_text("changed")
+    (tmp_path / "model" / "README.md").write_text("changed")
+    decisions = plan(load_recipe(tmp_path), run.kinds, run.output_dir)
+    assert {name: decision.action for name, decision in decisions.items()} == dict.fromkeys(decisions, "adopt")
+    decisions = plan(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.kinds, run.output_dir)
+    assert actions(decisions) == {
+        "prepare": ("adopt", f"same fingerprint as run {run.id}"),
+        "sft": ("run", f"changed since run {run.id}: config.train.optm_lr: 1e-06 -> 0.001"),
+        "validate": ("depends", "after sft"),
+        "export": ("depends", "after sft"),
+    }
+
+
+def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is_whole(tmp_path: Path) -> None:
+    first, second = counting_run(tmp_path), counting_run(tmp_path)
+    outputs = tmp_path / "outputs"
+    for run in (first, second):
+        finish(run, "first")
+    (second.stage_path("first") / "out" / "a.txt").unlink()
+    assert actions(plan(second.pipeline, second.kinds, outputs, second.path))["first"] == (
+        "adopt", f"same fingerprint as run {first.id}"
+    )  # fmt: skip
+    (first.stage_path("first") / "out" / "a.txt").write_text("altered")
+    assert actions(plan(second.pipeline, second.kinds, outputs, second.path))["first"] == (
+        "run", "made before, but out/a.txt is gone"
+    )  # fmt: skip
+    assert actions(plan(second.pipeline, second.kinds, outputs))["first"] == (
+        "run", f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
+    )  # fmt: skip
+
+
+def test_a_plan_survives_damaged_records_of_other_runs(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    path = finish(run, "first")
+    other = counting_run(tmp_path, "first.arguments.steps=9")
+    for damage in ("{", "[]", "{}", '{"ingredients": {"kind": "custom"}}', '{"ingredients": 3}'):
+        (path / "fingerprint.json").write_text(damage)
+        assert plan(other.pipeline, other.kinds, tmp_path / "outputs")["first"].action == "run"
+    for entry in (tmp_path / "outputs" / ".cosmos" / "fingerprints").rglob("*.json"):
+        entry.write_text("[")
+    assert plan(run.pipeline, run.kinds, tmp_path / "outputs")["first"].action == "run"
+
+
+def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    text = (tmp_path / "counting.toml").read_text()
+    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 1"\n'
+    (tmp_path / "counting.toml").write_text(text + gate)
+    from cosmos_core.config.compose import load_pipeline
+
+    pipeline = load_pipeline(tmp_path / "counting.toml", (), tuple(run.kinds))
+    finish(run, "first")
+    finish(run, "second")
+    assert actions(plan(pipeline, run.kinds, tmp_path / "outputs"))["gate"] == (
+        "run", "looks at the outside world, so it runs each time"
+    )  # fmt: skip
+
+
+def test_a_plan_of_a_missing_input_is_one_line(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    pipeline = load_recipe(tmp_path)
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(DataError) as caught:
+        plan(pipeline, counting_run(tmp_path).kinds, tmp_path / "outputs")
+    assert str(caught.value) == f"train.train_policy.dataset.name = '{tmp_path}/rows.jsonl': no such file or folder"
+
+
+def notes(stage_path: Path) -> list[tuple[int, str, str]]:
+    return [(link.depth, link.name, link.note) for link in lineage(stage_path)]
+
+
+def test_lineage_walks_back_and_says_what_is_altered_made_again_or_gone(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    first = finish(run, "first", "one")
+    second = finish(run, "second", "two")
+    assert notes(second) == [(0, "second", "verified"), (1, "first", "verified")]
+    (second / "out" / "a.txt").write_text("own")
+    assert notes(second)[0] == (0, "second", "out/a.txt was altered")
+    finish(run, "first", "another")
+    assert notes(second)[1] == (1, "first", "made again since: its content is another")
+    shutil.rmtree(first)
+    assert notes(second)[1] == (1, "first", "gone")
+    with pytest.raises(ConfigError, match=r"first has no result.json: the stage did not finish$"):
+        lineage(first)
+
+
+def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    with pytest.raises(ConfigError, match="no stage of this run has made a model yet"):
+        stage_of(run.path)
+    first, second = finish(run, "first"), finish(run, "second")
+    assert stage_of(first / "out" / "a.txt") == first
+    assert stage_of(first) == first
+    assert stage_of(run.path) == second
+    published = tmp_path / "published" / "v1"
+    published.mkdir(parents=True)
+    (published / "published.json").write_text(json.dumps({"stage": str(first)}))
+    (tmp_path / "published" / "latest").symlink_to("v1")
+    assert stage_of(tmp_path / "published" / "latest") == first
+    with pytest.raises(ConfigError, match=r"belongs to no run; give a run, a stage, an exported or a published model$"):
+        stage_of(tmp_path)

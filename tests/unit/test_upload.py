@@ -1,0 +1,234 @@
+"""Publishing to a folder: versions are whole, the pointer moves last, and a kill leaves the old one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.recipe import Recipe
+from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.run.manifest import commit, read_result
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+from cosmos_core.upload.base import target_of
+from cosmos_core.upload.local import LocalTarget
+from tasks import upload
+from tests.conftest import wait_until
+
+
+def model(folder: Path, text: str = "weights") -> Path:
+    (folder / "sub").mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_text(text)
+    (folder / "sub" / "config.json").write_text("{}")
+    return folder
+
+
+def record_of(folder: Path, **metrics: float) -> dict:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {
+        "metrics": metrics,
+        "files": {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+    }
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(f.relative_to(folder)): f.read_text() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def test_a_published_version_holds_every_file_and_latest_points_to_it(tmp_path: Path) -> None:
+    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    assert target.published() is None
+    record = record_of(source, accuracy=0.5)
+    assert target.publish(source, "v1", record) == str(tmp_path / "published" / "v1")
+    copied = tree(tmp_path / "published" / "v1")
+    assert target.published() == record
+    assert set(copied) == {"model.safetensors", "sub/config.json", "published.json"}
+    assert copied["model.safetensors"] == "weights"
+    assert os.readlink(tmp_path / "published" / "latest") == "v1"
+    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["latest", "v1"]
+
+
+def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_path: Path) -> None:
+    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    record = record_of(source)
+    file = Path(target.publish(source, "v1", record)) / "model.safetensors"
+    inode = file.stat().st_ino
+    target.publish(source, "v1", record)
+    assert file.stat().st_ino == inode
+    file.write_text("damaged")
+    target.publish(source, "v1", record)
+    assert file.read_text() == "weights"
+    (file.parent / "published.json").unlink()
+    target.publish(source, "v1", record)
+    assert target.published() == record
+
+
+@pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"metrics": 3}'])
+def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path: Path, damage: str | None) -> None:
+    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    record = Path(target.publish(source, "v1", record_of(source))) / "published.json"
+    record.unlink()
+    if damage is not None:
+        record.write_text(damage)
+    with pytest.raises(UploadError) as caught:
+        target.published()
+    latest = tmp_path / "published" / "latest"
+    assert str(caught.value) == (f"{latest}/published.json is missing or damaged; publish again, or remove {latest}")
+
+
+def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_path: Path) -> None:
+    target = LocalTarget(tmp_path / "published")
+    for version in ("v1", "v2", "v1"):
+        source = model(tmp_path / version, version)
+        target.publish(source, version, record_of(source))
+        assert (tmp_path / "published" / "latest" / "model.safetensors").read_text() == version
+
+
+def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) -> None:
+    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    target.publish(source, "v1", record_of(source))
+    record = record_of(source)
+    (source / "model.safetensors").write_text("altered meanwhile")
+    with pytest.raises(UploadError) as caught:
+        target.publish(source, "v2", record)
+    place = tmp_path / "published" / "v2"
+    assert str(caught.value) == (
+        f"{place}: model.safetensors is missing or altered after the copy; the pointer was not moved"
+    )
+    assert os.readlink(tmp_path / "published" / "latest") == "v1"
+
+
+def test_read_only_files_are_published(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "model.safetensors").chmod(0o444)
+    LocalTarget(tmp_path / "published").publish(source, "v1", record_of(source))
+    assert (tmp_path / "published" / "v1" / "model.safetensors").read_text() == "weights"
+
+
+@pytest.mark.parametrize(("below", "reason"), [("file/x", "Not a directory"), ("file", "File exists")])
+def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, below: str, reason: str) -> None:
+    source = model(tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UploadError) as caught:
+        LocalTarget(tmp_path / below).publish(source, "v1", record_of(source))
+    assert str(caught.value) == (f"target {tmp_path / below} cannot be written: {reason}; the pointer was not moved")
+
+
+def test_a_file_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "link").symlink_to("nowhere")
+    with pytest.raises(
+        UploadError, match=r"cannot be written: .*No such file.*model/link.*; the pointer was not moved$"
+    ) as caught:
+        LocalTarget(tmp_path / "published").publish(source, "v1", {"files": {}})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_is_a_folder_or_a_file_url() -> None:
+    for url in ("/models/mine", "file:///models/mine"):
+        target = target_of(url)
+        assert isinstance(target, LocalTarget)
+        assert target.folder == Path("/models/mine")
+    with pytest.raises(ConfigError) as caught:
+        target_of("s3://bucket/models")
+    assert str(caught.value) == (
+        "target = 's3://bucket/models': this version publishes to local folders only; give a path or file:///..."
+    )
+
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from cosmos_core.upload.local import LocalTarget
+from tests.unit.test_upload import record_of
+folder, target = Path(sys.argv[1]), Path(sys.argv[2])
+LocalTarget(target).publish(folder, "v2", record_of(folder))
+"""
+
+
+def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(tmp_path: Path) -> None:
+    old, new, target = model(tmp_path / "old", "old"), model(tmp_path / "new", "new"), tmp_path / "published"
+    LocalTarget(target).publish(old, "v1", record_of(old))
+    before = tree(target / "latest")
+    for number in range(1500):
+        (new / f"{number:04}").write_text("x" * 1000)
+    process = subprocess.Popen([sys.executable, "-c", PUBLISH, str(new), str(target)], cwd=Path(__file__).parents[2])
+    wait_until(lambda: any(target.glob(".v2.*/0*")) or process.poll() is not None, 60, "the copy has begun")
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was killed in the middle"
+    assert os.readlink(target / "latest") == "v1"
+    assert tree(target / "latest") == before
+    LocalTarget(target).publish(new, "v2", record_of(new))
+    assert os.readlink(target / "latest") == "v2"
+    assert len(tree(target / "v2")) == 1503
+    assert sorted(path.name for path in target.iterdir()) == ["latest", "v1", "v2"], "nothing half-written stays"
+
+
+def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
+    """An upload stage behind a finished export."""
+    source = folder / "20250101000000" / "stages" / "export"
+    model(source / "model")
+    outcome = Outcome(outputs=("model",), metrics={"validation/accuracy": 0.75}, info={"model": "model"})
+    commit(source, outcome, name="export", kind="export", fingerprint="e" * 64, inputs={})
+    result = read_result(source)
+    assert result is not None
+    config = StageConfig(
+        name="publish", kind="upload", after=("export",), model=reference, target=str(folder / "published")
+    )
+    return Stage(
+        path=source.parent / "publish", config=config, recipe=Recipe(), model=str(source / "model"), data=None,
+        inputs={"export": {**result, "path": str(source)}}, fingerprint="abcdef0123456789",
+    )  # fmt: skip
+
+
+def test_the_upload_stage_publishes_under_run_and_fingerprint_with_the_metrics_of_what_it_follows(
+    tmp_path: Path,
+) -> None:
+    stage = upload_stage(tmp_path)
+    outcome = upload.run(stage)
+    place = tmp_path / "published" / "20250101000000-abcdef01"
+    assert outcome.info == {"model": str(place), "published": str(place)}
+    assert outcome.metrics == {"validation/accuracy": 0.75}
+    published = LocalTarget(tmp_path / "published").published()
+    assert published is not None
+    assert published["metrics"] == {"validation/accuracy": 0.75}
+    assert published["run_id"] == "20250101000000"
+    assert published["stage"] == str(stage.path)
+    assert published["inputs"] == {"export": stage.inputs["export"]["digest"]}
+    assert published["files"] == record_of(Path(stage.model))["files"]
+
+
+def test_a_model_that_was_altered_since_it_was_made_is_not_published_even_with_its_old_time(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path)
+    file = Path(stage.model) / "model.safetensors"
+    status = file.stat()
+    with open(file, "r+") as opened:
+        opened.write("tampere")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(UploadError) as caught:
+        upload.run(stage)
+    assert str(caught.value) == (
+        "stage 'publish' publishes nothing: stage 'export': model/model.safetensors was altered"
+    )
+    assert not (tmp_path / "published").exists()
+    (file.parents[1] / "result.json").unlink()
+    with pytest.raises(UploadError, match=r"stage 'export': its result is gone$"):
+        upload.run(stage)
+
+
+def test_there_must_be_a_model_to_publish(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path, reference="./nowhere")
+    shutil.rmtree(stage.model)
+    with pytest.raises(ConfigError) as caught:
+        upload.run(stage)
+    assert str(caught.value) == (
+        "stage 'publish': model = './nowhere' is no folder to publish; write model = \"stage:NAME\""
+    )
