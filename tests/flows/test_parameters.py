@@ -75,6 +75,7 @@ def test_the_form_in_the_ui_has_a_type_a_default_and_a_description_for_every_par
     types = {name: (entry["type"], entry.get("default")) for name, entry in form.properties.items()}
     assert types == {
         "config": ("string", None), "overrides": ("array", []), "run_id": ("string", ""), "from_stage": ("string", ""),
+        "verify": ("boolean", False),
     }  # fmt: skip
     assert form.required == ["config"]
     assert parameter_schema(stage).required == ["run", "name"]

@@ -36,11 +36,15 @@ def test_a_record_is_one_line_with_time_level_logger_and_message() -> None:
     ]
 
 
-def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_levels() -> None:
+def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream = io.StringIO()
     configure("DEBUG", stream)
     for name in ("httpx", "prefect.flow_runs", "vllm.engine", "transformers.trainer", "matplotlib.font_manager"):
         logger = logging.getLogger(name)
+        # Another test may have imported the library, which then keeps its lines to itself.
+        monkeypatch.setattr(logging.getLogger(name.partition(".")[0]), "propagate", True)
         before = logger.level
         logger.setLevel(logging.DEBUG)
         logger.info("noise from %s", name)
