@@ -90,13 +90,19 @@ def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterru
     workspace.expect_quiet()
 
 
-@pytest.mark.parametrize(("stage", "step"), [("first", 1), ("left", 5)], ids=["one branch", "two branches"])
-def test_sigterm_ends_with_a_checkpoint_and_exit_75(workspace: Workspace, stage: str, step: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "step", "number"),
+    [("first", 1, signal.SIGTERM), ("left", 5, signal.SIGTERM), ("left", 5, signal.SIGUSR1)],
+    ids=["SIGTERM, one branch", "SIGTERM, two branches", "a signal to handle, two branches"],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_and_exit_75(
+    workspace: Workspace, stage: str, step: int, number: signal.Signals
+) -> None:
     workspace.write("toy.toml", PIPELINE.replace("steps = 5 }", "steps = 40 }"))
     flow = workspace.start("run", "toy.toml")
     active = ["first"] if stage == "first" else ["left", "right"]
     wait_until(lambda: all(workspace.is_past(name, step) for name in active), 90, f"{active} at step {step}")
-    flow.send_signal(signal.SIGTERM)
+    flow.send_signal(number)
     assert flow.wait(timeout=30) == 75
     workspace.expect_quiet()
     for name in active:
