@@ -84,8 +84,8 @@ def _listen_for_stop(run: Run) -> None:
         raise TerminationSignal(signal=number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}:
-            signal.signal(signal.Signals[number], terminate)
+        for name in {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}:
+            signal.signal(signal.Signals[name], terminate)
 
 
 def stage_task(run_path: Path, name: str) -> Any:
@@ -107,11 +107,11 @@ def stage_task(run_path: Path, name: str) -> Any:
 
 def should_retry(run_path: Path, name: str, error: object) -> bool:
     """The retry policy: never a user's mistake, always a preemption, a crash until `retries` brought no progress."""
-    if worker.is_stopping() or isinstance(error, GateFailed):
-        return False
+    if worker.is_stopping() or not isinstance(error, CosmosError) or isinstance(error, GateFailed):
+        return False  # what is no error of ours could not even be counted: the disk may be full
     if isinstance(error, Preempted):
         return True
-    if isinstance(error, CosmosError) and error.exit_code == EXIT_USAGE:
+    if error.exit_code == EXIT_USAGE:
         return False
     run = open_run(run_path, all_kinds())
     return int(read_state(run.stage_path(name))["failures"]) <= run.pipeline.stage(name).retries

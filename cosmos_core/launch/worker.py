@@ -183,7 +183,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
             child.stop()
         if time.time() - last_state > _STATE_SECONDS:
             last_state = time.time()
-            update_state(launch.stage_path, **_position(launch.stage_path))
+            _tell(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
     lines.forward(launch.on_line, everything=True)
     return code, reason
 
