@@ -198,7 +198,7 @@ def _silence(progress: Any, began: float) -> tuple[float, float, str]:
     return time.monotonic() - progress["alive"], progress["deadline_seconds"], progress["phase"]
 
 
-def _tell(receiver: Callable[[Any], None], value: Any) -> None:
+def _tell(receiver: Callable[[Any], object], value: Any) -> None:
     """Pass something on to whoever shows it; that it cannot be shown must not cost the training."""
     try:
         receiver(value)
