@@ -77,12 +77,13 @@ def _graph(record: RunRecord) -> str:
 def _cards(record: RunRecord) -> str:
     cards = []
     stages = sections.measured(record)
-    for key in wording.key_metrics(stages[-1].metrics, most=2) if stages else ():
-        values = [wording.number(stage.metrics[key]) for stage in stages if key in stage.metrics]
+    figures = [wording.table_metrics(stage.metrics) for stage in stages]
+    for name in figures[-1] if figures else ():
+        values = [wording.number(each[name]) for each in figures if name in each]
         said = f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]
-        cards.append((key.removeprefix("validation/"), said))
+        cards.append((name, said))
     apart = [stage.metrics[_APART] for stage in record.stages if _APART in stage.metrics]
-    cards += [("engine – trainer log-prob", f"≤ {max(apart):.1e}")] if apart else []
+    cards += [("log-prob difference", f"≤ {max(apart):.1e}")] if apart else []
     started = record.facts.get("started")
     if isinstance(started, int | float):
         wall, inside = max(0.0, record.ended - started), busy_seconds(record, started)

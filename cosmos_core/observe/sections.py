@@ -152,7 +152,7 @@ def _change(key: str, values: Sequence[Any]) -> str:
         return '<td class="figure"></td>'
     change = known[-1] - known[0]
     is_good = (change < 0) == wording.lower_is_better(key)
-    css = "" if change == 0 else " better" if is_good else " worse"
+    css = "" if change == 0 or not wording.is_judged(key) else " better" if is_good else " worse"
     return f'<td class="figure{css}">{change:+.3f}</td>'
 
 
@@ -202,7 +202,7 @@ def _stage(stage: StageRecord) -> str:
     ]
     figures = wording.key_metrics(stage.metrics, most=100)
     error = stage.state.get("error")
-    drawn = curves_svg(stage.curves)
+    drawn = curves_svg(stage.curves) if len(stage.curves) > 1 else ""
     body = [
         f'<p class="error">{escape(str(error))}</p>' if error else "",
         _facts(facts),

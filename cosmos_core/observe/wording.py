@@ -40,7 +40,8 @@ def number(value: Any) -> str:
         return str(value)
     if not math.isfinite(value):
         return str(value)
-    if isinstance(value, int) or 1e3 <= abs(value) < 1e12 or (abs(value) >= 10 and float(value).is_integer()):
+    is_whole = float(value).is_integer() and abs(value) >= 10
+    if isinstance(value, int) or (abs(value) < 1e12 and (is_whole or abs(value) >= 1e3)):
         return f"{value:,.0f}"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
 
@@ -63,6 +64,11 @@ def family(key: str) -> str:
 def lower_is_better(key: str) -> bool:
     """Whether a falling value of this metric is good news."""
     return any(word in key.lower() for word in _LOWER_IS_BETTER)
+
+
+def is_judged(key: str) -> bool:
+    """Whether a change of this metric is good or bad news; a length or a count is neither."""
+    return family(key) in _HEADLINES or lower_is_better(key)
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:

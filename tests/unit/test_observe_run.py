@@ -281,9 +281,9 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path
     model = run / "stages" / "export" / "safetensors" / "step_80"
     assert lines[0] == "arithmetic-demo  20251009085320  done after 4m09s"
     assert lines[1].split() == ["stage", "state", "time", "metrics"]
-    assert lines[2].split() == ["prepare", "≡", "reused", "rows", "20000"]
+    assert lines[2].split() == ["prepare", "≡", "reused", "rows", "20,000"]
     assert next(line for line in lines if line.startswith("grpo ")).split() == [
-        "grpo", "✓", "done", "2m24s", "reward/mean", "0.710", "loss", "-0.002"
+        "grpo", "✓", "done", "2m24s", "reward", "0.710", "loss", "-0.002"
     ]  # fmt: skip
     assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
     assert f"model                      {model}" in lines
@@ -314,7 +314,7 @@ def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -
     out = io.StringIO()
     print_status(run, stream=out)
     line = next(line for line in out.getvalue().splitlines() if line.startswith("grpo"))
-    assert line.split() == ["grpo", "rl", "▶", "running", "2", "12/80", "1m40s", "reward/mean", "0.500"]
+    assert line.split() == ["grpo", "rl", "▶", "running", "2", "12/80", "1m40s", "reward", "0.500"]
 
 
 def test_stages_come_after_what_they_wait_for(tmp_path: Path) -> None:
