@@ -67,8 +67,18 @@ def requests(*answers, reference=""):
     return [{"to_be_evaluated": answer, "reference": reference} for answer in answers]
 
 
+OTHERS = set()
+
+
+@pytest.fixture(autouse=True)
+def others():
+    """Children that this process has from earlier tests, such as the resource tracker of multiprocessing."""
+    OTHERS.clear()
+    OTHERS.update(psutil.Process().children(recursive=True))
+
+
 def children():
-    return psutil.Process().children(recursive=True)
+    return [child for child in psutil.Process().children(recursive=True) if child not in OTHERS]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
