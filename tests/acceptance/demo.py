@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ def arguments(settings: Sequence[str] = ()) -> list[str]:
 
 def shown(settings: Sequence[str] = ()) -> str:
     """The command as a person types it."""
-    return " ".join(["cosmos", "run", "configs/demo/arithmetic.toml", *(f"--set {setting}" for setting in settings)])
+    words = ["cosmos", "run", "configs/demo/arithmetic.toml"]
+    return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
 
 
 def run_to_end(workspace: Workspace, settings: Sequence[str] = ()) -> Timed:
