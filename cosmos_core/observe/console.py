@@ -155,7 +155,7 @@ class Display:
         return table
 
 
-def summary_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+def summary_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
     """The end of a run: each stage with state, wall time and key metrics; `rows` as `record.rows` makes them."""
     return _make_table(rows, title, {"stage": _name, "state": _state, "time": _time, "metrics": _metrics})
 
@@ -200,7 +200,8 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
-    console.print(Group(summary_table(rows(run), title), *_errors(run)))
+    console.print(Text(title, style="bold"), soft_wrap=True)  # not the table's title, which is as narrow as the table
+    console.print(Group(summary_table(rows(run)), *_errors(run)))
     for line in lines:
         console.print(line, soft_wrap=True)  # a path or a line of Python is copied from here: never broken
 
