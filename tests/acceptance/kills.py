@@ -81,7 +81,8 @@ def prove(folder: Path) -> Proof:
         title="Ten kills",
         is_met=met,
         claim=(
-            f"`kill -9` of one kind of process, or of all of them, at a random moment in the first 85 % of the demo (seed {SEED}, an "
+            f"`kill -9` of one kind of process, or of all of them, at a random moment in the first 85 % of the demo "
+            f"(seed {SEED}, an "
             f"undisturbed run takes {whole:.0f} s), then `cosmos resume`: weights of SFT, GRPO and export have the "
             f"sha256 of the undisturbed run's and `metrics.jsonl` the same figures but for times; stages that were "
             f"finished are not made again, in the others no step before the newest checkpoint is; where the flow was "
