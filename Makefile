@@ -1,11 +1,11 @@
-# make demo | test | lint | acceptance: each sets up .venv first, on a machine with nothing but Python 3.11.
+# make demo | test | lint | docs | acceptance: each sets up .venv first, on a machine with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo test lint acceptance clean
+.PHONY: install demo test lint docs acceptance clean
 
 install: $(INSTALLED)
 
@@ -33,6 +33,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+docs: $(INSTALLED)
+	$(VENV)/bin/cosmos config reference > docs/configuration.md
 
 acceptance: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated  # noqa: E402
 
 import typer  # noqa: E402
 
-from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, CosmosError  # noqa: E402
+from cosmos_core.cli_config import config_app, note  # noqa: E402
+from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
@@ -29,7 +30,9 @@ app = typer.Typer(
     help="Post-training as a pipeline that finishes: from raw data to a published model, resumable after any kill.",
 )
 
-Config = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
+app.add_typer(config_app, name="config")
+
+Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
 Set = Annotated[
     list[str],
@@ -46,7 +49,7 @@ Verify = Annotated[
 
 @app.command()
 def run(
-    config: Config,
+    configs: Configs,
     overrides: Set = [],  # noqa: B006 - typer reads the default
     run_id: Annotated[str, typer.Option(help="Name of the run; empty: the time.")] = "",
     from_stage: FromStage = "",
@@ -56,7 +59,7 @@ def run(
     from cosmos_core.run.directory import open_or_create_run
     from tasks.kinds import all_kinds
 
-    pipeline = _pipeline(config, overrides)
+    pipeline = _pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
     _run_flow(open_or_create_run(pipeline, all_kinds(), run_id=run_id), from_stage, verify)
@@ -74,7 +77,14 @@ def resume(
 
 
 @app.command()
-def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  # noqa: B006
+def plan(
+    configs: Configs,
+    overrides: Set = [],  # noqa: B006
+    verify: Verify = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Memory, tokens, steps and GPUs too, from config.json alone.")
+    ] = False,
+) -> None:
     """Show what would run, what would be reused, and why. Nothing is started."""
     from rich.console import Console
     from rich.table import Table
@@ -82,8 +92,8 @@ def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  
     from cosmos_core.run import plan as planning
     from tasks.kinds import all_kinds
 
-    pipeline = _pipeline(config, overrides)
-    decisions = planning.plan(pipeline, all_kinds(), _ready(pipeline), thorough=verify)
+    pipeline = _pipeline(configs, overrides)
+    decisions = planning.plan(pipeline, all_kinds(), _ready(pipeline, is_only_planned=estimate), thorough=verify)
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]
@@ -91,12 +101,19 @@ def plan(config: Config, overrides: Set = [], verify: Verify = False) -> None:  
             decision.action
         ]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    if estimate:
+        from cosmos_core.config.mesh import check_meshes
+        from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
+
+        found = list(estimate_in_worker(pipeline, decisions))
+        console.print(estimate_table(found, check_meshes(pipeline), pipeline.config.gpus_per_node))
 
 
 @app.command()
 def check(
-    config: Config,
+    configs: Configs,
     overrides: Set = [],  # noqa: B006
     schema_only: Annotated[
         bool, typer.Option("--schema-only", help="Schema and rules between fields; no look at models or data.")
@@ -104,14 +121,16 @@ def check(
 ) -> None:
     """Check a pipeline: the schema, then models, tokenizers, rows and rewards in a worker, before a GPU is asked
     for."""
-    pipeline = _pipeline(config, overrides)
+    pipeline = _pipeline(configs, overrides)
     if not schema_only:
         from cosmos_core.launch.check import check_in_worker
 
         _ready(pipeline)
         for line in check_in_worker(pipeline):
             typer.echo(line)
-    typer.echo(f"{config}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})")
+    typer.echo(
+        f"{configs[0]}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})"
+    )
 
 
 @app.command()
@@ -173,20 +192,32 @@ def _end(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _pipeline(config: Path, overrides: list[str]) -> Pipeline:
+def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
+    """The pipeline; what was not taken as it stands is told once."""
+    from cosmos_core.config.capabilities import notices_of
     from cosmos_core.config.compose import load_pipeline
     from tasks.kinds import all_kinds
 
-    return load_pipeline(config, overrides, tuple(all_kinds()))
+    pipeline = load_pipeline(configs[0], overrides, tuple(all_kinds()), configs[1:])
+    note(notices_of(pipeline))
+    return pipeline
 
 
-def _ready(pipeline: Pipeline) -> Path:
-    """The folder of runs, after a look at all that can be found wrong without a worker."""
+def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
+    """The folder of runs, after a look at all that can be found wrong without a worker. A plan may be for more than
+    this version can do, which is then only said."""
     from cosmos_core.config.capabilities import check_capabilities
+    from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import writable
     from cosmos_core.run.inputs import check_inputs
 
-    check_capabilities(pipeline)
+    try:
+        check_capabilities(pipeline)
+    except ConfigError as error:
+        if not is_only_planned:
+            raise
+        note([f"this version would refuse to run it: {error}"])
+    check_meshes(pipeline)
     check_inputs(pipeline)
     return writable(pipeline.output_dir)
 

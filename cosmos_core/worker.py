@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.observe.logs import configure
+from cosmos_core.observe.sinks import attached
 from cosmos_core.registry import import_thing
 from cosmos_core.run.files import write_json
 from cosmos_core.run.manifest import commit
@@ -59,10 +60,10 @@ def run_program(stage: Stage) -> None:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {spec['entry']}: {error}") from error
-    outcome = program(stage, **stage.config.arguments)
-    commit(
-        stage.path, outcome, name=stage.name, kind=stage.config.kind, fingerprint=stage.fingerprint, inputs=stage.inputs
-    )
+    kind, inputs = stage.config.kind, stage.inputs
+    with attached(stage):
+        outcome = program(stage, **stage.config.arguments)
+        commit(stage.path, outcome, name=stage.name, kind=kind, fingerprint=stage.fingerprint, inputs=inputs)
 
 
 def _program(entry: str) -> Callable[..., Outcome]:

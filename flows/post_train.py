@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import Run, claim, open_or_create_run, open_run, supersede
@@ -43,6 +45,8 @@ def post_train(
     """
     request = str(flow_run.id or "")
     run = open_or_create(config, overrides, run_id, request)
+    for notice in notices_of(run.pipeline):
+        get_run_logger().info("note: %s", notice)
     with claim(run):
         force(run, from_stage, request)
         return run_stages(run, [stage.name for stage in run.pipeline.stages], verify=verify)

@@ -26,7 +26,7 @@ from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.load import without_none
-from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError, GateFailed, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.launch.processes import start_time

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 
 Metrics = dict[str, Tensor]
 """Name to a float64 tensor `[sum, count]`: micro-batches and ranks are added up, `means` divides at the end."""
@@ -25,12 +25,14 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
     """The D of an optimizer step, from the number of unmasked tokens of each of its sequences.
 
     `token-mean`: all tokens. `seq-mean-token-sum` and `seq-mean-token-mean`: sequences that have any token; the latter
-    times the constant `max_tokens` where that is given (Dr. GRPO, arXiv 2503.20783). A step without any token has
-    D = 1, so that its loss is 0 rather than NaN.
+    times the constant `max_tokens` where that is given (Dr. GRPO, arXiv 2503.20783). `token-sum`: 1. A step without any
+    token has D = 1, so that its loss is 0 rather than NaN.
     """
     tokens = [length for length in lengths if length > 0]
     if loss_type == "token-mean":
         total = sum(tokens)
+    elif loss_type == "token-sum":
+        total = 1
     elif loss_type == "seq-mean-token-mean" and max_tokens is not None:
         total = len(tokens) * max_tokens
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import LogProbs, Loss, MicroBatch, Sample, Update, aligned
 from cosmos_core.algorithms.grpo import PolicyInputs, PolicySettings, policy_loss, positive_nll
-from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
 
 
 class Grpo:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.recipe import Recipe
+from collections.abc import Iterator
+from pathlib import Path
+
+from cosmos_core.config.compose import Pipeline, existing
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import Only, mark, set_fields, status
 from cosmos_core.errors import ConfigError
 
 
@@ -24,19 +28,67 @@ def check_capabilities(pipeline: Pipeline) -> None:
             raise ConfigError(
                 f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path"
             )
-        problem = _of_recipe(pipeline.recipes[stage.name])
-        if problem:
+        for problem in _of_recipe(pipeline.recipes[stage.name], stage.kind):
             raise ConfigError(f"{where}: {problem}")
 
 
-def _of_recipe(recipe: Recipe) -> str:
-    mesh = recipe.policy.parallelism
-    for key in type(mesh).model_fields:
-        if abs(getattr(mesh, key)) != 1:
-            return f"policy.parallelism.{key} = {getattr(mesh, key)}: this version trains on one rank; set it to 1"
-    train = recipe.train
-    if train.param_dtype == "float16":
-        return "train.param_dtype = 'float16': this version does not scale losses, so gradients vanish; use 'bfloat16'"
+def notices_of(pipeline: Pipeline) -> list[str]:
+    """What is accepted but not taken as it stands, once each."""
+    recipes = pipeline.recipes.values()
+    inert = [line for recipe in recipes for line in (*_without_effect(recipe), *_of_local_data(recipe))]
+    return list(dict.fromkeys((*pipeline.notices, *inert)))
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    for key, field, value, is_set in set_fields(recipe):
+        found = status(field)
+        if is_set and found.name == "no effect":
+            yield f"{key} = {_toml(value)} has no effect here: {found.note}"
+
+
+def _of_local_data(recipe: Recipe) -> Iterator[str]:
+    datasets = {"train.train_policy": recipe.train.train_policy.dataset, "validation": recipe.validation.dataset}
+    for table, dataset in datasets.items():
+        for key in ("subset", "revision"):
+            value = getattr(dataset, key)
+            if value and existing(dataset.name, Path.cwd()):
+                yield f"{table}.dataset.{key} = {_toml(value)} has no effect here: {dataset.name} is on this machine"
+
+
+def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
+    for key, field, value, is_set in set_fields(recipe):
+        found, only = status(field), mark(field, Only)
+        if only and value in only.values:
+            continue
+        if only:
+            yield f"{key} = {_toml(value)}: {only.note}"
+        elif is_set and found.name in {"planned", "unsupported"}:
+            yield f"{key} = {_toml(value)}: {found.note}"
+    train, rollout = recipe.train, recipe.rollout
+    if kind == "rl":
+        if rollout.n_generation < 2:
+            yield "rollout.n_generation = 1: advantages compare answers of one group; make it at least 2"
+        if train.train_batch_per_replica % rollout.n_generation:
+            yield (
+                f"train.train_batch_per_replica = {train.train_batch_per_replica}: this version trains whole groups; "
+                f"make it a multiple of rollout.n_generation = {rollout.n_generation}"
+            )
+        if rollout.max_response_length >= recipe.policy.model_max_length:
+            yield (
+                f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in "
+                f"policy.model_max_length = {recipe.policy.model_max_length}; lower it"
+            )
+    if not isinstance(train.optm_lr, float):
+        yield f"train.optm_lr = {_toml(train.optm_lr)}: this version has one rate for all weights; give one number"
+    if not isinstance(train.optm_impl, str):
+        yield f"train.optm_impl = {_toml(train.optm_impl)}: this version has one optimizer; give one name"
     if train.master_dtype == "bfloat16" and train.param_dtype == "float32":
-        return "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
-    return ""
+        yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
+
+
+def _toml(value: object) -> str:
+    """A value in a message: as TOML writes it, cut where it is long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else text[:57] + "..."

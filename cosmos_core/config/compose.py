@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.load import Values, merge, parse, read_toml, without_none
+from cosmos_core.config.files import read_config
+from cosmos_core.config.load import MAX_FILE_BYTES, TableT, Values, excess, fit, merge, parse, printable, without_none
+from cosmos_core.config.modern import modern
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
-from cosmos_core.config.pipeline import PipelineConfig, StageConfig
-from cosmos_core.config.recipe import Recipe, check_rl
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
+from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
@@ -39,6 +44,8 @@ class Pipeline:
     config: PipelineConfig
     recipes: dict[str, Recipe]
     """By stage name."""
+    notices: tuple[str, ...] = ()
+    """What was changed in the values that the files say, once each."""
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -85,18 +92,33 @@ def source_of(reference: str) -> str | None:
     return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
-def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str]) -> Pipeline:
-    """Read, compose and check a pipeline or a plain recipe.
+def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequence[Path] = ()) -> Pipeline:
+    """Read, compose and check a pipeline or a plain recipe; the files `over` win over it, `overrides` over them.
 
     Raises:
         ConfigError: any mistake, in one line that names the file and the key.
     """
-    shared = read_toml(path)
+    try:
+        pipeline = _load(path, overrides, kinds, over)
+    except ConfigError as error:
+        raise ConfigError(fit(str(error))) from error
+    saved = pipeline.as_toml()  # by a run, which must be able to read it back
+    found = excess(saved)
+    if not found and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
+        found = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
+    if found:
+        raise ConfigError(fit(f"{path}: {found}"))
+    return pipeline
+
+
+def _load(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequence[Path]) -> Pipeline:
+    notices: list[str] = []
+    shared = read_config(path, notices, over)
     table = shared.pop("pipeline", {})
     given = [parse_setting(text) for text in overrides]
     entries = _entries(path, table)
     if not entries:
-        implied = _stages_of_recipe(_recipe(str(path), merge(shared, shared_values(given))))
+        implied = _stages_of_recipe(_recipe(str(path), merge(shared, shared_values(given)), []))
         entries = [stage.model_dump(exclude_defaults=True) for stage in implied]
     settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
     shared = merge(shared, settings.shared)
@@ -105,12 +127,16 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str]) ->
     stages, recipes = [], {}
     for number, entry in enumerate(entries):
         stage = parse(StageConfig, entry_with(entry, settings), source=_where(path, entry, number))
-        tables = merge(merge(shared, _recipe_file(path, stage)), stage.overrides)
+        own = modern(stage.overrides, f"{path}: stage {stage.name!r}: overrides", notices)
+        tables = merge(merge(shared, _recipe_file(path, stage, notices)), own)
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
-        recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})))
+        recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)
+        if stage.kind == "rl" and isinstance(recipes[stage.name].train.train_policy, GrpoConfig):
+            notices += doubts_about_rl(recipes[stage.name])
         stages.append(stage)
-    pipeline = Pipeline(path, config.model_copy(update={"stages": tuple(stages)}), recipes)
+    complete = config.model_copy(update={"stages": tuple(stages)})
+    pipeline = Pipeline(path, complete, recipes, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline, kinds)
     return _absolute(_sorted(_with_prepared_data(pipeline)))
 
@@ -130,20 +156,20 @@ def _where(path: Path, entry: Mapping[str, Any], number: int) -> str:
     return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
 
 
-def _recipe_file(path: Path, stage: StageConfig) -> Values:
+def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     if not stage.recipe:
         return {}
     file = path.parent / stage.recipe
-    if not file.exists():
+    if not os.path.exists(file):  # unlike Path.exists, False for what can be no path
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({file})")
-    values = read_toml(file)
+    values = read_config(file, notices)
     if "pipeline" in values:
         raise ConfigError(f"{file}: a recipe used by a stage cannot have a [pipeline] of its own")
     return values
 
 
-def _recipe(where: str, values: Values) -> Recipe:
-    return parse(Recipe, values, source=where)
+def _recipe(where: str, values: Values, notices: list[str]) -> Recipe:
+    return parse(Recipe, values, source=where, notices=notices)
 
 
 def _stages_of_recipe(recipe: Recipe) -> tuple[StageConfig, ...]:
@@ -278,7 +304,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
             )
-        origin = _origin_of_model(by_name, stage)
+        origin = _origin_of_model(by_name, pipeline.recipes, stage)
         needs = tuple(dict.fromkeys(s for s in (source_of(origin), source_of(stage.data)) if s))
         stages.append(StageConfig(name=name, kind="prepare", model=origin, data=stage.data, after=needs))
         recipes[name] = recipes[stage.name]
@@ -294,15 +320,15 @@ def _depending(stage: StageConfig, *, data: str, after: str) -> StageConfig:
     return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, after)))})
 
 
-def _origin_of_model(by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
+def _origin_of_model(by_name: Mapping[str, StageConfig], recipes: Mapping[str, Recipe], stage: StageConfig) -> str:
     """Where the tokenizer comes from: training does not change it, so rows need not wait for the training."""
     model, seen = stage.model, {stage.name}
     while (name := source_of(model)) is not None and by_name[name].kind in (*TRAINING_KINDS, "export"):
         if name in seen:
             break  # a cycle; reported with its path when the graph is sorted
         seen.add(name)
-        model = by_name[name].model
-    return model
+        model = by_name[name].model or recipes[name].policy.model_name_or_path
+    return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
 def _absolute(pipeline: Pipeline) -> Pipeline:
@@ -349,10 +375,18 @@ def _target(target: str) -> str:
 
 
 def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
-    values = recipe.model_dump()
-    values["policy"]["model_name_or_path"] = absolute(values["policy"]["model_name_or_path"])
-    for table in (values["train"]["train_policy"], values["validation"]):
-        table["dataset"]["name"] = absolute(table["dataset"]["name"])
-        if "reward_function" in table:
-            table["reward_function"] = {entry(name): weight for name, weight in table["reward_function"].items()}
-    return Recipe.model_validate(values)
+    def located(table: Any) -> Any:
+        update: Values = {"dataset": _changed(table.dataset, name=absolute(table.dataset.name))}
+        if hasattr(table, "reward_function"):
+            update["reward_function"] = {entry(name): weight for name, weight in table.reward_function.items()}
+        return _changed(table, **update)
+
+    policy = _changed(recipe.policy, model_name_or_path=absolute(recipe.policy.model_name_or_path))
+    train = _changed(recipe.train, train_policy=located(recipe.train.train_policy))
+    return _changed(recipe, train=train, policy=policy, validation=located(recipe.validation))
+
+
+def _changed(table: TableT, **values: Any) -> TableT:
+    """The table with other values; what was given and what is a default stays known."""
+    new = {name: value for name, value in values.items() if value != getattr(table, name)}
+    return table.model_copy(update=new) if new else table

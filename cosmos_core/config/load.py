@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from cosmos_core.config.table import Table
+from cosmos_core.config.schema.table import Table, all_fields, tables_in
 from cosmos_core.errors import ConfigError
 
 Values = dict[str, Any]
@@ -22,8 +23,12 @@ _SHAPES = {
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
 }  # fmt: skip
 
+# What pydantic calls the members of a union; no key of a table looks like it.
+_UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
+
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 32  # far beyond any table of ours, far below what recursion can take
+MAX_LINE = 1000  # characters of a message: a screen of text
 
 
 def read_toml(path: Path) -> Values:
@@ -50,25 +55,28 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if depth(values) > MAX_DEPTH:
-        raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep")
+    if found := excess(values):
+        raise ConfigError(f"{path}: {found}")
     return values
 
 
-def parse(table: type[TableT], values: Any, *, source: str, prefix: str = "") -> TableT:
-    """Validate `values` as `table`.
+def parse(
+    table: type[TableT], values: Any, *, source: str, prefix: str = "", notices: list[str] | None = None
+) -> TableT:
+    """Validate `values` as `table`; what rules change in values that were given is told in `notices`.
 
     Raises:
         ConfigError: the first mistake, with its key, its value, the rule and, for a misspelt key, a suggestion.
     """
     try:
-        return table.model_validate(values)
+        return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
         # A misspelt key is the cause of the other complaints more often than not.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-        message = _explain(table, mistakes[0], prefix)
-        more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+        message = _explain(table, _deepest(table, mistakes), prefix)
+        places = {tuple(_keys(table, mistake)) for mistake in mistakes}
+        more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
         raise ConfigError(f"{source}: {message}{more}") from error
 
 
@@ -97,29 +105,40 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def depth(values: Values) -> int:
-    """Levels of nesting, counted without recursion."""
-    levels = 0
+def excess(values: Values) -> str:
+    """What Python reads and nothing after it could use, found without recursion; empty: nothing."""
     level: list[Any] = [values]
-    while level:
-        levels += 1
+    for _ in range(MAX_DEPTH):
         inner = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in inner):
+            return "an integer of more than 64 bits, the most that TOML has"
+        if any(isinstance(item, str) and "\0" in item for item in inner):
+            return "a text with a null character, which no path and no program takes"
         level = [item for item in inner if isinstance(item, dict | list)]
-    return levels
+    return f"nested more than {MAX_DEPTH} tables deep" if level else ""
 
 
-def _explain(table: type[BaseModel], mistake: Any, prefix: str) -> str:
-    keys = [str(key) for key in _keys(table, mistake["loc"])]
+def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
+    """The first mistake; where a value may have several shapes, the complaint of the shape that it came closest to."""
+    place = list(_keys(table, mistakes[0]))
+    below = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(place)] == place]
+    return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
+
+
+def _explain(table: type[Table], mistake: Any, prefix: str) -> str:
+    keys = [str(key) for key in _keys(table, mistake)]
     shown = [name if name.isprintable() and name else repr(name) for name in keys]
     key = ".".join([prefix, *shown] if prefix else shown)
-    value = _short(mistake.get("input"))
+    value = short(mistake.get("input"))
     if mistake["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggest(table, keys, prefix)}"
     if mistake["type"] == "missing":
         return f"{key}: is required"
+    if mistake["type"] == "union_tag_not_found":
+        return f"{key}.{mistake['ctx']['discriminator'].strip(chr(39))}: is required"
     if mistake["type"] == "union_tag_invalid":
         discriminator, tag = mistake["ctx"]["discriminator"].strip("'"), mistake["ctx"]["tag"]
-        return f"{key}.{discriminator} = {_short(tag)}: must be one of {mistake['ctx']['expected_tags']}"
+        return f"{key}.{discriminator} = {short(tag)}: must be one of {mistake['ctx']['expected_tags']}"
     if mistake["type"] in _SHAPES:
         return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
     message = mistake["msg"].removeprefix("Value error, ")
@@ -131,42 +150,32 @@ def _explain(table: type[BaseModel], mistake: Any, prefix: str) -> str:
     return f"{key} = {value}: {_one_line(message)}"
 
 
-def _keys(table: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[int | str]:
+def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
     """The location without pydantic's tags of union members, which no user wrote."""
-    current: list[type[BaseModel]] = [table]
-    for key in loc:
+    current: list[type[Table]] = [table]
+    path, own = mistake["loc"], ()
+    if mistake["type"] == "extra_forbidden":
+        path, own = path[:-1], path[-1:]  # the user's own key may look like a tag
+    for key in path:
         fields = {name: field for model in current for name, field in model.model_fields.items()}
         if key in fields:
-            current = _models_in(fields[str(key)].annotation)
+            current = tables_in(fields[str(key)].annotation)
             yield key
         elif isinstance(key, str) and any(key in _tags(model) for model in current):
             current = [model for model in current if key in _tags(model)]
-        else:
+        elif not (isinstance(key, str) and _UNION_MEMBER.fullmatch(key)):
             yield key
+    yield from own
 
 
-def _tags(model: type[BaseModel]) -> set[str]:
+def _tags(model: type[Table]) -> set[str]:
     tag = model.model_fields.get("type")
     return set(get_args(tag.annotation)) if tag else set()
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
-
-
-def all_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key below `table`."""
-    for name, field in table.model_fields.items():
-        yield prefix + name
-        for model in _models_in(field.annotation):
-            yield from all_keys(model, f"{prefix}{name}.")
-
-
-def _suggest(table: type[BaseModel], keys: list[str], prefix: str) -> str:
+def _suggest(table: type[Table], keys: list[str], prefix: str) -> str:
     """Prefer a near name in the same table, then the same name in another table, then a near path anywhere."""
-    known = sorted(set(all_keys(table)))
+    known = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
     if dotted in known:
         return " here; it belongs to another `type`"
@@ -178,10 +187,22 @@ def _suggest(table: type[BaseModel], keys: list[str], prefix: str) -> str:
     return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message, cut where it is long."""
     text = _one_line(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def printable(text: str) -> str:
+    """The text on one line, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _one_line(text))
+
+
+def fit(message: str) -> str:
+    """A message on one line, without its middle where it is endless."""
+    line = printable(message)
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"

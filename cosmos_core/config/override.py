@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cosmos_core.config.load import MAX_DEPTH, Values, depth, merge
-from cosmos_core.config.pipeline import PipelineConfig, StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge
+from cosmos_core.config.modern import today
+from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
@@ -45,20 +46,23 @@ class Settings:
 
 
 def parse_setting(text: str) -> Setting:
-    """Split `train.optm_lr=2e-6` into its keys and its TOML value; what is not TOML is a string.
+    """Split `train.optm_lr=2e-6` into its keys and its TOML value; what is not TOML is a string. Keys of older
+    generations are taken as today's.
 
     Raises:
         ConfigError: there is no `=` or no key.
     """
+    if text.encode("utf-8", "ignore").decode() != text:  # bytes of another encoding, as Python hands them over
+        raise ConfigError(f"--set {text[:60]!r}: not UTF-8 text")
     key, equals, value = text.partition("=")
-    keys = tuple(part.strip() for part in key.split("."))
+    keys = tuple(part.strip() for part in today(key).split("."))
     if not equals or not all(keys) or len(keys) > MAX_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
     try:
         values = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return Setting(text, keys, value)
-    is_one_value = set(values) == {"value"} and depth(values) <= MAX_DEPTH
+    is_one_value = set(values) == {"value"} and not excess(values)
     return Setting(text, keys, values["value"] if is_one_value else value)
 
 

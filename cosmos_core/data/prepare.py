@@ -26,9 +26,9 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.config.dataset import DatasetConfig
-from cosmos_core.config.recipe import Recipe
-from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.conversation import conversation_tokens, cut, tokenize_prompt
 from cosmos_core.data.messages import Message, read_conversation, read_held_out, read_prompt
 from cosmos_core.data.prepared import SCHEMAS, RowKind, split_path

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from cosmos_core.config.dataset import DatasetConfig
+from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.messages import Row
 from cosmos_core.errors import DataError
 

@@ -10,9 +10,11 @@ import tomli_w
 
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.load import without_none
-from cosmos_core.config.pipeline import StageConfig
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.worker import Launch, run
 from cosmos_core.run.fingerprint import threads
+from cosmos_core.run.manifest import Result
 
 _PROGRAM = "cosmos_core.train.check:run"
 CHECKED_KINDS = ("prepare", "sft", "rl", "validate", "export")
@@ -32,19 +34,46 @@ def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
         if unknown:
             yield f"{stage.name}: not looked at: it starts from what stage {unknown!r} will make"
             continue
-        with tempfile.TemporaryDirectory(prefix="cosmos-check-") as folder:
-            path = Path(folder) / "stages" / stage.name
-            path.mkdir(parents=True)
-            _lay_out(pipeline, stage, path)
-            result = run(
-                Launch(
-                    stage_path=path,
-                    python=pipeline.config.python,
-                    threads=threads(pipeline),
-                    grace_seconds=pipeline.config.grace_seconds,
-                )
+        result = look(pipeline, stage, _PROGRAM, data="" if source_of(stage.data) else stage.data)
+        yield f"{stage.name}: {result['info']['found']}"
+
+
+def look(
+    pipeline: Pipeline,
+    stage: StageConfig,
+    program: str,
+    *,
+    model: str = "",
+    data: str = "",
+    recipe: Recipe | None = None,
+) -> Result:
+    """What a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: the first mistake.
+        StageFailed: the program crashed.
+    """
+    recipe = recipe or pipeline.recipes[stage.name]
+    spec = {
+        "entry": program,
+        "fingerprint": "look",
+        "model": model or stage.model or recipe.policy.model_name_or_path,
+        "data": data,
+        "stage": stage.model_dump(),
+        "recipe": recipe.model_dump(),
+    }
+    with tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
+        path = Path(folder) / "stages" / stage.name
+        path.mkdir(parents=True)
+        (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
+        return run(
+            Launch(
+                stage_path=path,
+                python=pipeline.config.python,
+                threads=threads(pipeline),
+                grace_seconds=pipeline.config.grace_seconds,
             )
-            yield f"{stage.name}: {result['info']['found']}"
+        )
 
 
 def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
@@ -54,16 +83,3 @@ def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
     if data and pipeline.stage(data).kind == "prepare":
         data = None
     return model or data
-
-
-def _lay_out(pipeline: Pipeline, stage: StageConfig, path: Path) -> None:
-    recipe = pipeline.recipes[stage.name]
-    spec = {
-        "entry": _PROGRAM,
-        "fingerprint": "check",
-        "model": stage.model or recipe.policy.model_name_or_path,
-        "data": "" if source_of(stage.data) else stage.data,
-        "stage": stage.model_dump(),
-        "recipe": recipe.model_dump(),
-    }
-    (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")

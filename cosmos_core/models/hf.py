@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
 
 from cosmos_core.errors import ModelError
 
@@ -82,8 +83,7 @@ def load_model(
     """
     source, options = _source(model, revision)
     cls = _model_class(load_config(model, revision), model)
-    if getattr(cls, "_supports_sdpa", True):
-        options["attn_implementation"] = "sdpa"
+    options |= _attention(cls)
     try:
         loaded, info = cls.from_pretrained(
             str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -93,10 +93,29 @@ def load_model(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _load_error("weights", model, error) from error
     _audit(loaded, info, model)
-    if gradient_checkpointing:
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        loaded.config.use_cache = False
-    return loaded
+    # The rollout engine loads the same revision; transformers does not always say which one it took.
+    loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
+    return _with_checkpointing(loaded, gradient_checkpointing)
+
+
+def model_without_weights(
+    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """What `load_model` gives, from config.json alone; call it where tensors have no data: meta device, fake mode.
+
+    Raises:
+        ModelError: no such model, a wrong config.json, or an architecture that does not generate text.
+    """
+    config = load_config(model, revision)
+    cls = _model_class(config, model)
+    build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
+    try:
+        with no_init_weights():  # some initialisations look at values
+            built = build(config, dtype=dtype, **_attention(cls))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _load_error("architecture", model, error) from error
+    built.tie_weights()  # which comes with the initialisation
+    return _with_checkpointing(built.eval(), gradient_checkpointing)
 
 
 def check_weights(model: str) -> None:
@@ -205,6 +224,17 @@ def _model_class(config: PretrainedConfig, model: str) -> Any:
     if not cls.can_generate():
         raise ModelError(f"{_KEY} = {model!r}: {name} does not generate text; give a causal language model")
     return cls
+
+
+def _attention(cls: Any) -> dict[str, str]:
+    return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
+
+
+def _with_checkpointing(model: PreTrainedModel, is_wanted: bool) -> PreTrainedModel:
+    if is_wanted:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.config.use_cache = False
+    return model
 
 
 def _audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:

@@ -21,12 +21,14 @@ NO_PHONE_HOME: dict[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "WANDB_ERROR_REPORTING": "false",
 }
 """Environment variables under which nothing that we start reports to its makers."""
 
 NOISY = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
-    "matplotlib", "numexpr", "prefect", "ray", "torch", "transformers", "urllib3", "uvicorn",
+    "matplotlib", "numexpr", "prefect", "ray", "tensorboard", "torch", "transformers", "urllib3", "uvicorn",
+    "wandb",
 })  # fmt: skip
 """Top-level loggers of which only warnings and errors are shown."""
 _ALARMED = frozenset({"vllm"})

@@ -7,7 +7,7 @@ import logging
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.config.rollout import RolloutConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.rollout.base import Engine
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.vllm import VllmEngine

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.config.rollout import RolloutConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.base import check_prompts, completion, request_seed, stop_token_ids
 from cosmos_core.rollout.weights import check_norms, check_probe, checksum, probe_tokens

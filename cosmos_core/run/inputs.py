@@ -1,4 +1,4 @@
-"""What a pipeline takes from outside the run directory: models, data, rewards and code of the user's own.
+"""What a pipeline takes from outside the run directory: models, data, rewards, code of the user's own, packages.
 
 Found by name, without torch and without importing any of it, so that a missing one is told before anything runs.
 What is inside (weights, rows, functions) is looked at by the workers.
@@ -9,14 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, existing, source_of
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
 from cosmos_core.registry import code_file, is_import_path, offered_names, suggestion
+from cosmos_core.run.packages import installed
 
 REWARDS = "cosmos_core.rewards"
 MODEL_KINDS = ("prepare", "sft", "rl", "validate", "export")
 REWARDED_KINDS = ("sft", "rl", "validate")
+SINK_PACKAGES = ("wandb", "tensorboard")
+"""Of the same name as the sink, and as the extra of ours that brings it."""
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
 
 
@@ -26,9 +29,12 @@ def check_inputs(pipeline: Pipeline) -> None:
     Raises:
         ModelError, DataError, RewardError, ConfigError: something is not; the message names stage and key.
     """
+    asked = {name for recipe in pipeline.recipes.values() for name in recipe.logging.logger}.intersection(SINK_PACKAGES)
+    missing = asked - installed(sorted(asked), pipeline.config.python).keys() if asked else set()
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         try:
+            _check_sinks(missing.intersection(recipe.logging.logger))
             model_source(stage, recipe)
             data_sources(stage, recipe)
             if stage.kind in REWARDED_KINDS:
@@ -105,6 +111,14 @@ def _check_reward(key: str, name: str) -> None:
         raise RewardError(
             f"{key}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
             f"{suggestion(name, known)}"
+        )
+
+
+def _check_sinks(missing: set[str]) -> None:
+    for name in sorted(missing):
+        raise ConfigError(
+            f"logging.logger {name!r}: the package {name} is not installed; pip install 'cosmos-posttrain[{name}]' "
+            f"or leave it out"
         )
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,29 +76,33 @@ class Metrics:
     """Appends one JSON object a line to `metrics.jsonl`: `{"step": 12, "time": 1700000000.0, "loss": 0.5, ...}`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
+        self.watchers: list[Callable[[dict[str, Any]], None]] = []
+        """Each is told every line once the file has it; it must neither wait nor raise."""
         self._lock = threading.Lock()
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Append the figures of one step."""
-        line = json.dumps({"step": step, "time": time.time(), **values})
-        with self._lock, open(self._path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        line = {"step": step, "time": time.time(), **values}
+        with self._lock, open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        for tell in self.watchers:
+            tell(line)
 
     def sync(self) -> None:
         """Wait until the lines are on the disk; a checkpoint that follows does not promise more than there is."""
-        if self._path.exists():
-            with open(self._path, "rb") as file:
+        if self.path.exists():
+            with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
     def cut_back(self, step: int) -> None:
         """Forget what was logged after `step`, or all of it for step 0: it is about to be measured again."""
-        if not self._path.exists():
+        if not self.path.exists():
             return
-        kept = [line for line in read_metrics(self._path) if step > 0 and line["step"] <= step]
-        temporary = self._path.with_suffix(".tmp")
+        kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self._path)
+        os.replace(temporary, self.path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

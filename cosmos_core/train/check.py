@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_weights, load_config, load_tokenizer
 from cosmos_core.run.stage import Stage

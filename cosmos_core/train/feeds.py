@@ -15,8 +15,8 @@ import numpy as np
 
 from cosmos_core.algorithms.base import Sample
 from cosmos_core.algorithms.grpo import advantages
-from cosmos_core.config.recipe import Recipe
-from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.order import batch_positions, batches_per_epoch
 from cosmos_core.data.prepared import Prompts, Sequences
 from cosmos_core.errors import StageFailed
@@ -42,8 +42,14 @@ def total_steps(recipe: Recipe, rows_per_step: int, num_rows: int) -> int:
     Raises:
         DataError: the rows do not fill one step.
     """
-    steps = recipe.train.epoch * batches_per_epoch(rows_per_step, num_rows)
+    steps = recipe.train.epoch * batches_per_epoch(rows_per_step, num_rows, _drops_last(recipe))
     return min(steps, recipe.train.max_num_steps or steps)
+
+
+def _drops_last(recipe: Recipe) -> bool:
+    """Whether rows that fill no batch are left out; prompts that fill no train step always are."""
+    policy = recipe.train.train_policy
+    return isinstance(policy, GrpoConfig) or policy.dataloader_drop_last
 
 
 class SequenceFeed:
@@ -53,14 +59,18 @@ class SequenceFeed:
         self._rows = rows
         self._policy = recipe.train.train_policy
         self._batch = recipe.train.train_batch_per_replica
-        self._seed = recipe.train.train_policy.dataloader_seed
+        self._drop_last = _drops_last(recipe)
+        self._steps_per_epoch = batches_per_epoch(self._batch, len(rows), self._drop_last)
         self.total_steps = total_steps(recipe, self._batch, len(rows))
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """The rows of this step."""
-        places = batch_positions(self._seed, step, self._batch, len(self._rows), self._policy.dataloader_shuffle)
+        policy = self._policy
+        places = batch_positions(
+            policy.dataloader_seed, step, self._batch, len(self._rows), policy.dataloader_shuffle, self._drop_last
+        )
         found = [Sample(*self._rows[int(place)]) for place in places]
-        return found, {"epoch": (step + 1) * self._batch / len(self._rows)}
+        return found, {"epoch": (step + 1) / self._steps_per_epoch}
 
 
 class RolloutFeed:

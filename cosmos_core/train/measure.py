@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from cosmos_core.algorithms.aggregate import masked
-from cosmos_core.config.recipe import Recipe
-from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.batch import pad_sequences
 from cosmos_core.data.prepared import Prompts, Sequences, has_split, open_prompts, open_sequences, rows_kind
 from cosmos_core.errors import DataError

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cosmos_core.config.train import TrainConfig
+from cosmos_core.config.schema.train import TrainConfig
 
 _CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
@@ -21,6 +21,7 @@ def build_optimizer(model: torch.nn.Module, train: TrainConfig) -> torch.optim.O
 
     Parameters of one dimension (biases, norms) are in a group of their own, without weight decay.
     """
+    assert isinstance(train.optm_lr, float)  # a rate per module is refused by the capability check
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.optm_weight_decay},
@@ -69,6 +70,7 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig) -> float:
     """Give every group the learning rate of optimizer step `step` (0-based), and return it."""
+    assert isinstance(train.optm_lr, float)
     learning_rate = train.optm_lr * learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

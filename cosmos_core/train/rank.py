@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import MicroBatch, Sample, Update
-from cosmos_core.config.train import TrainConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import pad_sequences
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import sequence_logprobs

@@ -23,7 +23,7 @@ from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.checkpoint.save import Checkpointer
-from cosmos_core.config.train_policy import GrpoConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.prepared import Prompts, open_prompts, open_sequences
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights

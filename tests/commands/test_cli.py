@@ -100,7 +100,7 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
     ("arguments", "said"),
     [
         (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
-        (["run"], "Missing argument 'config'."),
+        (["run"], "Missing argument 'configs'."),
         (["run", "recipe.toml", "--bogus"], "No such option: --bogus"),
         (["run", "none.toml"], "none.toml: no such file"),
         (["run", "recipe.toml", "--from-stage", "stf"],
@@ -140,7 +140,7 @@ def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, argumen
         (["pipeline.output_dir=rows.jsonl/outputs"], "pipeline.output_dir = 'FOLDER/rows.jsonl/outputs' cannot be "
          "written: Not a directory; choose another folder"),
         (["policy.parallelism.tp_size=2"], "recipe.toml: stage 'prepare': policy.parallelism.tp_size = 2: this version "
-         "trains on one rank; set it to 1"),
+         "trains and generates on one rank; set it to 1"),
     ],
     ids=["unknown key", "wrong type", "no model", "no data", "no reward", "output folder", "capability"],
 )  # fmt: skip

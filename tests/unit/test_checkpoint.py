@@ -21,7 +21,7 @@ import torch
 
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
-from cosmos_core.config.train import TrainConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.train.optim import build_optimizer
 

@@ -95,6 +95,8 @@ def test_a_stage_without_prepared_rows_gets_a_prepare_stage_that_needs_no_traini
         "accuracy": ("validate", ("grpo", "grpo-data"), "stage:grpo", "stage:grpo-data"),
     }
     assert pipeline.recipes["sft-data"] == pipeline.recipes["sft"]
+    other = load(tmp_path, CHAIN, "sft.policy.model_name_or_path=org/first")
+    assert other.stage("grpo-data").model == "org/first"
     assert pipeline.behind("grpo-data") == {"grpo-data", "grpo", "accuracy"}
 
 
@@ -184,9 +186,9 @@ def test_a_setting_is_toml_and_what_is_not_is_a_string(text: str, keys: tuple[st
         ("sfx.train.epoch=1", "--set 'sfx.train.epoch=1': 'sfx' is no stage and no table of a recipe; did you mean "
          "'sft'?"),
         ("pipeline.stages=3", "--set 'pipeline.stages=3': write pipeline.KEY=VALUE with one of name, output_dir, "
-         "threads, grace_seconds, python, or STAGE.KEY=VALUE"),
-        ("pipeline=3", "--set 'pipeline=3': write pipeline.KEY=VALUE with one of name, output_dir, threads, "
-         "grace_seconds, python, or STAGE.KEY=VALUE"),
+         "threads, gpus, gpus_per_node, grace_seconds, python, or STAGE.KEY=VALUE"),
+        ("pipeline=3", "--set 'pipeline=3': write pipeline.KEY=VALUE with one of name, output_dir, threads, gpus, "
+         "gpus_per_node, grace_seconds, python, or STAGE.KEY=VALUE"),
         ("pipeline.thread=3", "recipe.toml: pipeline.thread: unknown key; did you mean pipeline.threads?"),
         ("sft.trian.epoch=1", "recipe.toml: stage 'sft': trian: unknown key"),
         ("sft.train.epok=1", "recipe.toml: stage 'sft': train.epok: unknown key; did you mean train.epoch?"),
@@ -331,8 +333,14 @@ def test_asking_for_a_stage_that_is_not_there_suggests_one(tmp_path: Path) -> No
     [
         ("sft.work_pool=gpus", "stage 'sft': work_pool = 'gpus': this version runs every stage on the flow's machine; "
          "leave it out"),
-        ("policy.parallelism.tp_size=2", "stage 'rows': policy.parallelism.tp_size = 2: this version trains on one "
-         "rank; set it to 1"),
+        ("policy.parallelism.tp_size=2", "stage 'rows': policy.parallelism.tp_size = 2: this version trains and "
+         "generates on one rank; set it to 1"),
+        ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
+         "groups; make it a multiple of rollout.n_generation = 3"),
+        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare answers of one "
+         "group; make it at least 2"),
+        ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
+         "prompt in policy.model_max_length = 2048; lower it"),
     ],
 )  # fmt: skip
 def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_before_a_run(
@@ -344,6 +352,16 @@ def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_befor
     with pytest.raises(ConfigError) as caught:
         check_capabilities(pipeline)
     assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
+
+
+def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None:
+    doubt = (
+        "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: log-probabilities "
+        "are compared that are not of one distribution"
+    )
+    assert load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9").notices == (doubt,)
+    assert load(tmp_path, GRPO, "train.train_policy.temperature=0.9").notices == (doubt,)
+    assert load(tmp_path, CHAIN).notices == ()
 
 
 def test_the_whole_world_on_one_rank_is_one_rank(tmp_path: Path) -> None:

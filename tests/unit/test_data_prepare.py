@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted

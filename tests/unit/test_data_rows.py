@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from cosmos_core.config.dataset import DatasetConfig
+from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.rows import has_local_split, load_rows, split_rows
 from cosmos_core.errors import DataError
 

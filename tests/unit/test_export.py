@@ -28,8 +28,8 @@ from transformers import (
 from cosmos_core.checkpoint import export
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.checkpoint.prove import prove_export
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.stage import Stage
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.stage import Stage
 from tasks import gate

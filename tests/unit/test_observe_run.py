@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
 from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cosmos_core.config.train import TrainConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.train.optim import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
 
 

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cosmos_core.config.rollout import RolloutConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights, sequence_logprobs
 from cosmos_core.rollout.base import request_seed

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_core.algorithms.base import Sample
 from cosmos_core.algorithms.sft import Sft
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.hf import load_model

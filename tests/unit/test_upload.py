@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.config.pipeline import StageConfig
-from cosmos_core.config.recipe import Recipe
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.manifest import commit, read_result
 from cosmos_core.run.stage import Stage

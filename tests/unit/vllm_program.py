@@ -19,7 +19,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_core.config.rollout import RolloutConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights, sequence_logprobs
 from cosmos_core.rollout.base import Engine

@@ -1,0 +1,100 @@
+"""`cosmos config ...`: the schema and configurations, looked at without running anything."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cosmos_core.config.compose import Pipeline
+
+config_app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Explain, compare, convert and check configurations.",
+)
+
+File = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
+
+
+@config_app.command()
+def explain(key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; older names too.")]) -> None:
+    """Say what a key means: type, default, unit, who uses it, and what this version does with it."""
+    from cosmos_core.config.describe import explain as lines
+    from tasks.kinds import all_kinds
+
+    for line in lines(key, all_kinds()):
+        typer.echo(line)
+
+
+@config_app.command()
+def diff(first: File, second: File) -> None:
+    """Show what two configurations do differently, after composition, defaults and rules; stage by stage."""
+    from cosmos_core.config.difference import difference
+
+    for line in difference(_load(first), _load(second)):
+        typer.echo(line)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration file, with descriptions, for editors."""
+    import json
+
+    from cosmos_core.config.editor import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@config_app.command()
+def convert(file: File) -> None:
+    """Print a configuration in today's names; what was changed is said on standard error. Comments are lost."""
+    import tomli_w
+
+    from cosmos_core.config.files import read_config
+
+    notices: list[str] = []
+    values = read_config(file, notices)
+    _load(file)  # a conversion of what is wrong is wrong
+    note(notices)
+    typer.echo(tomli_w.dumps(values), nl=False)
+
+
+@config_app.command()
+def coverage() -> None:
+    """Print the status of every key, and for those in use the test that shows what they change."""
+    from cosmos_core.config.describe import all_keys, effects
+
+    keys = [key for key in all_keys() if not key.is_table]
+    for key in keys:
+        typer.echo(f"{key.status:<12} {key.name}  {effects().get(key.name, key.note)}")
+    counts = Counter(key.status for key in keys)
+    typer.echo(", ".join(f"{count} {status}" for status, count in counts.most_common()))
+
+
+@config_app.command()
+def reference() -> None:
+    """Print the reference of all keys, in Markdown; `docs/configuration.md` is this."""
+    from cosmos_core.config.reference import reference as page
+    from tasks.kinds import all_kinds
+
+    typer.echo(page(all_kinds()), nl=False)
+
+
+def note(notices: list[str]) -> None:
+    """Say on standard error what is accepted but not taken as it stands."""
+    for notice in notices:
+        sys.stderr.write(f"cosmos: note: {notice}\n")
+
+
+def _load(file: Path) -> Pipeline:
+    from cosmos_core.config.compose import load_pipeline
+    from tasks.kinds import all_kinds
+
+    return load_pipeline(file, [], tuple(all_kinds()))

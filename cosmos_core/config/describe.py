@@ -1,0 +1,168 @@
+"""What the schema says of each key, for people: one place for `explain`, `coverage`, the reference and editors."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from cosmos_core.config.modern import DEAD, MOVED
+from cosmos_core.config.schema.pipeline import PipelineConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import Only, Since, StatusName, Table, Unit, all_fields, mark, status, tables_in
+from cosmos_core.errors import ConfigError
+from cosmos_core.registry import suggestion
+from cosmos_core.types import StageKind
+
+_GENERATIONS = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema."""
+
+    name: str
+    """Dotted; a key that two tables of a union share has one entry for each, told apart by `table`."""
+    table: type[Table]
+    type: str
+    default: str
+    unit: str
+    meaning: str
+    status: StatusName
+    note: str
+    """Why it has no effect, or what to use instead."""
+    since: str
+    is_table: bool
+
+
+@cache
+def all_keys() -> tuple[Key, ...]:
+    """Every key of a recipe, then of `[pipeline]`, in the order of the schema."""
+    found = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
+    return tuple({(name, table): _key(name, table, field) for name, table, field in found}.values())
+
+
+def find_key(name: str) -> list[Key]:
+    """The entries of a key, in today's or an older name; `STAGE.KEY` is not known here.
+
+    Raises:
+        ConfigError: there is no such key; a near one is suggested.
+    """
+    today = MOVED.get(name, name)
+    keys = [key for key in all_keys() if key.name == today]
+    if name in DEAD:
+        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[name]}")
+    if not keys:
+        known = sorted({key.name for key in all_keys()})
+        near = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        raise ConfigError(f"{name}: unknown key{suggestion(name, near or known) if near or len(name) < 200 else ''}")
+    return keys
+
+
+def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
+    """The kinds of stages that read a key."""
+    if key.name.startswith("pipeline."):
+        return []
+    return [
+        kind.name
+        for kind in kinds.values()
+        if any(key.name == table or key.name.startswith(f"{table}.") for table in kind.recipe_tables)
+    ]
+
+
+@cache
+def effects() -> Mapping[str, str]:
+    """Key to the test in which changing it changes something that can be seen."""
+    tests = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
+    return {key: test for test, keys in tests.items() for key in keys}
+
+
+def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
+    """Lines about a key: type, default, unit, meaning, status.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    for key in find_key(name):
+        yield f"{key.name}  ({key.table.__name__})"
+        if name in MOVED:
+            yield f"  was       {name}"
+        yield f"  {key.meaning}"
+        rows = {
+            "type": key.type,
+            "default": key.default,
+            "unit": key.unit,
+            "since": key.since,
+            "used by": ", ".join(used_by(key, kinds)) if key.status == "used" else "",
+            "status": key.status + (f": {key.note}" if key.note else ""),
+            "test": effects().get(key.name, ""),
+        }
+        yield from (f"  {label:<9} {text}" for label, text in rows.items() if text)
+
+
+def _key(name: str, table: type[Table], field: FieldInfo) -> Key:
+    unit: Unit | None = mark(field, Unit)
+    since: Since | None = mark(field, Since)
+    only: Only | None = mark(field, Only)
+    found = status(field)
+    ours = name.startswith("pipeline") or (since is not None and since.generation == "ours")
+    return Key(
+        name=name,
+        table=table,
+        type=type_name(field.annotation),
+        default="required" if field.is_required() else default_text(field),
+        unit=unit.name if unit else "",
+        meaning=" ".join((field.description or "").split()),
+        status=found.name,
+        note=found.note or (only.note if only else ""),
+        since=_GENERATIONS["ours" if ours else since.generation if since else "first"],
+        is_table=bool(tables_in(field.annotation)),
+    )
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as TOML writes it; empty: a table."""
+    return toml_text(field.get_default(call_default_factory=True))
+
+
+def toml_text(value: Any) -> str:
+    """A value as TOML writes it on one line; None and tables have no such form."""
+    if isinstance(value, Table):
+        return ""
+    if value is None:
+        return "None"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_text(item) for item in value if toml_text(item)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_text(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def type_name(annotation: Any) -> str:
+    """A type in a TOML user's words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(toml_text(value) for value in arguments)
+    if origin in {Union, types.UnionType}:
+        return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
+    if origin is tuple:
+        members = [type_name(argument) for argument in arguments if argument is not Ellipsis]
+        return f"list of {members[0]}s" if Ellipsis in arguments else f"[{', '.join(members)}]"
+    if origin is dict:
+        return f"table of {type_name(arguments[1])}s" if arguments[1] is not Any else "table"
+    return "table" if tables_in(annotation) else "any value"

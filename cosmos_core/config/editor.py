@@ -1,0 +1,51 @@
+"""The JSON schema of a configuration file, which editors complete and check TOML with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from cosmos_core.config.describe import all_keys
+from cosmos_core.config.modern import DEAD, MOVED
+from cosmos_core.config.schema.pipeline import PipelineConfig
+from cosmos_core.config.schema.recipe import Recipe
+
+
+class _File(Recipe):
+    """A pipeline or recipe."""
+
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    """The graph of stages."""
+    extends: str | list[str] = ""
+    """Files that this one builds on, relative to it."""
+
+
+def json_schema() -> dict[str, Any]:
+    """Schema in the 2020-12 dialect; notes on what has no effect or is not in this version are in the descriptions."""
+    schema = _File.model_json_schema()
+    schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
+    for key in all_keys():
+        if key.note:
+            properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
+            field = properties[key.name.rpartition(".")[2]]
+            field["description"] = f"{key.meaning} [{key.status}: {key.note}]"
+    for old, meaning in {**{old: f"today's {new}" for old, new in MOVED.items()}, **DEAD}.items():
+        _deprecate(schema, old, meaning)
+    return schema
+
+
+def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:
+    """Let an old key pass, marked as deprecated, in every table that it can be in."""
+    *parents, name = key.split(".")
+    tables = [schema]
+    for part in parents:
+        tables = [inner for table in tables for inner in _targets(schema, table.get("properties", {}).get(part, {}))]
+    for table in tables:
+        table["properties"].setdefault(name, {"deprecated": True, "description": meaning})
+
+
+def _targets(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
+    options = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
+    names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+    return [schema["$defs"][name] for name in names]

@@ -1,0 +1,160 @@
+"""Whether a device mesh can exist: sizes that divide, GPUs that are there, heads and experts that can be split.
+
+Every refusal names the nearest possible size. What a model is like comes from its `config.json`; what it does not say
+is not checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing, source_of
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
+    """GPUs that a training stage takes, its rollout engines included where they have GPUs of their own.
+
+    `gpus` is the most that it may take, `model` the text part of config.json (see `model_facts`).
+
+    Raises:
+        ConfigError: the mesh cannot exist; the nearest that can is named.
+    """
+    _check_split("policy.parallelism", recipe.policy.parallelism, model)
+    if isinstance(recipe.train.train_policy, GrpoConfig):
+        _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
+    mesh, beside = filled(recipe, gpus).policy.parallelism, _beside(recipe)
+    _check_batch(recipe, abs(mesh.dp_shard_size))
+    total = mesh.world_size * mesh.n_init_replicas + beside
+    if gpus is not None and total > gpus:
+        raise ConfigError(_too_many(mesh, total, gpus, beside))
+    return total
+
+
+def check_meshes(pipeline: Pipeline) -> dict[str, int]:
+    """GPUs of every training stage.
+
+    Raises:
+        ConfigError: a mesh cannot exist.
+    """
+    taken = {}
+    for stage in pipeline.stages:
+        if stage.kind not in TRAINING_KINDS:
+            continue
+        recipe = pipeline.recipes[stage.name]
+        model = stage.model or recipe.policy.model_name_or_path
+        folder = None if source_of(model) else existing(model, Path.cwd())
+        try:
+            taken[stage.name] = check_mesh(recipe, pipeline.config.gpus, model_facts(folder) if folder else {})
+        except ConfigError as error:
+            raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+    return taken
+
+
+def filled(recipe: Recipe, gpus: int | None) -> Recipe:
+    """The recipe with dp_shard_size = -1 replaced by what the other sizes leave of `gpus`; None: it stays.
+
+    Raises:
+        ConfigError: the other sizes do not divide that.
+    """
+    mesh = recipe.policy.parallelism
+    if mesh.dp_shard_size != -1 or gpus is None:
+        return recipe
+    others, each = _others(mesh), (gpus - _beside(recipe)) // mesh.n_init_replicas
+    size = max(1, each // others)
+    if size * others != each:
+        raise ConfigError(
+            f"policy.parallelism.dp_shard_size = -1: {each} GPUs are no multiple of the {others} that the other sizes "
+            f"take; the nearest is dp_shard_size = {size}, with {size * others * mesh.n_init_replicas} GPUs"
+        )
+    parallelism = mesh.derived(dp_shard_size=size)
+    return recipe.derived(policy=recipe.policy.derived(parallelism=parallelism))
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """What config.json says of the text model; empty: there is none to read, as for a name on the Hub."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # what is wrong with it is told where the model is looked at
+        return {}
+    text = config.get("text_config") if isinstance(config, dict) else None
+    found = text if isinstance(text, dict) else config
+    return found if isinstance(found, dict) else {}
+
+
+def _others(mesh: ParallelismConfig) -> int:
+    """Ranks of one shard: everything but dp_shard."""
+    return mesh.world_size // abs(mesh.dp_shard_size)
+
+
+def _beside(recipe: Recipe) -> int:
+    """GPUs of rollout engines that do not share the trainer's."""
+    mesh = recipe.rollout.parallelism
+    is_apart = isinstance(recipe.train.train_policy, GrpoConfig) and recipe.mode == "disaggregated"
+    return mesh.world_size * mesh.n_init_replicas if is_apart else 0
+
+
+def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
+    """Heads, vocabulary, layers and experts against tp, cp, pp and ep."""
+    heads, layers = model.get("num_attention_heads"), model.get("num_hidden_layers")
+    pairs = (("attention heads", heads), ("key-value heads", model.get("num_key_value_heads")))
+    for what, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
+        _divides(f"{where}.tp_size", mesh.tp_size, what, count)
+    if isinstance(heads, int):
+        _divides(
+            f"{where}.cp_size", mesh.cp_size, f"attention heads of tp_size = {mesh.tp_size}", heads // mesh.tp_size
+        )
+    experts = next((model[key] for key in _EXPERTS if isinstance(model.get(key), int)), None)
+    if mesh.ep_size > 1 and model and experts is None:
+        raise ConfigError(f"{where}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
+    _divides(f"{where}.ep_size", mesh.ep_size, "experts", experts)
+    if mesh.dp_shard_size > 0:
+        shards = mesh.dp_shard_size * mesh.cp_size
+        _divides(f"{where}.ep_size", mesh.ep_size, "ranks of dp_shard_size x cp_size", shards)
+    if isinstance(layers, int) and mesh.pp_size > layers:
+        raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
+
+
+def _divides(key: str, size: int, what: str, count: Any) -> None:
+    if isinstance(count, int) and count > 0 and count % size:
+        nearest = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
+        raise ConfigError(f"{key} = {size} does not divide the {count} {what}; the nearest is {nearest}")
+
+
+def _check_batch(recipe: Recipe, shards: int) -> None:
+    """A replica's completions are dealt to its data-parallel ranks in micro-batches."""
+    train, policy = recipe.train, recipe.train.train_policy
+    step = shards * policy.mini_batch
+    if not isinstance(policy, GrpoConfig) or train.train_batch_per_replica % step == 0:
+        return
+    nearest = max(step, train.train_batch_per_replica // step * step)
+    smaller = gcd(train.train_batch_per_replica, shards)
+    raise ConfigError(
+        f"train.train_batch_per_replica = {train.train_batch_per_replica} must be a multiple of dp_shard_size x "
+        f"mini_batch = {shards} x {policy.mini_batch}; the nearest is {nearest}, or dp_shard_size = {smaller} with "
+        f"mini_batch = {gcd(train.train_batch_per_replica // smaller, policy.mini_batch)}"
+    )
+
+
+def _too_many(mesh: ParallelismConfig, total: int, gpus: int, beside: int) -> str:
+    taken = f"the mesh takes {total} GPUs" + (f" ({beside} of them for rollouts)" if beside else "")
+    left = gpus - beside
+    shards = left // (_others(mesh) * mesh.n_init_replicas)
+    if shards >= 1:
+        return f"{taken}, of {gpus} that there are; the nearest is policy.parallelism.dp_shard_size = {shards}"
+    if left >= 1:
+        tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= left)
+        return (
+            f"{taken}, of {gpus} that there are; the nearest is policy.parallelism.tp_size = {tp_size} with the other "
+            f"sizes 1"
+        )
+    return f"{taken}, of {gpus} that there are; set mode = 'colocated', so that rollouts share the trainer's GPUs"

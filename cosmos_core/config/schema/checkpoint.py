@@ -1,0 +1,65 @@
+"""`[train.ckpt]`: when the state is saved, how much of it is kept, and where the model goes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import field_validator, model_validator
+
+from cosmos_core.config.schema.table import LATER, Needs, NoResult, Table, Unit, planned
+
+_UPLOAD = planned('this version publishes to folders: add a stage of kind "upload" with target = "FOLDER"')
+
+
+class CheckpointConfig(Table):
+    """`[train.ckpt]`"""
+
+    enable_checkpoint: Annotated[bool, NoResult] = False
+    """Save during training. The final state and the state at a signal are saved regardless."""
+    save_freq: Annotated[int, Unit("train steps"), NoResult] = 20
+    """Every N train steps; 0 or less: by `save_freq_in_epoch`."""
+    save_freq_in_epoch: Annotated[int, Unit("epochs"), planned("use save_freq, in steps; set it to 0"), LATER] = 0
+    """Every N epochs of SFT, in place of `save_freq`; 0 or less: off."""
+    save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
+    """`async`: training goes on while the state is written; one save at a time."""
+    max_keep: Annotated[int, Unit("checkpoints"), NoResult] = 5
+    """Newest checkpoints that are kept; -1: all."""
+    export_safetensors: Annotated[bool, NoResult] = True
+    """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
+    upload_hf: Annotated[bool, _UPLOAD] = False
+    """Upload the export to the Hugging Face Hub."""
+    hf_repo_name: Annotated[str, _UPLOAD, Needs("upload_hf")] = "Comos-Reason1"
+    """Repository on the Hub; the default is spelt as in Cosmos-RL."""
+    upload_s3: Annotated[bool | str, _UPLOAD] = False
+    """Upload to S3: false, `final` (the last export) or `all` (each save)."""
+    s3_bucket: Annotated[str | None, _UPLOAD, Needs("upload_s3")] = None
+    """Bucket; None: no upload."""
+    s3_prefix: Annotated[str, _UPLOAD, Needs("upload_s3")] = "outputs"
+    """Key prefix in the bucket."""
+
+    @field_validator("max_keep")
+    @classmethod
+    def _keep_some(cls, count: int) -> int:
+        if count == 0 or count < -1:
+            raise ValueError(f"max_keep = {count} must be -1 (all) or at least 1")
+        return count
+
+    @field_validator("upload_s3")
+    @classmethod
+    def _what_to_upload(cls, what: bool | str) -> bool | str:
+        if what not in {False, "", "final", "all"}:
+            raise ValueError(f"upload_s3 = {what!r} must be false, 'final' or 'all'")
+        return what or False
+
+    @model_validator(mode="after")
+    def _saves_and_uploads_somewhere(self) -> CheckpointConfig:
+        if self.save_freq <= 0 and self.save_freq_in_epoch <= 0:
+            raise ValueError(
+                f"save_freq = {self.save_freq} must be at least 1 unless save_freq_in_epoch (= "
+                f"{self.save_freq_in_epoch}) is"
+            )
+        if self.upload_s3 and not self.s3_bucket:
+            raise ValueError(
+                f"upload_s3 = {self.upload_s3!r} needs s3_bucket; name the bucket or set upload_s3 = false"
+            )
+        return self

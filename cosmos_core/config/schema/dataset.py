@@ -1,0 +1,48 @@
+"""`[train.train_policy.dataset]` and `[validation.dataset]`: where rows come from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import field_validator, model_validator
+
+from cosmos_core.config.schema.table import LATER, Names, NoResult, Table, planned
+
+
+class DatasetConfig(Table):
+    """A local file or folder, or the name of a data set on the Hugging Face Hub."""
+
+    name: Annotated[str, NoResult] = ""
+    """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, or a Hub id;
+    the fingerprint takes its content."""
+    subset: str = ""
+    """Configuration name on the Hub; empty: the default one."""
+    revision: str = ""
+    """Commit, tag or branch on the Hub; empty: the newest."""
+    split: Names = ("train",)
+    """Split or list of splits, concatenated in this order; empty: `train`, the only one that a single local file
+    has."""
+    test_size: int | float | None = None
+    """Rows split off for validation when `validation.dataset.name` is empty: a count, or a fraction below 1. None or 0:
+    none."""
+    local_dir: Annotated[str, planned("diffusion data is not in this version; leave it out"), LATER] = ""
+    """Folder of prompts (`*.json`) and media for diffusion SFT; empty: `name`."""
+
+    @field_validator("split")
+    @classmethod
+    def _train_if_empty(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name) or ("train",)
+
+    @model_validator(mode="after")
+    def _test_size_in_range(self) -> DatasetConfig:
+        size = self.test_size
+        if size == 0 and not isinstance(size, bool):
+            self.settle(test_size=None)
+            return self
+        if (
+            isinstance(size, bool)
+            or (isinstance(size, float) and not 0 < size < 1)
+            or (isinstance(size, int) and size < 1)
+        ):
+            raise ValueError(f"test_size = {size} must be a count of at least 1 or a fraction between 0 and 1")
+        return self

@@ -1,0 +1,46 @@
+"""`[logging]`: who is told about the metrics. `metrics.jsonl` in the run directory is always written."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from cosmos_core.config.schema.table import LATER, NoResult, PositiveInt, Steps, Table, Unit, no_effect, planned
+
+SINKS = ("console", "wandb", "tensorboard")
+
+
+class LoggingConfig(Table):
+    """`[logging]`"""
+
+    logger: Annotated[tuple[str, ...], Field(strict=False), NoResult] = ("console",)
+    """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
+    something), `tensorboard` (event files in the stage's folder `tensorboard/`)."""
+    log_interval: Annotated[
+        PositiveInt, Unit("train steps"), no_effect("every step is logged; Cosmos-RL never reads it either"), LATER
+    ] = 100
+    """Steps between lines."""
+    multi_modal_log_interval: Annotated[
+        Steps | None, planned("samples of images and videos are not logged in this version; leave it out"), LATER
+    ] = None
+    """Steps between samples of images and videos; None: never."""
+    project_name: Annotated[str, NoResult] = "cosmos_rl"
+    """Project on Weights & Biases."""
+    group_name: Annotated[str | None, NoResult, LATER] = None
+    """Group on Weights & Biases; None: the stages of one run together, as `<name>-<run id>` with the name below."""
+    experiment_name: Annotated[str | None, NoResult] = None
+    """Name on Weights & Biases, before run id and stage: `<name>-<run id>-<stage>`; None: the pipeline's."""
+    report_mfu: Annotated[
+        bool, planned("throughput is reported in tokens per second in this version; leave it out"), LATER
+    ] = False
+    """Report the share of the GPU's peak FLOPs."""
+
+    @field_validator("logger")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        lowered = tuple(name.lower() for name in names)
+        for name in lowered:
+            if name not in SINKS:
+                raise ValueError(f"logger {name!r} is not known; known: {', '.join(SINKS)}")
+        return lowered

@@ -1,0 +1,58 @@
+"""`[policy.lora]`: low-rank adapters, as PEFT has them (arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from cosmos_core.config.schema.table import LATER, Fraction, Names, PositiveFloat, PositiveInt, Strings, Table, planned
+
+_LORA = planned("LoRA is not in this version; leave [policy.lora] out to train all weights")
+_INIT = {"gaussian", "eva", "olora", "pissa"}
+
+
+class LoraConfig(Table):
+    """`[policy.lora]`: the table's presence turns LoRA on."""
+
+    r: Annotated[PositiveInt, _LORA] = 8
+    """Rank."""
+    lora_names: Annotated[Names, _LORA, LATER] = ("default",)
+    """Adapters; DiffusionNFT needs `default` and `old`."""
+    lora_path: Annotated[str | None, _LORA, LATER] = None
+    """Adapter to start from; None: a new one. Declared but never read in Cosmos-RL."""
+    lora_alpha: Annotated[PositiveFloat, _LORA] = 8.0
+    """Scale is alpha / r."""
+    lora_dropout: Annotated[Fraction, _LORA] = 0.0
+    """Dropout before A."""
+    target_modules: Annotated[Annotated[tuple[str, ...], Field(strict=False)] | str | None, _LORA] = None
+    """Name fragments of adapted modules, or `all-linear`; None: the model's usual ones."""
+    primary_adapter: Annotated[str | None, _LORA, LATER] = None
+    """Adapter that is active; None: the first."""
+    use_rslora: Annotated[bool, _LORA] = False
+    """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""
+    modules_to_save: Annotated[Strings | None, _LORA] = None
+    """Modules that are trained whole; None: none."""
+    alpha_pattern: Annotated[dict[str, float] | None, _LORA, LATER] = None
+    """Regular expression of names to alpha; None: the same everywhere."""
+    r_pattern: Annotated[dict[str, PositiveInt] | None, _LORA, LATER] = None
+    """Regular expression of names to rank; None: the same everywhere."""
+    init_lora_weights: Annotated[bool | str, _LORA] = True
+    """True: B starts at zero; or `gaussian`, `eva`, `olora`, `pissa`, `pissa_niter_N`."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _all_linear(cls, modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        if isinstance(modules, str) and modules != "all-linear":
+            raise ValueError(f"target_modules = {modules!r} must be 'all-linear' or a list of name fragments")
+        return modules
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _known_start(cls, start: bool | str) -> bool | str:
+        if isinstance(start, str) and start not in _INIT and not re.fullmatch(r"pissa_niter_\d+", start):
+            raise ValueError(
+                f"init_lora_weights = {start!r} must be true, false, {', '.join(sorted(_INIT))} or pissa_niter_N"
+            )
+        return start

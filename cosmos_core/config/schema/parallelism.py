@@ -1,0 +1,55 @@
+"""`[policy.parallelism]`, `[rollout.parallelism]`, `[distillation.parallelism]`: device meshes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import field_validator
+
+from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Table, Unit, planned
+
+_ONE = planned("this version trains and generates on one rank; set it to 1")
+_PIPELINE = planned("pipeline parallelism is not in this version; leave it out")
+
+
+class ParallelismConfig(Table):
+    """A device mesh: pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
+
+    n_init_replicas: Annotated[PositiveInt, Unit("replicas"), _ONE] = 1
+    """Copies of the whole mesh, each of its own ranks."""
+    tp_size: Annotated[Ranks, _ONE] = 1
+    """Tensor-parallel ranks (Cosmos-RL: 2 when left out)."""
+    cp_size: Annotated[Ranks, _ONE] = 1
+    """Context-parallel ranks, which share one sequence."""
+    ep_size: Annotated[Ranks, _ONE] = 1
+    """Expert-parallel ranks."""
+    dp_shard_size: Annotated[int, Unit("ranks"), Only((1, -1), _ONE.note), _ONE] = 1
+    """Ranks that shard the parameters (FSDP); -1: whatever the other sizes leave."""
+    pp_size: Annotated[Ranks, _ONE] = 1
+    """Pipeline stages."""
+    pp_dynamic_shape: Annotated[bool, _PIPELINE] = False
+    """Micro-batches may differ in length."""
+    pp_micro_batch_size: Annotated[PositiveInt, Unit("rows"), _PIPELINE] = 1
+    """Rows of one pipeline micro-batch."""
+    dp_replicate_size: Annotated[Ranks, _ONE] = 1
+    """Replicas of the sharded group (HSDP)."""
+    pp_schedule: Annotated[Literal["1F1B", "GPipe", "Interleaved1F1B"], _PIPELINE, LATER] = "Interleaved1F1B"
+    """Order of forward and backward passes."""
+    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers"), _PIPELINE, LATER] = 2
+    """Layers of one virtual stage under `Interleaved1F1B`."""
+
+    @field_validator("dp_shard_size")
+    @classmethod
+    def _shard_size(cls, size: int) -> int:
+        if size == 0 or size < -1:
+            raise ValueError(f"dp_shard_size = {size} must be -1 (the rest of the world) or at least 1")
+        return size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica; dp_shard_size -1 counts as 1."""
+        return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
+
+
+class RolloutParallelismConfig(ParallelismConfig):
+    """`[rollout.parallelism]`: vLLM knows `n_init_replicas`, `tp_size`, `pp_size` and `dp_shard_size`."""

@@ -1,0 +1,120 @@
+"""`[pipeline]`: the graph of stages, the only table that Cosmos-RL does not have."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.schema.table import (
+    Names,
+    NonNegativeInt,
+    NoResult,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+    Unit,
+    planned,
+)
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def seconds(duration: str) -> float:
+    """Seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    match = _DURATION.fullmatch(duration.strip())
+    if not match:
+        raise ValueError(f"timeout = {duration!r} must be a number and a unit: 90s, 15m, 12h or 2d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+class StageConfig(Table):
+    """`[[pipeline.stages]]`"""
+
+    name: str
+    """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
+    kind: str
+    """prepare, sft, rl, validate, export, gate, upload, report or custom."""
+    recipe: str = ""
+    """Recipe file, relative to this file; empty: the recipe tables of this file."""
+    overrides: dict[str, Any] = {}
+    """Recipe tables for this stage alone; they win over `recipe`, which wins over the tables of this file."""
+    after: Names = ()
+    """Stages that must be done first."""
+    model: str = ""
+    """`stage:NAME` to start from what that stage exported, or a folder; empty: `policy.model_name_or_path`."""
+    data: str = ""
+    """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
+    work_pool: Annotated[str, planned("this version runs every stage on the flow's machine; leave it out")] = ""
+    """Prefect work pool that runs the stage; empty: this machine."""
+    retries: NonNegativeInt = 2
+    """Consecutive attempts without progress before the stage fails. Preemptions do not count."""
+    timeout: str = ""
+    """Longest time of one attempt, e.g. `12h`; empty: no limit."""
+    entry: str = ""
+    """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
+    arguments: dict[str, Any] = {}
+    """Kind custom: passed to the function as keywords."""
+    require: Names = ()
+    """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
+    several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
+    target: str = ""
+    """Kinds upload and gate: where models are published, a folder or `file:///...`."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not STAGE_NAME.fullmatch(name) or len(name) > 64:
+            raise ValueError(
+                f"stage name {name!r} must be at most 64 letters, digits, - and _, and start with a letter or digit"
+            )
+        return name
+
+    @field_validator("timeout")
+    @classmethod
+    def _timeout_is_a_duration(cls, timeout: str) -> str:
+        if timeout:
+            seconds(timeout)
+        return timeout
+
+    @field_validator("require")
+    @classmethod
+    def _conditions(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            parse_condition(text)
+        return texts
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """Deadline of one attempt; None: no limit."""
+        return seconds(self.timeout) if self.timeout else None
+
+
+class PipelineConfig(Table):
+    """`[pipeline]`"""
+
+    name: str = "pipeline"
+    """Shown in logs, in Prefect and on the report."""
+    output_dir: str = ""
+    """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
+    threads: PositiveInt | None = None
+    """CPU threads of a stage's worker; None: all cores. Part of the fingerprint: sums in another order differ in the
+    last bit."""
+    gpus: Annotated[PositiveInt | None, Unit("GPUs"), NoResult] = None
+    """Most that one stage may take; None: not checked."""
+    gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
+    """In one machine, for `plan --estimate`."""
+    grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
+    """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
+    python: Annotated[str, NoResult] = ""
+    """Interpreter of the workers; empty: this one."""
+    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
+    """The graph, in any order."""

@@ -1,0 +1,92 @@
+"""`[policy]`: which model is trained, what of it, and how it is laid out."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import field_validator, model_validator
+
+from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.table import (
+    LATER,
+    Needs,
+    NonNegativeFloat,
+    NoResult,
+    Strings,
+    Table,
+    Tokens,
+    planned,
+)
+
+_FREEZE = planned("this version trains all weights; leave it out")
+_LIGER = planned("Liger kernels are not in this version; leave it out")
+
+
+class PolicyConfig(Table):
+    """`[policy]`"""
+
+    parallelism: ParallelismConfig = ParallelismConfig()
+    """Device mesh of the trainer."""
+    diffusers: Annotated[DiffusersConfig, Needs("is_diffusers")] = DiffusersConfig()
+    """Read with `is_diffusers`."""
+    is_diffusers: Annotated[bool, planned("diffusion models are not in this version"), LATER] = False
+    """The model is a pipeline of diffusers."""
+    model_name_or_path: Annotated[str, NoResult] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
+    `model = "stage:NAME"` replaces it."""
+    model_safetensor_path: Annotated[
+        str | None, planned("weights lie beside config.json; name their folder in model_name_or_path"), LATER
+    ] = None
+    """Folder or file of the weights alone; None: beside config.json."""
+    model_revision: str | None = None
+    """Hub revision; None: the newest."""
+    model_max_length: Tokens = 4096
+    """Longest sequence: longer SFT rows are cut on the right, prompt + answer never exceed it."""
+    model_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    lora: Annotated[
+        LoraConfig | None, planned("LoRA is not in this version; leave [policy.lora] out to train all weights")
+    ] = None
+    """Low-rank adapters; None: all weights are trained."""
+    trainable_map: Annotated[dict[str, bool] | None, _FREEZE] = None
+    """Module or parameter name to whether it is trained; None: all are."""
+    freeze_pattern: Annotated[Strings | None, _FREEZE, LATER] = None
+    """Regular expressions of parameters that stay as they are; None: none."""
+    trainable_pattern: Annotated[Strings | None, _FREEZE, LATER] = None
+    """Regular expressions of the only parameters that are trained; None: all."""
+    enable_liger_kernel: Annotated[bool, _LIGER] = False
+    """Liger's kernels for norms, rotary embedding and activation."""
+    enable_liger_cross_entropy: Annotated[bool, _LIGER, LATER] = False
+    """Liger's cross-entropy in SFT."""
+    enable_liger_fused_cross_entropy: Annotated[bool, _LIGER, LATER] = False
+    """Liger's fused head and cross-entropy, which never holds all logits."""
+    aux_loss_coeff: Annotated[
+        NonNegativeFloat, planned("the load-balancing loss of MoE is not in this version; leave it out"), LATER
+    ] = 0.0
+    """Weight of the load-balancing loss of mixtures of experts; 0: off."""
+
+    @field_validator("model_name_or_path")
+    @classmethod
+    def _not_empty(cls, name: str) -> str:
+        if not name.strip():
+            raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
+        return name
+
+    @field_validator("freeze_pattern", "trainable_pattern")
+    @classmethod
+    def _expressions(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns
+
+    @model_validator(mode="after")
+    def _one_pattern(self) -> PolicyConfig:
+        if self.freeze_pattern and self.trainable_pattern:
+            raise ValueError("freeze_pattern and trainable_pattern exclude each other; keep one of them")
+        return self

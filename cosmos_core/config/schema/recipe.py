@@ -1,0 +1,133 @@
+"""A recipe: one training, as Cosmos-RL writes it. Cross-field rules between tables live here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from cosmos_core.config.schema.distillation import DistillationConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.logging import LoggingConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.profiler import ProfilerConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.config.schema.table import LATER, Table, no_effect
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.schema.validation import ValidationConfig
+from cosmos_core.config.schema.vla import VLAConfig
+
+_WITHOUT_CONTROLLER = no_effect("stages are processes on their own; there is no controller to find")
+
+
+class Recipe(Table):
+    """The root of a recipe."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """Optimizer, data, precision, checkpoints."""
+    policy: PolicyConfig = PolicyConfig()
+    """The model."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation."""
+    validation: ValidationConfig = ValidationConfig()
+    """Held-out measurement."""
+    logging: LoggingConfig = LoggingConfig()
+    """Sinks."""
+    profiler: ProfilerConfig = ProfilerConfig()
+    """Traces."""
+    distillation: DistillationConfig = DistillationConfig()
+    """A teacher."""
+    vla: VLAConfig = VLAConfig()
+    """Robots."""
+    custom: dict[str, Any] = {}
+    """Free table for user code; handed to custom stages and rewards."""
+    mode: Annotated[
+        Literal["disaggregated", "colocated", "colocated_separated"],
+        no_effect("one rank generates and trains in turn, whatever it says"),
+        LATER,
+    ] = "disaggregated"
+    """Where rollout engines run: on GPUs of their own, in the trainer's processes, or beside them on its GPUs."""
+    redis: Annotated[str | int, _WITHOUT_CONTROLLER, LATER] = ""
+    """Port of the controller's Redis."""
+    eth_ips: Annotated[str, _WITHOUT_CONTROLLER, LATER] = ""
+    """Addresses of the controller, separated by `;`."""
+
+    @model_validator(mode="after")
+    def _pipeline_stages(self) -> Recipe:
+        """What pipeline parallelism asks of batches (Cosmos-RL refuses the same)."""
+        mesh, train = self.policy.parallelism, self.train
+        if mesh.pp_size == 1:
+            return self
+        batch = train.train_batch_per_replica
+        where = f"policy.parallelism.pp_size = {mesh.pp_size}"
+        if batch % mesh.pp_micro_batch_size:
+            raise ValueError(
+                f"{where}: train.train_batch_per_replica = {batch} must be a multiple of pp_micro_batch_size = "
+                f"{mesh.pp_micro_batch_size}"
+            )
+        if train.fsdp_offload:
+            raise ValueError(f"{where} excludes train.fsdp_offload; set train.fsdp_offload = false")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_in_rl(self) -> Recipe:
+        if self.policy.lora is None or not isinstance(self.train.train_policy, GrpoConfig) or self.policy.is_diffusers:
+            return self
+        if self.train.compile:
+            raise ValueError("policy.lora with GRPO excludes train.compile; set train.compile = false")
+        tp_size = self.policy.parallelism.tp_size
+        if tp_size > 1:
+            raise ValueError(
+                f"policy.lora with GRPO excludes policy.parallelism.tp_size = {tp_size}; set it to 1 and raise "
+                f"dp_shard_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _inherited(self) -> Recipe:
+        """What validation takes from training, and what a teacher forces."""
+        policy = self.train.train_policy
+        remote = isinstance(policy, GrpoConfig) and policy.use_remote_reward
+        asked = self.validation.use_remote_reward
+        if asked is not None and asked != remote:
+            raise ValueError(
+                f"validation.use_remote_reward = {str(asked).lower()} must equal train.train_policy.use_remote_reward "
+                f"= {str(remote).lower()}; leave it out to inherit"
+            )
+        if not isinstance(policy, GrpoConfig):
+            return self
+        remote_reward = self.validation.remote_reward or policy.remote_reward
+        self.settle(validation=self.validation.derived(use_remote_reward=remote, remote_reward=remote_reward))
+        if self.distillation.enable:
+            forced = policy.derived(rollout_as_token_ids=True, bypass_reward=True)
+            self.settle(train=self.train.derived(train_policy=forced))
+        return self
+
+
+def check_rl(recipe: Recipe) -> None:
+    """The rules between tables that hold for reinforcement learning.
+
+    Raises:
+        ValueError: one is broken; the message names keys, values and the rule.
+    """
+    policy = recipe.train.train_policy
+    assert isinstance(policy, GrpoConfig)
+    batch = recipe.train.train_batch_per_replica
+    optimize = policy.batch_size_per_optimize
+    if optimize is not None and batch % optimize:
+        raise ValueError(
+            f"train.train_batch_per_replica = {batch} must be a multiple of batch_size_per_optimize = {optimize}"
+        )
+
+
+def doubts_about_rl(recipe: Recipe) -> Iterator[str]:
+    """What Cosmos-RL accepts of reinforcement learning without a word, and what it means."""
+    policy = recipe.train.train_policy
+    assert isinstance(policy, GrpoConfig)
+    temperature = recipe.rollout.sampling_config.temperature
+    if policy.temperature != temperature and not recipe.policy.is_diffusers:
+        yield (
+            f"train.train_policy.temperature = {policy.temperature} and rollout.sampling_config.temperature = "
+            f"{temperature} differ: log-probabilities are compared that are not of one distribution"
+        )

@@ -1,0 +1,117 @@
+"""`[rollout]`: how completions are generated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig, RolloutAsyncConfig
+from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
+from cosmos_core.config.schema.table import (
+    LATER,
+    Completions,
+    Fraction,
+    Needs,
+    NonNegativeFloat,
+    NoResult,
+    Nucleus,
+    Only,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+    Tokens,
+    TopK,
+    Unit,
+    no_effect,
+    planned,
+)
+
+_KERNELS = no_effect("vLLM chooses its kernels itself")
+_ASYNC = planned("generation and training take turns in this version; leave it out")
+_VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
+
+
+class SamplingConfig(Table):
+    """`[rollout.sampling_config]`"""
+
+    temperature: NonNegativeFloat = 1.0
+    """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
+    top_p: Nucleus = 1.0
+    """Nucleus mass; below 1 the engine's log-probabilities are normalised over fewer tokens than the trainer's."""
+    top_k: TopK = -1
+    """Keep the k most likely tokens; -1: all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1 repeats become less likely; 1: off."""
+    use_flashinfer: Annotated[bool, _KERNELS] = False
+    """Sample with FlashInfer."""
+
+
+class RolloutConfig(Table):
+    """`[rollout]`"""
+
+    parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
+    """Device mesh of one engine."""
+    backend: Annotated[
+        str, Field(min_length=1), Only(("vllm", "hf"), "this version generates with 'vllm' or 'hf'; use one of them")
+    ] = "vllm"
+    """`vllm`, with `hf` (transformers `generate`) in its place, said once, where vLLM cannot be imported."""
+    mode: Annotated[Literal["sync", "async"], _ASYNC, LATER] = "sync"
+    """Scheduler of requests."""
+    max_response_length: Tokens = 2048
+    """Longest completion."""
+    n_generation: Completions = 16
+    """Completions per prompt: the group size."""
+    n_generation_to_batch: Annotated[bool, no_effect("engines repeat prompts where they have to"), LATER] = False
+    """Repeat the prompt in place of asking for n completions."""
+    n_generation_mini_batch: Annotated[
+        Completions | None, planned("a group is generated at once in this version; leave it out"), LATER
+    ] = None
+    """Completions of one group that are generated at once; None: all."""
+    batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
+    """Prompts per generation call; changes speed, not results."""
+    quantization: Annotated[
+        Literal["none", "fp8", "mxfp4"], planned("engines run in param_dtype in this version; set it to 'none'")
+    ] = "none"
+    """Weights of the engine."""
+    seed: int | None = None
+    """Sampling seed; None: `train.seed`."""
+    sampling_config: SamplingConfig = SamplingConfig()
+    """How tokens are drawn in training."""
+    enforce_eager: Annotated[bool, NoResult] = True
+    """vLLM without compiled graphs."""
+    gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
+    """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
+    enable_chunked_prefill: Annotated[bool, no_effect("vLLM always fills its cache in chunks")] = False
+    """Prefill long prompts in chunks."""
+    include_stop_str_in_output: Annotated[bool, no_effect("answers end at end tokens, not at stop strings")] = False
+    """Keep the stop string."""
+    vllm_use_flashinfer: Annotated[bool, _KERNELS] = False
+    """Attention with FlashInfer."""
+    multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
+    """Turns and tools."""
+    async_config: RolloutAsyncConfig = RolloutAsyncConfig()
+    """Read with `mode = "async"`."""
+    async_r2r_sync: Annotated[Literal["disabled", "generation", "inference"], _ASYNC, LATER] = "disabled"
+    """Receive weights while generating, and swap at this boundary."""
+    prefetch_rollout: Annotated[bool, _ASYNC, LATER] = False
+    """Fetch the next prompts while generating."""
+    prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), _ASYNC, Needs("prefetch_rollout"), LATER] = 2
+    """How many."""
+    broadcast_all_params: Annotated[bool, no_effect("each transfer carries all weights that were trained"), LATER] = (
+        False
+    )
+    """Send frozen weights too."""
+
+    @model_validator(mode="after")
+    def _mesh_of_an_engine(self) -> RolloutConfig:
+        if self.backend not in {"vllm", "vllm_async", "trtllm"}:
+            return self
+        for name, field in type(self.parallelism).model_fields.items():
+            value = getattr(self.parallelism, name)
+            if name not in _VLLM_MESH and value != field.default:
+                raise ValueError(
+                    f"parallelism.{name} = {value!r}: backend {self.backend!r} takes only "
+                    f"{', '.join(sorted(_VLLM_MESH))}; leave it out"
+                )
+        return self

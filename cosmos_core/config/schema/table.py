@@ -1,0 +1,231 @@
+"""The base of every TOML table, and what a field may say about itself beside its type."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic.fields import FieldInfo
+
+
+class Table(BaseModel):
+    """One TOML table: unknown keys refused, values immutable, types not coerced."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+    switch: ClassVar[str] = ""
+    """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
+
+    def settle(self, **values: Any) -> None:
+        """Write what a rule derives from other fields; only for validators of this schema."""
+        self.__dict__.update(values)
+
+    def derived(self, **values: Any) -> Self:
+        """A copy with values that a rule of another table derives; they do not count as given."""
+        copy = self.model_copy()
+        copy.settle(**values)
+        return copy
+
+
+StatusName = Literal["used", "no effect", "planned", "unsupported"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What this version does with a field. *used*: a test shows what it changes (`config/effects.toml`). *no effect*:
+    accepted, and said once why it does nothing here. *planned*, *unsupported*: accepted by the schema, refused by
+    `check` and `run` when set."""
+
+    name: StatusName
+    note: str = ""
+    """The reason, or what to use instead."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The field means something only while its sibling `switch` is set."""
+
+    switch: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """The values that this version takes; the schema knows more."""
+
+    values: tuple[Any, ...]
+    note: str
+    """What to do instead."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a number counts."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Since:
+    """Which generation of recipes knows the key: Cosmos-RL's `first` reference, `later`, or `ours`."""
+
+    generation: Literal["first", "later", "ours"]
+
+
+@dataclass(frozen=True)
+class AffectsResult:
+    """Whether a used field enters the fingerprint of the stages that read it."""
+
+    value: bool
+
+
+NoResult = AffectsResult(False)
+"""Changes how a run looks or is kept, never what it computes."""
+LATER = Since("later")
+OURS = Since("ours")
+_USED = Status("used")
+
+
+def no_effect(reason: str) -> Status:
+    """Accepted; does nothing here, for `reason`."""
+    return Status("no effect", reason)
+
+
+def planned(note: str) -> Status:
+    """Accepted by the schema; not in this version: `note` says what to do until then."""
+    return Status("planned", note)
+
+
+def unsupported(note: str) -> Status:
+    """Accepted by the schema; will not be done: `note` says what to use instead."""
+    return Status("unsupported", note)
+
+
+def mark(field: FieldInfo, kind: type) -> Any:
+    """The mark of that class in a field's annotation; None: it has none."""
+    items = [*field.metadata, *_nested(field.annotation)]
+    return next((item for item in items if isinstance(item, kind)), None)
+
+
+def _nested(annotation: Any) -> list[Any]:
+    """Marks inside a union: those of `Annotated[int, ...] | None`."""
+    members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
+    return [item for member in members if get_origin(member) is Annotated for item in get_args(member)[1:]]
+
+
+def status(field: FieldInfo) -> Status:
+    """What this version does with a field."""
+    found: Status | None = mark(field, Status)
+    return found or _USED
+
+
+def affects_result(field: FieldInfo) -> bool:
+    """Whether a field enters the fingerprint of the stages that read it."""
+    return status(field) == _USED and mark(field, AffectsResult) is None
+
+
+def tables_in(annotation: Any) -> list[type[Table]]:
+    """The tables that a field can hold."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return [annotation]
+    return [table for argument in get_args(annotation) for table in tables_in(argument)]
+
+
+def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table], FieldInfo]]:
+    """Every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
+    for name, field in table.model_fields.items():
+        yield prefix + name, table, field
+        for inner in tables_in(field.annotation):
+            yield from all_fields(inner, f"{prefix}{name}.")
+
+
+def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
+    """Every key that has a meaning with these values, as (dotted path, field, value, whether it was given and differs
+    from its default); what a table's `switch` or a field's `Needs` turns off is left out."""
+    for name, field in type(table).model_fields.items():
+        needs: Needs | None = mark(field, Needs)
+        if needs and not getattr(table, needs.switch):
+            continue
+        if table.switch and name != table.switch and not getattr(table, table.switch):
+            continue
+        value = getattr(table, name)
+        if isinstance(value, Table) and status(field) == _USED:
+            yield from set_fields(value, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True)
+            yield prefix + name, field, value, name in table.model_fields_set and not _same(value, default)
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether a value says what the default says; None is "as somewhere else", which false mostly means."""
+    return bool(value == default) or (default is None and value is False)
+
+
+def result_values(table: Table) -> dict[str, Any]:
+    """The values of a table that can change results, nested tables included, JSON types only."""
+    values: dict[str, Any] = {}
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        if not affects_result(field):
+            continue
+        if not isinstance(value, Table):
+            values[name] = list(value) if isinstance(value, tuple) else value
+        elif inner := result_values(value):
+            values[name] = inner
+    return values
+
+
+def say(info: ValidationInfo, text: str) -> None:
+    """Tell the user something about a value that is accepted; `load.parse` collects it."""
+    if info.context is not None:
+        info.context["notices"].append(text)
+
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+Steps = Annotated[int, Field(gt=0), Unit("train steps")]
+Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
+Rows = Annotated[int, Field(gt=0), Unit("rows")]
+Completions = Annotated[int, Field(gt=0), Unit("completions")]
+Ranks = Annotated[int, Field(gt=0), Unit("ranks")]
+Frames = Annotated[int, Field(gt=0), Unit("frames")]
+
+Nucleus = Annotated[float, Field(gt=0, le=1)]
+"""Probability mass that is kept; 1: all of it."""
+
+
+def _top_k(count: int) -> int:
+    if count == 0:
+        return -1
+    if count != -1 and count < 1:
+        raise ValueError(f"{count} must be -1 (all tokens) or at least 1")
+    return count
+
+
+TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
+"""Number of likeliest tokens that are kept; -1 or 0: all."""
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(strict=False)]
+"""One string or a list of strings."""
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+"""A list of strings."""

@@ -1,0 +1,253 @@
+"""`[train]`: optimizer, schedule, batch, precision. `[train.train_policy]` and `[train.ckpt]` have their own files."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from cosmos_core.config.schema.checkpoint import CheckpointConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.precision import FP4Config, FP8Config
+from cosmos_core.config.schema.sft import SFTDataConfig
+from cosmos_core.config.schema.table import (
+    LATER,
+    DType,
+    Fraction,
+    Needs,
+    NonNegativeFloat,
+    NoResult,
+    Only,
+    PositiveFloat,
+    PositiveInt,
+    Rows,
+    Steps,
+    Strings,
+    Table,
+    Unit,
+    no_effect,
+    planned,
+    say,
+)
+
+DEFAULT_SEED = 42
+_BetaDecay = Annotated[float, Field(ge=0, lt=1)]
+_Implementation = Literal["fused", "foreach", "for-loop"]
+_UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
+_EMA = planned("moving averages of weights are not in this version; leave ema_* out")
+_SHARDED = planned("this version trains on one rank, which shards and offloads nothing; leave it out")
+_SYNC = planned("weights go to the engine after every step in this version; leave it out")
+_ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
+
+
+class TrainConfig(Table):
+    """`[train]`"""
+
+    train_policy: SFTDataConfig | GrpoConfig = Field(default_factory=GrpoConfig, discriminator="type")
+    """What is learned from what; `type` is `sft` or `grpo`."""
+
+    epoch: Annotated[PositiveInt, Unit("epochs")] = 1
+    """Passes over the data."""
+    max_num_steps: Steps | None = None
+    """Upper bound; None: until the epochs end. The schedule is laid over what remains."""
+    train_batch_per_replica: Rows = 8
+    """SFT: rows per optimizer step and data-parallel rank. GRPO: completions per train step of all ranks together."""
+    sequence_packing: Annotated[
+        bool, planned("rows are padded to the longest of a micro-batch in this version; leave it out"), LATER
+    ] = False
+    """Put several rows into one sequence, without attention between them."""
+
+    optm_name: Annotated[
+        Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit"],
+        Only(("AdamW", "Adam"), "8-bit optimizers are not in this version; use 'AdamW'"),
+    ] = "AdamW"
+    """torch.optim class, or its 8-bit relative of torchao."""
+    optm_lr: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(strict=False)] | dict[str, PositiveFloat] = 1e-6
+    """Peak learning rate: one number, one per model part, or module path to rate with the key `global`; this version
+    takes one number."""
+    optm_impl: _Implementation | Annotated[tuple[_Implementation, ...], Field(strict=False)] = "fused"
+    """Implementation inside torch, or one per model part, which this version does not have; `fused` on CPU needs a
+    float32 or bfloat16 master."""
+    optm_weight_decay: NonNegativeFloat = 0.01
+    """Decoupled (AdamW) or L2 (Adam); not applied to biases and norms, which have one dimension."""
+    optm_betas: Annotated[tuple[_BetaDecay, _BetaDecay], Field(strict=False)] = (0.9, 0.999)
+    """Adam's decay rates."""
+    epsilon: PositiveFloat = 1e-6
+    """Adam's epsilon."""
+    optm_warmup_steps: Annotated[int | float, Unit("train steps or fraction")] = 20
+    """A count of steps, or a float up to 1.0 for a fraction of all steps."""
+    optm_warmup_start_factor: Annotated[Fraction, LATER] = 0.0
+    """Learning-rate factor before the first warm-up step; the first step itself is one increment above it, never
+    wasted at 0."""
+    optm_decay_ratio: Fraction | None = None
+    """Fraction of all steps that decay; None: all after warm-up."""
+    optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
+    """Decay curve; None or `none`: constant."""
+    optm_min_lr_factor: Fraction = 0.0
+    """Factor that the decay ends at."""
+    optm_grad_norm_clip: float = 1.0
+    """Global gradient norm is clipped to this; 0 or less: only measured."""
+    ema_enable: Annotated[bool, _EMA, LATER] = False
+    """Keep a moving average of the trained weights; it is what is exported."""
+    ema_decay: Annotated[Fraction, _EMA, Needs("ema_enable"), LATER] = 0.9999
+    """Largest decay; a step uses min((1 + s) / (10 + s), this)."""
+    ema_update_step_interval: Annotated[int, Unit("train steps"), _EMA, Needs("ema_enable"), LATER] = 0
+    """Every N steps; 0 and 1: every step."""
+
+    master_dtype: Annotated[
+        DType, Only(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
+    ] = "float32"
+    """Weights and optimizer state."""
+    param_dtype: Annotated[
+        DType, Only(("float32", "bfloat16"), "this version does not scale losses, so gradients vanish; use 'bfloat16'")
+    ] = "bfloat16"
+    """Compute in the forward and backward pass, and the dtype of the export."""
+    transfer_dtype: Annotated[
+        DType | None, no_effect("the engine casts the trainer's weights to the dtype that it generates in")
+    ] = None
+    """Dtype of weights on their way to the rollout engine; None: `master_dtype`."""
+    logprob_dtype: Annotated[DType, LATER] = "float32"
+    """Logits are cast to this before log-softmax in RL."""
+    fsdp_reduce_dtype: Annotated[DType, _SHARDED] = "float32"
+    """Gradients are summed over ranks in this."""
+    fsdp_offload: Annotated[bool, _SHARDED] = False
+    """Keep parameters and optimizer in host memory."""
+    fsdp_reshard_after_forward: Annotated[Literal["always", "never", "default"], _SHARDED] = "default"
+    """Free gathered parameters after the forward pass; `default`: unless there are pipeline stages."""
+    fp8: FP8Config = FP8Config()
+    """Eight-bit linear layers."""
+    fp4: FP4Config = FP4Config()
+    """Four-bit linear layers."""
+
+    seed: int | None = None
+    """Of initialisation, order and sampling; None or negative: 42."""
+    deterministic: bool = False
+    """Deterministic kernels only; an operation that has none is an error. One CPU rank is repeatable without it."""
+    compile: bool = True
+    """torch.compile each block; needs a C++ compiler on CPU."""
+    async_tp_enabled: Annotated[bool, _SHARDED] = False
+    """Overlap the communication of tensor parallelism with compute."""
+    activation_offload: Annotated[bool, _SHARDED, LATER] = False
+    """Keep activations in host memory until the backward pass."""
+    fa_version: Annotated[
+        Literal[2, 3] | None, no_effect("transformers takes the newest attention kernel that is installed"), LATER
+    ] = None
+    """FlashAttention's major version; None: any."""
+    force_use_hf: Annotated[bool, no_effect("every model here is the class of transformers"), LATER] = False
+    """Prefer the class of transformers."""
+    non_text: Annotated[bool, no_effect("the model says what its data is"), LATER] = False
+    """Payloads are not text alone."""
+    local_dataset: Annotated[bool, no_effect("ranks always read the prepared rows themselves"), LATER] = True
+    """Workers hold the data, the controller sends positions."""
+
+    sync_weight_interval: Annotated[Steps, _SYNC] = 1
+    """Weights go to the rollout engines every N steps."""
+    coalesce_weight_sync: Annotated[bool, _SYNC, LATER] = False
+    """Skip a transfer while one is on its way."""
+
+    ckpt: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    resume: Annotated[
+        bool | str,
+        planned("a run goes on with `cosmos resume RUN`; start from other weights with policy.model_name_or_path"),
+    ] = False
+    """True: from the newest checkpoint below `output_dir`; or the path of a `.../step_N/policy` folder."""
+    save_ckpt_at_exit: Annotated[bool, NoResult, LATER] = True
+    """Save when a signal asks to stop; False: stop without."""
+    signal_to_handle: Annotated[Strings, NoResult, LATER] = ("SIGUSR1",)
+    """Signals that mean save and stop, beside SIGTERM."""
+    output_dir: Annotated[str, NoResult] = "./outputs"
+    """Folder of all runs; the run id is appended."""
+    timestamp: Annotated[str, NoResult] = ""
+    """Run id; empty: the local time as YYYYmmddHHMMSS."""
+
+    @field_validator("seed")
+    @classmethod
+    def _seed_is_not_negative(cls, seed: int | None) -> int:
+        return DEFAULT_SEED if seed is None or seed < 0 else seed
+
+    @field_validator("resume")
+    @classmethod
+    def _no_resume(cls, where: bool | str) -> bool | str:
+        return False if where in {"", "None", "False"} else where
+
+    @field_validator("optm_lr")
+    @classmethod
+    def _one_rate_for_the_rest(cls, rate: Any) -> Any:
+        if isinstance(rate, dict) and "global" not in rate:
+            raise ValueError(f"optm_lr = {rate} must have the key 'global', the rate of all modules not named")
+        if isinstance(rate, tuple) and not rate:
+            raise ValueError("optm_lr is an empty list; give one rate per model part")
+        return rate
+
+    @field_validator("optm_warmup_steps")
+    @classmethod
+    def _warmup(cls, steps: int | float) -> int | float:
+        if steps < 0 or (isinstance(steps, float) and steps > 1 and steps != int(steps)):
+            raise ValueError(f"optm_warmup_steps = {steps} must be a count of steps or a fraction up to 1.0")
+        return int(steps) if isinstance(steps, float) and steps > 1 else steps
+
+    @field_validator("signal_to_handle")
+    @classmethod
+    def _signals_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        import signal
+
+        for name in names:
+            if name not in signal.Signals.__members__ or name in _UNCATCHABLE:
+                raise ValueError(f"{name!r} is not a signal that can ask a process to stop")
+        return names
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_policy_type(cls, values: Any) -> Any:
+        """A `train_policy` without `type` is GRPO when it has a key that only GRPO knows, as in Cosmos-RL."""
+        policy = values.get("train_policy") if isinstance(values, dict) else None
+        if isinstance(policy, dict) and "type" not in policy:
+            values = {**values, "train_policy": {**policy, "type": "grpo" if _ONLY_GRPO & set(policy) else "sft"}}
+        return values
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainConfig:
+        policy = self.train_policy
+        if self.train_batch_per_replica % policy.mini_batch and "mini_batch" not in policy.model_fields_set:
+            policy = policy.derived(mini_batch=math.gcd(self.train_batch_per_replica, policy.mini_batch))
+            self.settle(train_policy=policy)
+        if self.train_batch_per_replica % policy.mini_batch:
+            raise ValueError(
+                f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
+                f"train_policy.mini_batch = {policy.mini_batch}"
+            )
+        if self.optm_impl == "fused" and self.master_dtype == "float16":
+            raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
+        if self.async_tp_enabled and not self.compile:
+            raise ValueError("async_tp_enabled = true needs compile = true; set compile = true or leave it out")
+        if isinstance(policy, SFTDataConfig) and policy.enable_dp_load_balancing and self.max_num_steps is None:
+            raise ValueError(
+                "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
+                "length of an epoch is unknown; set train.max_num_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weight_sync(self, info: ValidationInfo) -> TrainConfig:
+        if self.transfer_dtype is None:
+            self.settle(transfer_dtype=self.master_dtype)
+        policy = self.train_policy
+        if not isinstance(policy, GrpoConfig):
+            return self
+        if policy.on_policy and self.sync_weight_interval != 1:
+            raise ValueError(
+                f"train_policy.on_policy = true needs sync_weight_interval = 1, not {self.sync_weight_interval}: "
+                f"rollouts of older weights are off-policy"
+            )
+        if policy.allowed_outdated_steps + 1 < self.sync_weight_interval:
+            steps = self.sync_weight_interval - 1
+            say(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {steps}, which is "
+                f"sync_weight_interval - 1")  # fmt: skip
+            policy = policy.derived(allowed_outdated_steps=steps)
+            self.settle(train_policy=policy)
+        if self.coalesce_weight_sync and (policy.on_policy or not policy.allowed_outdated_steps):
+            say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
+            self.settle(coalesce_weight_sync=False)
+        return self

@@ -1,0 +1,135 @@
+"""`cosmos plan --estimate`: parameters, memory per GPU, tokens, steps and GPUs of every training stage, before a run.
+
+The figures come from workers (`cosmos_core.train.estimate`). Here: which model and rows a stage will see; a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, source_of
+from cosmos_core.config.mesh import filled
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.launch.check import look
+from cosmos_core.run.plan import Decision
+
+_PROGRAM = "cosmos_core.train.estimate:run"
+_GIB = 2**30
+
+Found = dict[str, Any] | str
+"""The fields of `cosmos_core.train.estimate.Estimate`, or why there are none."""
+
+
+def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, Found]]:
+    """Each training stage in turn: its name and what it will need. `decisions` say what is made already.
+
+    Raises:
+        ConfigError, DataError, ModelError: the first mistake.
+        StageFailed: an estimate crashed.
+    """
+    for stage in pipeline.stages:
+        if stage.kind not in TRAINING_KINDS:
+            continue
+        model = _model(pipeline, stage, decisions)
+        if not model:
+            yield stage.name, "not estimated: it starts from a model that another stage will make"
+            continue
+        prepared = _made(stage.data, "data", decisions)
+        recipe = filled(_with_rows(pipeline, stage, decisions), pipeline.config.gpus)
+        result = look(pipeline, stage, _PROGRAM, model=model, data=prepared, recipe=recipe)
+        yield stage.name, result["info"]["estimate"]
+
+
+def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
+    """The estimates as a table, with what is unknown, and why, below it; `gpus` by stage."""
+    title = "per GPU in GiB, at the peak of a train step"
+    table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
+    for column in ("weights", "gradients", "optimizer", "activations", "peak", "rollout"):
+        table.add_column(column, justify="right")
+    for column in ("row length", "steps", "tokens", "GPUs", "nodes"):
+        table.add_column(column, justify="right")
+    notes = ["weights: with copies in param_dtype and the reference model; rollout: weights of the engine and KV cache"]
+    for name, sizes in found:
+        if isinstance(sizes, str):
+            notes.append(f"{name}: {sizes}")
+            continue
+        nodes = -(-gpus[name] // gpus_per_node)
+        table.add_row(name, *_cells(sizes), str(gpus[name]), str(nodes))
+        notes += [f"{name}: {note}" for note in sizes["notes"]]
+    table.caption = "\n".join(notes)
+    return table
+
+
+def _cells(sizes: dict[str, Any]) -> list[str]:
+    memory = sizes["memory"]
+    is_known = memory["activations"] is not None
+    rollout = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
+    tokens = "?" if sizes["tokens"] is None else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_short(sizes['tokens'])}"
+    return [
+        _short(sizes["parameters"]),
+        _short(sizes["trainable"]),
+        _gib(memory["weights"] + (memory["casts"] or 0) + memory["reference"]),
+        _gib(memory["gradients"]),
+        _gib(memory["optimizer"]),
+        _gib(memory["activations"]),
+        f"{'' if is_known else '> '}{_gib(sizes['peak'])}",
+        _gib(rollout),
+        f"{sizes['sequence_length']:,}",
+        "?" if sizes["steps"] is None else f"{'' if sizes['rows'] is not None else '<= '}{sizes['steps']:,}",
+        tokens,
+    ]
+
+
+def _gib(size: int | None) -> str:
+    return "?" if size is None else f"{size / _GIB:,.1f}"
+
+
+def _short(count: int) -> str:
+    """8,190,735,360 as 8.19B."""
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= limit:
+            return f"{count / limit:.2f}{unit}"
+    return f"{count:,}"
+
+
+def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
+    """The model that the stage starts from, or one of the same architecture: training and export do not change it.
+    Empty: another kind of stage will make it."""
+    while (name := source_of(stage.model)) is not None:
+        if made := _made(stage.model, "model", decisions):
+            return made
+        stage = pipeline.stage(name)
+        if stage.kind not in (*TRAINING_KINDS, "export"):
+            return ""
+    return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
+
+
+def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
+    """The folder behind `stage:NAME`, or the folder written there; empty: that stage has not been run."""
+    name = source_of(reference)
+    if name is None:
+        return reference
+    decision = decisions.get(name)
+    if decision is None or decision.source is None or decision.result is None:
+        return ""
+    return str(Path(decision.source) / str(decision.result["info"][key]))
+
+
+def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
+    """The stage's recipe with the rows of its `prepare` stage, which may have a recipe of its own."""
+    recipe = pipeline.recipes[stage.name]
+    prepare = pipeline.stage(source_of(stage.data) or stage.name)
+    source = pipeline.recipes[prepare.name]
+    dataset = source.train.train_policy.dataset
+    if prepare is not stage and prepare.data:
+        dataset = DatasetConfig(name=_made(prepare.data, "data", decisions), test_size=dataset.test_size)
+    policy = recipe.train.train_policy.model_copy(update={"dataset": dataset})
+    return recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"train_policy": policy}), "validation": source.validation}
+    )

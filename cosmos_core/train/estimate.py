@@ -1,0 +1,230 @@
+"""What a training stage will need, from config.json and the recipe alone: parameters, memory, tokens, steps, GPUs.
+
+The program of `cosmos plan --estimate`. No weight is read and nothing is computed; memory is traced (`memory.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.rows import load_rows, split_rows
+from cosmos_core.models.hf import model_without_weights
+from cosmos_core.run.progress import Progress
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.feeds import total_steps
+from cosmos_core.train.memory import Memory, held_memory, step_memory
+from cosmos_core.train.rank import Rank
+from cosmos_core.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One training stage. Bytes are those of one GPU; None: unknown, and `notes` says why."""
+
+    parameters: int
+    """Tied ones once."""
+    trainable: int
+    memory: Memory
+    """At the peak of a train step."""
+    peak: int
+    """Sum of `memory`."""
+    engine_weights: int
+    """RL: the rollout engine's own copy of the weights, in `param_dtype`."""
+    kv_cache: int | None
+    """RL: keys and values of all sequences that are generated at once, each at its longest."""
+    sequence_length: int
+    """Tokens of the longest row, prompt and answer together."""
+    rows: int | None
+    steps: int | None
+    tokens: int | None
+    """Seen in all steps."""
+    is_tokens_bound: bool
+    """`tokens` is an upper bound: lengths of rows or answers are not known."""
+    notes: tuple[str, ...]
+
+
+class _Rows(NamedTuple):
+    """The training rows, as far as they are known; lengths in tokens."""
+
+    number: int | None
+    longest: int | None = None
+    mean: float | None = None
+
+
+def run(stage: Stage) -> Outcome:
+    """The worker's program: the estimate as `info["estimate"]`.
+
+    Raises:
+        ModelError, DataError: config.json or the rows are missing or wrong.
+    """
+    stage.progress.phase("load")
+    found = estimate(stage.recipe, stage.model, stage.progress, prepared=stage.data)
+    return Outcome(info={"estimate": asdict(found)})
+
+
+def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path | None = None) -> Estimate:
+    """The needs of one training.
+
+    Args:
+        recipe: of the stage.
+        model: folder or Hub id; only its config.json is read.
+        progress: told that the trace is alive.
+        prepared: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
+
+    Raises:
+        ModelError, DataError: config.json or the rows are missing or wrong.
+    """
+    rows = _prepared_rows(prepared) if prepared else _Rows(_count_rows(recipe))
+    length = int(_row_length(recipe, rows.longest))
+    limit = recipe.train.max_num_steps
+    notes = []
+    if rows.number is None:
+        known = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
+        notes.append(f"steps and tokens: {known}, because the rows are not on this machine yet")
+    built, memory, trouble = _trace(recipe, model, length, progress)
+    notes += trouble
+    kv_cache: int | None = 0
+    if isinstance(recipe.train.train_policy, GrpoConfig):
+        kv_cache = kv_cache_bytes(built.config, recipe, length)
+        if kv_cache is None:
+            notes.append(f"KV cache: unknown, because {built.config.model_type} has layers without keys and values")
+    parameters = sum(p.numel() for p in built.parameters())
+    steps = _steps(recipe, rows.number)
+    mean = _row_length(recipe, rows.mean)
+    return Estimate(
+        parameters=parameters,
+        trainable=sum(p.numel() for p in built.parameters() if p.requires_grad),
+        memory=memory,
+        peak=memory.total,
+        engine_weights=_engine_weights(recipe, parameters),
+        kv_cache=kv_cache,
+        sequence_length=length,
+        rows=rows.number,
+        steps=steps,
+        tokens=None if steps is None else round(steps * recipe.train.train_batch_per_replica * mean),
+        is_tokens_bound=rows.mean is None or isinstance(recipe.train.train_policy, GrpoConfig),
+        notes=tuple(notes),
+    )
+
+
+def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
+    """Keys and values of the sequences that are generated at once; None: a kind of layer that keeps something else."""
+    text, rollout = config.get_text_config(), recipe.rollout
+    window = getattr(text, "sliding_window", None)
+    kinds = (
+        getattr(text, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
+    )
+    chunk = getattr(text, "attention_chunk_size", None)
+    tokens_of = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
+    if getattr(text, "kv_lora_rank", None) or not set(kinds) <= set(tokens_of):
+        return None
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    mesh = rollout.parallelism
+    prompts = min(rollout.batch_size, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    tokens = sum(min(length, tokens_of[kind]) for kind in kinds)
+    of_a_token = 2 * -(-heads // mesh.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
+    return tokens * of_a_token * prompts * rollout.n_generation // mesh.pp_size
+
+
+def sharded(memory: Memory, recipe: Recipe) -> Memory:
+    """One rank's share, as FSDP, context, tensor and pipeline parallelism would split it.
+
+    Activations are not divided by the pipeline: its first stage holds as many micro-batches as there are stages.
+    """
+    mesh = recipe.policy.parallelism
+    ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
+    activations = memory.activations
+    return Memory(
+        weights=-(-memory.weights // ranks),
+        gradients=-(-memory.gradients // ranks),
+        optimizer=-(-memory.optimizer // ranks),
+        reference=-(-memory.reference // ranks),
+        casts=None if memory.casts is None else -(-memory.casts // ranks),
+        activations=None if activations is None else -(-activations // (mesh.cp_size * mesh.tp_size)),
+    )
+
+
+def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
+    """The model without data, its memory on one rank, and what could not be traced."""
+    train, policy = recipe.train, recipe.policy
+    has_reference = isinstance(train.train_policy, GrpoConfig) and train.train_policy.kl_beta > 0
+
+    def build(checkpointing: bool) -> PreTrainedModel:
+        return model_without_weights(
+            model,
+            revision=policy.model_revision,
+            dtype=getattr(torch, train.master_dtype),
+            gradient_checkpointing=checkpointing,
+        )
+
+    with FakeTensorMode():
+        built = build(policy.model_gradient_checkpointing)
+        frozen = build(False) if has_reference else None
+        try:
+            memory = step_memory(Rank(built, train, 0, progress), frozen, train, length)
+        except Exception as error:
+            # A model's code may do anything to tensors without data; then its memory is unknown, the rest is not.
+            logger.info("the step cannot be traced", exc_info=True)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
+            return built, sharded(held_memory(built, frozen), recipe), [unknown]
+    return built, sharded(memory, recipe), []
+
+
+def _prepared_rows(folder: Path) -> _Rows:
+    statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
+    return _Rows(statistics["rows"], statistics["length"]["max"], statistics["length"]["mean"])
+
+
+def _count_rows(recipe: Recipe) -> int | None:
+    """Rows to train on of a local dataset; None for one that would have to be downloaded or is yet to be made."""
+    dataset = recipe.train.train_policy.dataset
+    if not dataset.name or not Path(dataset.name).expanduser().exists():
+        return None
+    rows = load_rows(dataset, "train.train_policy.dataset")
+    if dataset.test_size is not None and not recipe.validation.dataset.name:
+        assert recipe.train.seed is not None  # the schema fills in the default
+        rows, _ = split_rows(rows, dataset.test_size, recipe.train.seed)
+    return len(rows)
+
+
+def _row_length(recipe: Recipe, tokens: float | None) -> float:
+    """Of a row with that many tokens, in RL a prompt and its longest answer; the most allowed where it is not known."""
+    answer = recipe.rollout.max_response_length if isinstance(recipe.train.train_policy, GrpoConfig) else 0
+    longest = recipe.policy.model_max_length
+    return longest if tokens is None else min(longest, tokens + answer)
+
+
+def _steps(recipe: Recipe, num_rows: int | None) -> int | None:
+    if num_rows is None:
+        return recipe.train.max_num_steps
+    batch = recipe.train.train_batch_per_replica
+    is_rl = isinstance(recipe.train.train_policy, GrpoConfig)
+    return total_steps(recipe, batch // recipe.rollout.n_generation if is_rl else batch, num_rows)
+
+
+def _engine_weights(recipe: Recipe, parameters: int) -> int:
+    """The `hf` engine generates with the trainer's own module."""
+    if not isinstance(recipe.train.train_policy, GrpoConfig) or recipe.rollout.backend != "vllm":
+        return 0
+    mesh = recipe.rollout.parallelism
+    return parameters * _itemsize(recipe.train.param_dtype) // (mesh.tp_size * mesh.pp_size)
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

@@ -1,0 +1,192 @@
+"""Memory of one optimizer step: the rank's own update, run on tensors that have shapes but no data.
+
+FakeTensorMode is the meta device with a pretended one: PyTorch chooses the kernels, autograd keeps the tensors and
+autocast casts the weights as they would on a CPU, and nothing is computed. Every storage is followed from its
+allocation to its end. Left out: scratch space inside a kernel, fragments of an allocator, `train.compile`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
+
+from cosmos_core.algorithms.base import Algorithm, Sample
+from cosmos_core.algorithms.grpo_updates import Grpo
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.train.rank import Rank
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes alive at the peak of a step; the parts add up to it."""
+
+    weights: int
+    """Parameters and buffers in `master_dtype`, tied ones once."""
+    gradients: int
+    optimizer: int
+    reference: int
+    """The frozen model of a KL penalty."""
+    casts: int | None
+    """Copies of weights in `param_dtype` that autocast made and autograd keeps; None: unknown, with activations."""
+    activations: int | None
+    """What autograd keeps beside these, and everything short-lived: logits, their gradient, the optimizer's terms."""
+
+    @property
+    def total(self) -> int:
+        """The peak; without activations where they are unknown."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.reference
+            + (self.casts or 0)
+            + (self.activations or 0)
+        )
+
+
+def held_memory(model: PreTrainedModel, frozen: PreTrainedModel | None) -> Memory:
+    """What a step holds whatever it computes, with both moments of Adam; activations unknown."""
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return Memory(
+        weights=_bytes(_state(model)),
+        gradients=gradients,
+        optimizer=2 * gradients,
+        reference=_bytes(_state(frozen)) if frozen is not None else 0,
+        casts=None,
+        activations=None,
+    )
+
+
+def step_memory(rank: Rank, frozen: PreTrainedModel | None, train: TrainConfig, length: int) -> Memory:
+    """The peak of a step after the first, every row `length` tokens long; under the fake mode that made the models.
+
+    Two micro-batches where the step has more than one: the second meets the gradients of the first.
+    """
+    policy = train.train_policy
+    algorithm: Algorithm = Sft()
+    if isinstance(policy, GrpoConfig):
+        algorithm = Grpo(
+            policy, partial(rank.logprobs, temperature=policy.temperature, model=frozen) if frozen else None
+        )
+    ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
+    count = min(2 * policy.mini_batch, train.train_batch_per_replica)
+    samples = [Sample(ids, mask, advantage=1.0, reward=1.0) for _ in range(count)]
+    live = _LiveBytes()
+    with live, live.refusing_values_in(rank.model):
+        live.hold("weights", _state(rank.model))
+        live.hold("reference", _state(frozen) if frozen is not None else ())
+        for parameter in rank.model.parameters():  # those of the step before live until the update drops them
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        live.hold("gradients", _gradients(rank.model))
+        for update in algorithm.updates(samples, partial(rank.logprobs, temperature=algorithm.temperature)):
+            rank.update(update, temperature=algorithm.temperature, with_entropy=algorithm.with_entropy)
+            live.hold("gradients", _gradients(rank.model))
+        state = [value for entry in rank.optimizer.state.values() for value in entry.values()]
+        live.hold("optimizer", [value for value in state if isinstance(value, Tensor)])
+    return live.peak()
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operation returns, and remembers when each began and ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sizes: list[int] = []
+        self._parts: list[str] = []
+        self._events: list[tuple[int, int]] = []
+        """Number of a storage, and 1 where it began or -1 where it ended, in order."""
+        self._is_inside_model = False
+
+    def hold(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """Count these storages as `part`, now and in all that was remembered of them."""
+        for tensor in tensors:
+            self._parts[self._follow(tensor)] = part
+
+    @contextmanager
+    def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let no forward pass of `model` ask for a value: what it would do with it decides about memory."""
+
+        def enter(*_: Any) -> None:
+            self._is_inside_model = True
+
+        def leave(*_: Any) -> None:
+            self._is_inside_model = False
+
+        hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def peak(self) -> Memory:
+        """The parts at the moment of most bytes. The optimizer's state is there from the start, as in every step but
+        the first."""
+        optimizer = sum(size for size, part in zip(self._sizes, self._parts, strict=True) if part == "optimizer")
+        events = [(self._parts[number], sign * self._sizes[number]) for number, sign in self._events]
+        events = [event for event in events if event[0] != "optimizer"]
+        sums = np.cumsum([size for _, size in events])
+        found = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
+        for part, size in events[: int(sums.argmax()) + 1]:
+            found[part] += size
+        return Memory(optimizer=optimizer, **found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on its tensors without data."""
+        if func is aten._local_scalar_dense.default and not self._is_inside_model:
+            # The loss, the norm and the metrics are asked for their values, which change no memory: each is a finite 1.
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        result = _grouped(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._follow, result)
+        if func is aten._to_copy.default and self._parts[self._follow(args[0])] == "weights":
+            self.hold("casts", [result])
+        return result
+
+    def _follow(self, tensor: Tensor) -> int:
+        """The number of the tensor's storage."""
+        storage = tensor.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = number = len(self._sizes)
+            self._sizes.append(storage.nbytes())
+            self._parts.append("activations")
+            self._events.append((number, 1))
+            weakref.finalize(storage, self._events.append, (number, -1)).atexit = False
+        return int(self._numbers[storage])
+
+
+def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+    """The experts' product: its own rule for tensors without data knows no dtype but bfloat16."""
+    shape = (left.shape[-2], right.shape[-1])
+    return left.new_empty((len(offsets), *shape) if left.ndim == right.ndim == 2 and offsets is not None else shape)
+
+
+def _state(model: PreTrainedModel) -> list[Tensor]:
+    """Parameters and buffers, tied ones once."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def _gradients(model: PreTrainedModel) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,31 @@
+"""A custom stage that says what it was given and where it runs."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from cosmos_core.types import Outcome
+
+
+def report(stage, word="", seconds=0.0, ask_to_stop=""):
+    """Sleep, perhaps send itself a signal, and report."""
+    time.sleep(seconds)
+    if ask_to_stop:
+        os.kill(os.getpid(), signal.Signals[ask_to_stop])
+    supervisor = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    info = {
+        "word": word,
+        "model": stage.model,
+        "data": str(stage.data),
+        "threads": os.environ["OMP_NUM_THREADS"],
+        "grace": supervisor[supervisor.index("--grace") + 1],
+        "python": os.environ.get("INTERPRETER", "this one"),
+        "stops": stage.stop_requested,
+    }
+    return Outcome(info=info)
+
+
+def other(stage):
+    """Report nothing."""
+    return Outcome(info={"word": "other"})

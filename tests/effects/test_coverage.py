@@ -1,0 +1,70 @@
+"""`config/effects.toml`, printed by `cosmos config coverage`, names a test for each key in use, and the test has it."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config import describe
+from cosmos_core.config.describe import Key, all_keys
+from cosmos_core.config.schema.table import Table
+from tests.effects.change import Change
+
+EFFECTS = Path(describe.__file__).with_name("effects.toml")
+
+
+def listed() -> dict[str, list[str]]:
+    """Test to keys."""
+    return tomllib.loads(EFFECTS.read_text(encoding="utf-8"))
+
+
+def used() -> list[Key]:
+    return [key for key in all_keys() if key.status == "used" and not key.is_table]
+
+
+def changes_of(test: str) -> list[Change]:
+    """What a test is parametrised over."""
+    file, _, name = test.partition("::")
+    function = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+    marks = [mark for mark in function.pytestmark if mark.name == "parametrize"]
+    return [value for mark in marks for case in mark.args[1] for value in case.values if isinstance(value, Change)]
+
+
+def all_changes() -> Iterator[tuple[str, Change]]:
+    for file in sorted({*Path(__file__).parent.glob("test_*.py")} - {Path(__file__)}):
+        module = importlib.import_module(f"tests.effects.{file.stem}")
+        for name, thing in vars(module).items():
+            if name.startswith("test_") and hasattr(thing, "pytestmark"):
+                test = f"tests/effects/{file.name}::{name}"
+                yield from ((test, change) for change in changes_of(test))
+
+
+def test_every_key_in_use_has_one_test_and_no_other_key_has_any() -> None:
+    counts = Counter(key for keys in listed().values() for key in keys)
+    assert [key for key, count in counts.items() if count > 1] == []
+    assert set(counts) == {key.name for key in used()}
+    assert dict(describe.effects()) == {key: test for test, keys in listed().items() for key in keys}
+
+
+@pytest.mark.parametrize("test", list(listed()))
+def test_the_test_changes_the_keys_that_it_is_listed_for(test: str) -> None:
+    assert set(listed()[test]) <= {change.key for change in changes_of(test)}
+
+
+def test_where_two_tables_have_a_key_both_are_changed() -> None:
+    changed = {(change.key, table_of(change)) for _, change in all_changes() if not change.key.startswith("pipeline.")}
+    wanted = {(key.name, key.table) for key in used() if not key.name.startswith("pipeline.")}
+    assert {(key, table.__name__) for key, table in wanted - changed} == set()
+
+
+def table_of(change: Change) -> type[Table]:
+    """The table that declares the key, in the recipe before the change."""
+    table: Table = change.before
+    for name in change.key.split(".")[:-1]:
+        table = getattr(table, name)
+    return type(table)

@@ -1,0 +1,54 @@
+"""Keys of the rollout engine: which one it is, and what vLLM is started with; vLLM itself is not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.rollout.choose import make_engine
+from tests.effects.change import GRPO, Change, changes
+from tests.unit.tiny_model import save_tiny_model
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each vLLM that is started on what looks like a GPU."""
+    found: list[dict[str, Any]] = []
+    vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    vllm.__dict__["LLM"] = lambda **arguments: found.append(arguments)
+    platforms.__dict__["current_platform"] = None
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return found
+
+
+@changes(
+    (Change("rollout.backend", "hf", GRPO), None),
+    (Change("rollout.enforce_eager", False, GRPO), {"enforce_eager": False}),
+    (Change("rollout.gpu_memory_utilization", 0.3, GRPO), {"gpu_memory_utilization": 0.3}),
+)
+def test_it_changes_the_engine(
+    change: Change, expected: dict[str, Any] | None, started: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = str(save_tiny_model(tmp_path / "model"))
+    model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
+
+    def name(recipe: Recipe) -> str:
+        return make_engine(model, tokenizer, folder, recipe.rollout, max_model_len=64, dtype=torch.float32).name
+
+    names = [name(change.before), name(change.after)]
+    if expected is None:
+        assert names == ["vllm", "hf"] and len(started) == 1
+    else:
+        before, after = started
+        assert {key: after[key] for key in after if after[key] != before[key]} == expected

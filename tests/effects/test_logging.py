@@ -1,0 +1,65 @@
+"""Keys of logging: what Weights & Biases is told; a stand-in for its package listens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.observe.sinks import attached
+from tests.effects.change import SFT, Change, changes, stage_of
+
+WITH_WANDB = {**SFT, "logging.logger": ["wandb"]}
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each run that is begun, with the figures that it gets."""
+    found: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> SimpleNamespace:
+        run = {**arguments, "figures": []}
+        found.append(run)
+        return SimpleNamespace(
+            starting_step=0,
+            log=lambda figures, step: run["figures"].append((step, figures)),
+            finish=lambda exit_code: None,
+        )
+
+    wandb = ModuleType("wandb")
+    wandb.__dict__.update(init=init, Settings=lambda **settings: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return found
+
+
+def log(recipe: Recipe, folder: Path) -> None:
+    stage = stage_of(folder / "outputs/monday/stages/sft", recipe)
+    with attached(stage):
+        stage.metrics.log(1, {"loss": 0.5})
+
+
+@changes(Change("logging.logger", ["console", "wandb"]))
+def test_it_changes_who_gets_the_metrics(change: Change, told: list[dict[str, Any]], tmp_path: Path) -> None:
+    log(change.before, tmp_path)
+    assert told == []
+    log(change.after, tmp_path)
+    assert [run["figures"] for run in told] == [[(1, {"loss": 0.5})]]
+
+
+@changes(
+    (Change("logging.project_name", "sums", WITH_WANDB), {"project": "sums"}),
+    (Change("logging.group_name", "first", WITH_WANDB), {"group": "first"}),
+    (Change("logging.experiment_name", "adam", {**WITH_WANDB, "logging.group_name": "first"}),
+     {"name": "adam-monday-sft"}),
+)  # fmt: skip
+def test_it_changes_the_run_on_wandb(
+    change: Change, expected: dict[str, str], told: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    log(change.before, tmp_path)
+    log(change.after, tmp_path)
+    before, after = ({name: run[name] for name in ("project", "group", "name")} for run in told)
+    assert {name: after[name] for name in after if after[name] != before[name]} == expected

@@ -1,0 +1,167 @@
+"""Keys of the model in memory: its precision, its blocks, its passes, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.grpo_updates import Grpo
+from cosmos_core.checkpoint import export
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.measure import sequence_figures
+from cosmos_core.train.rank import Rank
+from cosmos_core.train.setup import open_rank
+from tests.effects.change import GRPO, SFT, Change, changes, stage_of
+from tests.unit.tiny_model import save_tiny_model
+
+EAGER = {**SFT, "train.compile": False, "train.param_dtype": "float32"}
+EAGER_GRPO = {**EAGER, **GRPO}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng():
+        yield
+    torch.use_deterministic_algorithms(was_deterministic)
+
+
+def rank_of(recipe: Recipe, model: Path | str, folder: Path) -> Rank:
+    return open_rank(stage_of(folder / "stage", recipe, model=model))[0]
+
+
+def samples(count: int = 8) -> list[Sample]:
+    mask = np.array([0, 0, 0, 1, 1, 1], dtype=np.uint8)
+    return [Sample(np.arange(i, i + 6), mask, advantage=(-1.0) ** i, reward=i % 2) for i in range(count)]
+
+
+def facts(recipe: Recipe, model: Path, folder: Path) -> dict[str, Any]:
+    """What is seen of a model that is ready to be trained."""
+    rank = rank_of(recipe, model, folder)
+    blocks = [block for block in rank.model.modules() if block._compiled_call_impl is not None]
+    found = {
+        "compiled": len(blocks),
+        "weights": {parameter.dtype for parameter in rank.model.parameters()},
+        "recomputes": rank.model.is_gradient_checkpointing,
+        "seed": torch.initial_seed(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    for block in blocks:
+        block._compiled_call_impl = None  # what it would compute is tested elsewhere, and compiling takes its time
+    found["logprobs"] = rank.logprobs(samples(1), 1.0)[0].dtype
+    return found
+
+
+@changes(
+    (Change("train.compile", False), {"compiled": 0}),
+    (Change("train.master_dtype", "bfloat16"), {"weights": {torch.bfloat16}}),
+    (Change("train.logprob_dtype", "bfloat16"), {"logprobs": torch.bfloat16}),
+    (Change("train.seed", 7), {"seed": 7}),
+    (Change("train.deterministic", True), {"deterministic": True}),
+    (Change("policy.model_gradient_checkpointing", False), {"recomputes": False}),
+)
+def test_it_changes_the_model_that_is_trained(
+    change: Change, expected: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    before, after = (facts(side, model, tmp_path) for side in (change.before, change.after))
+    assert before["compiled"] == 2 and before["weights"] == {torch.float32}
+    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+@changes(Change("train.param_dtype", "float32", {**SFT, "train.compile": False}))
+def test_it_changes_what_is_computed_and_what_is_exported(change: Change, model: Path, tmp_path: Path) -> None:
+    before, after = (
+        rank_of(side, model, tmp_path).logprobs(samples(1), 1.0)[0] for side in (change.before, change.after)
+    )
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(before, after, rtol=0.05, atol=0.05)
+
+    stage = stage_of(tmp_path / "export", change.after, kind="export", model=model)
+    export.run(stage)
+    (file,) = stage.path.glob("safetensors/*/model.safetensors")
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
+
+
+class Passes:
+    """Counts the rows of each forward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.rows: list[int] = []
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: torch.nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> None:
+        self.rows.append(len(kwargs["input_ids"]))
+
+
+def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
+    rank = rank_of(recipe, model, folder)
+    passes = Passes(rank.model)
+    rank.logprobs(samples(), 1.0)
+    return passes.rows
+
+
+@changes(
+    (Change("train.train_policy.mini_batch", 4, EAGER), [4, 4]),
+    (Change("train.train_policy.mini_batch", 4, EAGER_GRPO), [4, 4]),
+)
+def test_it_changes_the_rows_of_a_forward_pass(
+    change: Change, expected: list[int], model: Path, tmp_path: Path
+) -> None:
+    assert train_passes(change.before, model, tmp_path) == [2, 2, 2, 2]
+    assert train_passes(change.after, model, tmp_path) == expected
+
+
+@changes(Change("validation.batch_size", 8, EAGER))
+def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, model: Path, tmp_path: Path) -> None:
+    def passes(recipe: Recipe) -> list[int]:
+        rank = rank_of(recipe, model, tmp_path)
+        rows: Any = [(sample.input_ids, sample.loss_mask) for sample in samples()]
+        passes = Passes(rank.model)
+        sequence_figures(rank, rows, recipe, 0, Progress(tmp_path / "progress.json"))
+        return passes.rows
+
+    assert passes(change.before) == [2, 2, 2, 2]
+    assert passes(change.after) == [8]
+
+
+@changes(Change("policy.model_revision", "v2"))
+def test_it_changes_which_revision_is_taken_from_the_hub(
+    change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "models--org--tiny"
+    (cache / "refs").mkdir(parents=True)
+    for branch, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (cache / "refs" / branch).write_text(commit)
+        save_tiny_model(cache / "snapshots" / commit, tied=branch == "main")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+
+    assert rank_of(change.before, "org/tiny", tmp_path).model.config.tie_word_embeddings
+    assert not rank_of(change.after, "org/tiny", tmp_path).model.config.tie_word_embeddings
+
+
+@changes(Change("train.train_policy.temperature", 2.0, EAGER_GRPO))
+def test_it_flattens_the_distribution_that_is_trained(change: Change, model: Path, tmp_path: Path) -> None:
+    def entropy(recipe: Recipe) -> float:
+        policy = recipe.train.train_policy
+        assert isinstance(policy, GrpoConfig)
+        algorithm, rank = Grpo(policy, None), rank_of(recipe, model, tmp_path)
+        (update,) = algorithm.updates(samples(), lambda _: [])
+        return rank.update(update, temperature=algorithm.temperature, with_entropy=True)["entropy"]
+
+    assert entropy(change.after) > entropy(change.before) + 0.1

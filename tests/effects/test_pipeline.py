@@ -1,0 +1,218 @@
+"""Keys of the pipeline and its stages: the graph, the run directory, and what a worker is given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.load import merge
+from cosmos_core.config.mesh import check_meshes
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import GateFailed, StageFailed
+from cosmos_core.launch.estimate import estimate_table
+from cosmos_core.run.directory import create_run
+from cosmos_core.run.stage import Stage
+from cosmos_core.run.state import update_state
+from tasks import gate, upload
+from tasks.kinds import all_kinds
+from tasks.stage import perform, should_retry
+from tests.effects.change import GRPO, SFT, Change, changes, nested
+
+PROGRAM = Path(__file__).with_name("program.py")
+CUSTOM = {"pipeline.stages.kind": "custom", "pipeline.stages.entry": f"{PROGRAM}:report"}
+MESH = {**SFT, "policy.parallelism.dp_shard_size": -1}
+REPORT = {"pipeline.stages.kind": "report", "pipeline.stages.model": "stage:first"}
+ALONE = {**CUSTOM, "pipeline.stages.after": []}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
+    """Keys of `pipeline.stages` are those of a stage `second` behind a stage `first`; without any, a plain recipe."""
+    values = nested(settings)
+    entry = values.get("pipeline", {}).pop("stages", None)
+    if entry is not None:
+        first = {"name": "first", "kind": "custom", "entry": f"{PROGRAM}:other"}
+        second = {"name": "second", "after": "first", **entry}
+        values = merge(values, {"pipeline": {"stages": [second, first]}})
+    folder.mkdir(exist_ok=True)
+    (folder / "p.toml").write_text(tomli_w.dumps(values))
+    return load_pipeline(folder / "p.toml", (), tuple(all_kinds()))
+
+
+def sides(change: Change, folder: Path) -> tuple[Pipeline, Pipeline]:
+    base = dict(change.base)
+    return pipeline(base, folder), pipeline({**base, change.key: change.value}, folder)
+
+
+def graph(found: Pipeline) -> list[str]:
+    """The stages in the order in which they can run, with their kinds."""
+    return [f"{stage.name}: {stage.kind}" for stage in found.stages]
+
+
+@changes(
+    (Change("train.train_policy.type", "grpo"), ["prepare: prepare", "rl: rl", "export: export"]),
+    (Change("train.train_policy.type", "sft", GRPO), ["prepare: prepare", "sft: sft", "export: export"]),
+    (Change("train.ckpt.export_safetensors", False), ["prepare: prepare", "sft: sft"]),
+    (Change("validation.enable", True),
+     ["prepare: prepare", "sft: sft", "validate: validate", "export: export"]),
+    (Change("pipeline.stages.name", "third", CUSTOM), ["first: custom", "third: custom"]),
+    (Change("pipeline.stages.kind", "export", REPORT), ["first: custom", "second: export"]),
+    (Change("pipeline.stages.after", [], CUSTOM), ["second: custom", "first: custom"]),
+)  # fmt: skip
+def test_it_changes_the_graph(change: Change, expected: list[str], tmp_path: Path) -> None:
+    before, after = sides(change, tmp_path)
+    assert graph(after) == expected
+    assert graph(before) != expected
+
+
+@changes(
+    (Change("pipeline.stages.recipe", "fast.toml", CUSTOM), 3e-3),
+    (Change("pipeline.stages.overrides", {"train": {"optm_lr": 2e-3}}, CUSTOM), 2e-3),
+)
+def test_it_changes_the_recipe_of_its_stage_alone(change: Change, expected: float, tmp_path: Path) -> None:
+    (tmp_path / "fast.toml").write_text("[train]\noptm_lr = 3e-3\n")
+    before, after = sides(change, tmp_path)
+    assert {recipe.train.optm_lr for recipe in before.recipes.values()} == {1e-6}
+    assert {name: recipe.train.optm_lr for name, recipe in after.recipes.items()} == {"first": 1e-6, "second": expected}
+
+
+@changes(
+    (Change("train.output_dir", "runs", CUSTOM), {"folder": "runs"}),
+    (Change("pipeline.output_dir", "runs", CUSTOM), {"folder": "runs"}),
+    (Change("train.timestamp", "monday", CUSTOM), {"run_id": "monday"}),
+    (Change("pipeline.name", "sums", CUSTOM), {"pipeline": "sums"}),
+)
+def test_it_changes_the_run_directory(change: Change, expected: dict[str, str], tmp_path: Path) -> None:
+    def facts(found: Pipeline) -> dict[str, str]:
+        run = create_run(found, all_kinds())
+        said = json.loads((run.path / "run.json").read_text())
+        # Two runs of one second differ in a suffix.
+        run_id = "the time" if said["run_id"].startswith("20") else said["run_id"]
+        return {"folder": run.path.parent.name, "run_id": run_id, "pipeline": said["pipeline"]}
+
+    before, after = map(facts, sides(change, tmp_path))
+    assert before == {"folder": "outputs", "run_id": "the time", "pipeline": "p"}
+    assert after == {**before, **expected}
+
+
+@changes((Change("pipeline.gpus", 4, MESH), {"sft": 4}))
+def test_it_changes_the_mesh(change: Change, expected: dict[str, int], tmp_path: Path) -> None:
+    before, after = map(check_meshes, sides(change, tmp_path))
+    assert before == {"sft": 1}
+    assert after == expected
+
+
+@changes((Change("pipeline.gpus_per_node", 4, {**MESH, "pipeline.gpus": 16}), "4"))
+def test_it_changes_the_nodes_of_an_estimate(change: Change, expected: str, tmp_path: Path) -> None:
+    names = ("parameters", "trainable", "peak", "kv_cache", "sequence_length", "rows", "steps", "tokens")
+    parts = ("weights", "casts", "reference", "gradients", "optimizer", "activations")
+    sizes = {**dict.fromkeys(names), "parameters": 1, "trainable": 1, "sequence_length": 1, "notes": [],
+             "memory": dict.fromkeys(parts, 0)}  # fmt: skip
+
+    def nodes(found: Pipeline) -> list[object]:
+        table = estimate_table([("sft", sizes)], check_meshes(found), found.config.gpus_per_node)
+        return [cell for column in table.columns if column.header == "nodes" for cell in column.cells]
+
+    before, after = map(nodes, sides(change, tmp_path))
+    assert (before, after) == (["2"], [expected])
+
+
+def reported(found: Pipeline) -> dict[str, Any]:
+    """What the program of `second` says in a worker of its own, or how it ended."""
+    try:
+        result, _ = perform(create_run(found, all_kinds()), "second")
+    except StageFailed as error:
+        return {"error": str(error).partition("; log")[0]}
+    return dict(result["info"])
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("usual")
+    return reported(pipeline({**ALONE, "pipeline.output_dir": str(folder / "outputs")}, folder))
+
+
+@changes(
+    (Change("pipeline.threads", 3, ALONE), {"threads": "3"}),
+    (Change("pipeline.grace_seconds", 3.5, ALONE), {"grace": "3.5"}),
+    (Change("pipeline.python", "./interpreter", ALONE), {"python": "mine"}),
+    (Change("pipeline.stages.arguments", {"word": "hello"}, ALONE), {"word": "hello"}),
+    (Change("pipeline.stages.model", "org/model", ALONE), {"model": "org/model"}),
+    (Change("pipeline.stages.data", "org/rows", ALONE), {"data": "org/rows"}),
+    (Change("policy.model_name_or_path", "org/model", ALONE), {"model": "org/model"}),
+)
+def test_it_changes_what_the_program_of_a_stage_is_given(
+    change: Change, expected: dict[str, str], usual: dict[str, Any], tmp_path: Path
+) -> None:
+    interpreter = tmp_path / "interpreter"
+    interpreter.write_text(f'#!/bin/sh\nINTERPRETER=mine exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    assert reported(sides(change, tmp_path)[1]) == {**usual, **expected}
+    assert {name: usual[name] for name in expected} != expected
+
+
+@changes(
+    (Change("pipeline.stages.entry", f"{PROGRAM}:other", ALONE), {"word": "other"}),
+    (Change("pipeline.stages.timeout", "0.1s", ALONE),
+     {"error": "stage 'second' was ended: longer than timeout = 0 s"}),
+)  # fmt: skip
+def test_it_changes_how_the_program_of_a_stage_ends(
+    change: Change, expected: dict[str, str], usual: dict[str, Any], tmp_path: Path
+) -> None:
+    assert usual["word"] == ""
+    assert reported(sides(change, tmp_path)[1]) == expected
+
+
+@changes(Change("train.signal_to_handle", ["SIGUSR2"], {**ALONE, "pipeline.stages.arguments.ask_to_stop": "SIGUSR2"}))
+def test_it_changes_which_signals_ask_to_stop(change: Change, tmp_path: Path) -> None:
+    before, after = map(reported, sides(change, tmp_path))
+    assert before == {"error": "stage 'second' crashed (signal 12)"}
+    assert after["stops"]
+
+
+@changes(Change("pipeline.stages.retries", 0, ALONE))
+def test_it_changes_how_often_a_stage_is_tried(change: Change, tmp_path: Path) -> None:
+    def attempts(found: Pipeline) -> int:
+        run, failures = create_run(found, all_kinds()), 1
+        update_state(run.stage_path("second"), failures=failures)
+        while should_retry(run.path, "second", StageFailed("crashed")):
+            failures += 1
+            update_state(run.stage_path("second"), failures=failures)
+        return failures
+
+    assert tuple(map(attempts, sides(change, tmp_path))) == (3, 1)
+
+
+def second(found: Pipeline, folder: Path) -> Stage:
+    """The stage as a program of the front half gets it."""
+    inputs = {"first": {"metrics": {"loss": 2.0}}} if found.stage("second").kind == "gate" else {}
+    return Stage(folder / "stages/second", found.stage("second"), Recipe(), str(folder / "model"), None, inputs, "f")
+
+
+@changes(Change("pipeline.stages.require", ["loss <= 1"], {"pipeline.stages.kind": "gate",
+                                                           "pipeline.stages.require": ["loss <= 3"]}))  # fmt: skip
+def test_it_changes_what_passes_a_gate(change: Change, tmp_path: Path) -> None:
+    before, after = sides(change, tmp_path)
+    assert gate.run(second(before, tmp_path)).metrics == {"loss": 2.0}
+    with pytest.raises(GateFailed, match="loss = 2, bound 1"):
+        gate.run(second(after, tmp_path))
+
+
+@changes(Change("pipeline.stages.target", "there", {"pipeline.stages.kind": "upload", "pipeline.stages.target": "here",
+                                                    "pipeline.stages.model": "stage:first"}))  # fmt: skip
+def test_it_changes_where_a_model_is_published(change: Change, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    before, after = (upload.run(second(side, tmp_path)).info["published"] for side in sides(change, tmp_path))
+    assert [Path(str(place)).parent for place in (before, after)] == [tmp_path / "here", tmp_path / "there"]
+    assert (Path(str(after)) / "config.json").read_text() == "{}"

@@ -1,0 +1,64 @@
+"""Keys of rewards: what a completion scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.train.measure import reward_runner, reward_weights
+from cosmos_core.types import Completion, Group, Prompt, Score
+from tests.effects.change import GRPO, Change, changes, stage_of
+
+PROGRAM = """
+import time
+
+def points(answer, reference, custom):
+    return custom.get("points", 0.0)
+
+def slow(answer, reference):
+    time.sleep(0.5)
+    return 1.0
+"""
+GROUP = Group(Prompt(0, (1,), "6 * 7 =", "42"), (Completion((2,), (-1.0,), "stop", "42"),), 0)
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+
+
+def score(recipe: Recipe, folder: Path, weights: dict[str, float]) -> Score:
+    with reward_runner(stage_of(folder / "stage", recipe, kind="rl"), weights) as rewards:
+        return rewards.score_groups([GROUP])[0].scores[0]
+
+
+def trained(recipe: Recipe, folder: Path) -> Score:
+    policy = recipe.train.train_policy
+    assert isinstance(policy, GrpoConfig)
+    return score(recipe, folder, policy.reward_function)
+
+
+def mine(name: str) -> dict[str, Any]:
+    return {**GRPO, "train.train_policy.reward_function": f"./mine.py:{name}"}
+
+
+@changes(
+    (Change("train.train_policy.reward_function", {"exact_match": 2}, GRPO), (1.0, 2.0)),
+    (Change("train.train_policy.reward_timeout_seconds", 0.1, mine("slow")), (1.0, None)),
+    (Change("custom", {"points": 0.75}, mine("points")), (0.0, 0.75)),
+)
+def test_it_changes_the_score_of_a_completion(
+    change: Change, expected: tuple[float, float | None], tmp_path: Path
+) -> None:
+    assert (trained(change.before, tmp_path).value, trained(change.after, tmp_path).value) == expected
+
+
+@changes(Change("validation.reward_function", {"exact_match": 2}, mine("points")))
+def test_it_changes_the_score_of_a_held_out_answer(change: Change, tmp_path: Path) -> None:
+    before, after = (score(side, tmp_path, reward_weights(side)).value for side in (change.before, change.after))
+    assert (before, after) == (0.0, 2.0)

@@ -1,0 +1,147 @@
+"""Keys of the data: the rows that a `prepare` stage writes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import prepare
+from cosmos_core.data.prepared import has_split, open_prompts, open_sequences, rows_kind
+from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.run.progress import Progress
+from tests.effects.change import GRPO, SFT, Change, changes, stage_of
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer
+
+LENGTHS = {"policy.model_max_length": 64, "rollout.max_response_length": 8}
+# Paths are relative to the folder that each test works in.
+SFT_ROWS = {**SFT, "train.train_policy.dataset.name": "rows"}
+GRPO_ROWS = {**GRPO, **LENGTHS, "train.train_policy.dataset.name": "rows"}
+HELD_OUT = {**SFT_ROWS, "validation.dataset.name": "rows"}
+MANY = {**SFT, "train.train_policy.dataset.name": "many.jsonl"}
+ON_HUB = {**SFT, "train.train_policy.dataset.name": "org/rows"}
+HELD_OUT_ON_HUB = {**SFT_ROWS, "validation.dataset.name": "org/rows"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tokenizer, a folder of two splits, and a file."""
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    for name in ("rows/train", "rows/dev", "other"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row(name, i)) + "\n" for i in range(8)))
+    return tmp_path
+
+
+def row(name: str, number: int) -> dict[str, Any]:
+    turns = [("q", "a"), ("q2", "a2")]
+    first, second = (
+        [{"role": "user", "content": f"{name} {q} {number}"}, {"role": "assistant", "content": f"{a} {number}"}]
+        for q, a in turns
+    )
+    return {"conversations": first, "talk": second, "prompt": f"p {number}", "ask": f"ask {number}",
+            "answer": f"a {number}", "truth": f"truth {number}"}  # fmt: skip
+
+
+def prepared(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
+    """Each row of each split as text; a prompt with its reference behind a bar."""
+    stage = stage_of(folder / "stage", recipe, kind="prepare", model=folder / "model")
+    prepare.run(stage)
+    data, tokenizer = stage.path / "data", load_tokenizer(str(folder / "model"))
+    found = {}
+    for split in ("train", "validation"):
+        if not has_split(data, split):
+            continue
+        if rows_kind(data, split) == "prompts":
+            found[split] = [f"{prompt.text}|{prompt.reference}" for prompt in open_prompts(data, split)]
+        else:
+            sequences = open_sequences(data, split)
+            found[split] = [str(tokenizer.decode(sequences[i][0])) for i in range(len(sequences))]
+    return found
+
+
+def talk(question: str, answer: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+
+
+def asked(question: str, reference: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n|{reference}"
+
+
+@changes(
+    (Change("train.train_policy.dataset.name", "other.jsonl", SFT_ROWS), ("train", 8, talk("other q 0", "a 0"))),
+    (Change("train.train_policy.dataset.split", ["dev", "train"], SFT_ROWS),
+     ("train", 16, talk("rows/dev q 0", "a 0"))),
+    (Change("train.train_policy.dataset.test_size", 0.25, SFT_ROWS), ("validation", 2, None)),
+    (Change("train.train_policy.conversation_column_name", "talk", SFT_ROWS),
+     ("train", 8, talk("rows/train q2 0", "a2 0"))),
+    (Change("train.train_policy.system_prompt", "Add.", SFT_ROWS),
+     ("train", 8, "<|im_start|>system\nAdd.<|im_end|>\n" + talk("rows/train q 0", "a 0"))),
+    (Change("train.train_policy.system_prompt", "Add.", GRPO_ROWS),
+     ("train", 8, "<|im_start|>system\nAdd.<|im_end|>\n" + asked("p 0", "a 0"))),
+    (Change("train.train_policy.prompt_column_name", "ask", GRPO_ROWS), ("train", 8, asked("ask 0", "a 0"))),
+    (Change("train.train_policy.response_column_name", "truth", GRPO_ROWS), ("train", 8, asked("p 0", "truth 0"))),
+    (Change("train.train_policy.type", "grpo", {**SFT_ROWS, **LENGTHS}), ("train", 8, asked("p 0", "a 0"))),
+    (Change("train.train_policy.type", "sft", GRPO_ROWS), ("train", 8, talk("rows/train q 0", "a 0"))),
+    (Change("validation.dataset.name", "other.jsonl", SFT_ROWS), ("validation", 8, talk("other q 0", "a 0"))),
+    (Change("validation.dataset.split", "dev", HELD_OUT), ("validation", 8, talk("rows/dev q 0", "a 0"))),
+)  # fmt: skip
+def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | None], folder: Path) -> None:
+    before, after = prepared(change.before, folder), prepared(change.after, folder)
+    split, count, first = expected
+    assert before != after
+    assert len(after[split]) == count
+    assert first is None or after[split][0] == first
+
+
+@changes(
+    (Change("train.train_policy.dataset.subset", "hard", ON_HUB), ("train", "org/rows hard None train")),
+    (Change("train.train_policy.dataset.revision", "v2", ON_HUB), ("train", "org/rows None v2 train")),
+    (Change("validation.dataset.subset", "hard", HELD_OUT_ON_HUB), ("validation", "org/rows hard None train")),
+    (Change("validation.dataset.revision", "v2", HELD_OUT_ON_HUB), ("validation", "org/rows None v2 train")),
+)
+def test_it_changes_what_is_asked_of_the_hub(
+    change: Change, expected: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hub(name: str, subset: str | None, *, revision: str | None, split: str) -> list[dict[str, str]]:
+        return [{"text": f"{name} {subset} {revision} {split}"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    split, text = expected
+    assert prepared(change.before, folder)[split] == ["org/rows None None train<|im_end|>"]
+    assert prepared(change.after, folder)[split] == [f"{text}<|im_end|>"]
+
+
+@changes(Change("policy.model_max_length", 25, SFT_ROWS))
+def test_it_bounds_the_rows(change: Change, folder: Path) -> None:
+    assert prepared(change.before, folder)["train"][0].startswith(talk("rows/train q 0", "a 0"))
+    prepared(change.after, folder)
+    assert set(open_sequences(folder / "stage/data", "train").lengths) == {25}
+
+
+@changes(
+    Change("train.train_policy.dataloader_num_workers", 2, {**SFT, "train.train_policy.dataset.name": "many.jsonl"})
+)
+def test_it_changes_the_processes_that_tokenise(change: Change, folder: Path) -> None:
+    (folder / "many.jsonl").write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(257)))
+
+    class Watch(Progress):
+        most = 0
+
+        def step(self, *position: Any, **metrics: float) -> None:
+            self.most = max(self.most, len(multiprocessing.active_children()))
+
+    def processes(recipe: Recipe) -> int:
+        stage = stage_of(folder / "stage", recipe, kind="prepare", model=folder / "model")
+        stage.__dict__["progress"] = watch = Watch(folder / "progress.json")
+        prepare.run(stage)
+        return watch.most
+
+    assert processes(change.before) == 0
+    assert processes(change.after) == 2

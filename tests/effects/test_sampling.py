@@ -1,0 +1,107 @@
+"""Keys of generation: what an engine is asked, for how many prompts at a time, and what advantages come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import RolloutFeed
+from cosmos_core.train.measure import validation_sampling
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup
+from tests.effects.change import GRPO, Change, changes
+
+SMALL = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 2}
+PROMPTS = [Prompt(i, (i,), "", "") for i in range(10)]
+
+
+class Engine:
+    """Answers with one token, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], Sampling]] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        self.asked.append(([prompt.id for prompt in prompts], sampling))
+        answers = tuple(Completion((k,), (-1.0,), "stop", "") for k in range(sampling.num_completions))
+        return [Group(prompt, answers, step) for prompt in prompts]
+
+    def wake(self) -> None:
+        pass
+
+    sleep = wake
+
+
+class Rewards:
+    """1 for the first answer of a group, 0 for the others."""
+
+    def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(g, tuple(Score(float(not k)) for k in range(len(g.completions)))) for g in groups]
+
+
+def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """What is seen of all steps of a feed."""
+    engine: Any = Engine()
+    rewards: Any = Rewards()
+    prompts: Any = PROMPTS
+    progress = Progress(folder / "progress.json")
+    feed = RolloutFeed(prompts, engine, rewards, recipe, progress, between=lambda step: None)
+    samples = [feed.samples(step)[0] for step in range(feed.total_steps)]
+    return {
+        "calls": [len(ids) for ids, _ in engine.asked],
+        "ids": [id_ for ids, _ in engine.asked for id_ in ids],
+        "sampling": engine.asked[0][1],
+        "steps": feed.total_steps,
+        "advantages": sorted({round(sample.advantage, 4) for sample in samples[0]}),
+    }
+
+
+@changes(
+    (Change("rollout.sampling_config.temperature", 0.7, SMALL), {"temperature": 0.7}),
+    (Change("rollout.sampling_config.top_p", 0.9, SMALL), {"top_p": 0.9}),
+    (Change("rollout.sampling_config.top_k", 20, SMALL), {"top_k": 20}),
+    (Change("rollout.sampling_config.repetition_penalty", 1.1, SMALL), {"repetition_penalty": 1.1}),
+    (Change("rollout.max_response_length", 64, SMALL), {"max_tokens": 64}),
+    (Change("rollout.n_generation", 4, SMALL), {"num_completions": 4}),
+    (Change("rollout.seed", 7, SMALL), {"seed": 7}),
+    (Change("train.seed", 8, SMALL), {"seed": 8}),
+)
+def test_it_changes_what_the_engine_is_asked(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
+    before, after = (rollouts(side, tmp_path)["sampling"] for side in (change.before, change.after))
+    assert _difference(before, after) == expected
+
+
+@changes(
+    (Change("validation.temperature", 0.7, GRPO), {"temperature": 0.7}),
+    (Change("validation.top_p", 0.9, GRPO), {"top_p": 0.9}),
+    (Change("validation.top_k", 20, GRPO), {"top_k": 20}),
+    (Change("validation.repetition_penalty", 1.1, GRPO), {"repetition_penalty": 1.1}),
+    (Change("validation.max_response_length", 64, GRPO), {"max_tokens": 64}),
+    (Change("validation.n_generation", 4, GRPO), {"num_completions": 4}),
+)
+def test_it_changes_how_held_out_answers_are_drawn(change: Change, expected: dict[str, Any]) -> None:
+    assert _difference(validation_sampling(change.before), validation_sampling(change.after)) == expected
+
+
+@changes(
+    (Change("rollout.batch_size", 3, SMALL), {"calls": [3, 1, 3, 1]}),
+    (Change("train.train_policy.unbiased_advantage", True, SMALL), {"advantages": [-0.5, 0.5]}),
+    (Change("train.train_policy.dataloader_shuffle", False, SMALL), {"ids": [0, 1, 2, 3, 4, 5, 6, 7]}),
+)
+def test_it_changes_the_rollouts_of_a_run(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
+    before, after = (rollouts(side, tmp_path) for side in (change.before, change.after))
+    assert before["calls"] == [1] * 8 and before["advantages"] == [-1.0, 1.0]
+    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+@changes(Change("train.train_policy.dataloader_seed", 3, SMALL))
+def test_it_changes_the_order_of_the_prompts(change: Change, tmp_path: Path) -> None:
+    before, after = (rollouts(side, tmp_path)["ids"] for side in (change.before, change.after))
+    assert before != after
+    assert len(set(before)) == len(set(after)) == 8
+
+
+def _difference(before: Sampling, after: Sampling) -> dict[str, Any]:
+    return {name: getattr(after, name) for name in Sampling.__slots__ if getattr(before, name) != getattr(after, name)}

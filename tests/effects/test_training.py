@@ -1,0 +1,99 @@
+"""Keys of a training's course: the checkpoints that it leaves and the steps at which it is measured, of real trainings
+of four steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import prepare
+from cosmos_core.errors import Preempted
+from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.train.setup import train_sft
+from tests.effects.change import SFT, Change, changes, recipe, stage_of
+from tests.unit.tiny_model import save_tiny_model
+
+SMALL = {**SFT, "train.compile": False, "train.param_dtype": "float32", "train.train_batch_per_replica": 2,
+         "policy.model_max_length": 32}  # fmt: skip
+SAVING = {**SMALL, "train.ckpt.enable_checkpoint": True}
+MEASURED = {**SMALL, "validation.enable": True}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and prepared rows: eight to learn, two held out."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"{i} is a number"}) + "\n" for i in range(10)))
+    dataset = {"train.train_policy.dataset.name": str(folder / "rows.jsonl"), "train.train_policy.dataset.test_size": 2}
+    save_tiny_model(folder / "model")
+    prepare.run(stage_of(folder / "rows", recipe({**SMALL, **dataset}), kind="prepare", model=folder / "model"))
+    return folder
+
+
+class Watch(Progress):
+    """Notes who says that a checkpoint is complete, and calls `then` after a step."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.savers: set[str] = set()
+        self.then: Any = lambda step: None
+
+    def saved(self, step: int) -> None:
+        self.savers.add(threading.current_thread().name.partition("_")[0])
+
+    def step(self, step: int, total: int | None = None, **metrics: float) -> None:
+        self.then(step)
+
+
+def trained(recipe_: Recipe, inputs: Path, path: Path, stop_after: int = 0) -> dict[str, Any]:
+    """What a training leaves; one that is stopped after a step has more to go on with."""
+    stage = stage_of(path, recipe_, model=inputs / "model", data=inputs / "rows/data")
+    watch = stage.__dict__["progress"] = Watch(path / "progress.json")
+
+    def stop(step: int) -> None:
+        stage.stop_requested = stage.stop_requested or step == stop_after > 0
+
+    watch.then = stop
+    try:
+        train_sft(stage)
+    except Preempted:
+        assert stop_after
+    lines = read_metrics(path / "metrics.jsonl")
+    return {
+        "checkpoints": sorted(int(folder.name.removeprefix("step_")) for folder in (path / "checkpoints").iterdir()),
+        "savers": watch.savers,
+        "steps": max(line["step"] for line in lines),
+        "measured": [line["step"] for line in lines if "validation/loss" in line],
+    }
+
+
+@changes(
+    (Change("train.ckpt.enable_checkpoint", True, {**SMALL, "train.ckpt.save_freq": 2}), {"checkpoints": [2, 4]}),
+    (Change("train.ckpt.save_freq", 1, SAVING), {"checkpoints": [1, 2, 3, 4]}),
+    (Change("train.ckpt.max_keep", 1, {**SAVING, "train.ckpt.save_freq": 1}), {"checkpoints": [4]}),
+    (Change("train.ckpt.save_mode", "sync", SMALL), {"savers": {"MainThread"}}),
+    (Change("validation.enable", True, SMALL), {"measured": [4]}),
+    (Change("validation.val_before_train", True, MEASURED), {"measured": [0, 4]}),
+    (Change("validation.freq", 2, MEASURED), {"measured": [2, 4]}),
+)
+def test_it_changes_what_a_training_leaves(
+    change: Change, expected: dict[str, Any], inputs: Path, tmp_path: Path
+) -> None:
+    before, after = (
+        trained(side, inputs, tmp_path / name) for side, name in ((change.before, "before"), (change.after, "after"))
+    )
+    assert before["savers"] == {"checkpoint"} and before["steps"] == 4
+    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+@changes(Change("train.save_ckpt_at_exit", False, SMALL))
+def test_it_changes_what_a_stopped_training_leaves(change: Change, inputs: Path, tmp_path: Path) -> None:
+    before = trained(change.before, inputs, tmp_path / "before", stop_after=2)
+    after = trained(change.after, inputs, tmp_path / "after", stop_after=2)
+    assert before["steps"] == after["steps"] == 2
+    assert (before["checkpoints"], after["checkpoints"]) == ([2], [])

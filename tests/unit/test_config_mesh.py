@@ -1,0 +1,114 @@
+"""Meshes that can exist, those that cannot, and the nearest one that is offered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.mesh import check_mesh, model_facts
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
+
+QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "num_hidden_layers": 28}
+MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_hidden_layers": 48}
+
+
+def sft(batch: int = 8, **mesh: int) -> Recipe:
+    return Recipe.model_validate(
+        {"policy": {"parallelism": mesh}, "train": {"train_batch_per_replica": batch, "train_policy": {"type": "sft"}}}
+    )
+
+
+def grpo(mesh: dict[str, int], rollout: dict[str, int], *, batch: int = 16, **tables: Any) -> Recipe:
+    train = {"train_batch_per_replica": batch, "train_policy": {"type": "grpo", "mini_batch": 2}}
+    tables |= {"policy": {"parallelism": mesh}, "rollout": {"parallelism": rollout}, "train": train}
+    return Recipe.model_validate(tables)
+
+
+def refused(recipe: Recipe, gpus: int | None = None, model: dict[str, Any] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_mesh(recipe, gpus, model or {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "taken"),
+    [
+        (sft(), None, 1),
+        (sft(tp_size=2, dp_shard_size=4), 8, 8),
+        (sft(tp_size=2, dp_shard_size=-1), 8, 8),
+        (sft(tp_size=2, dp_shard_size=-1), None, 2),
+        (sft(tp_size=2, dp_replicate_size=2, dp_shard_size=2, n_init_replicas=2), 16, 16),
+        (grpo({"dp_shard_size": 4}, {"tp_size": 2, "n_init_replicas": 2}), 8, 8),
+        (grpo({"dp_shard_size": 4}, {"tp_size": 4}, mode="colocated"), 4, 4),
+        (grpo({"dp_shard_size": -1}, {"tp_size": 4}), 8, 8),
+    ],
+)
+def test_a_mesh_takes_the_product_of_its_sizes_and_rollouts_beside_it(recipe: Recipe, gpus: int, taken: int) -> None:
+    assert check_mesh(recipe, gpus, {}) == taken
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "said"),
+    [
+        ({"tp_size": 3}, QWEN, "tp_size = 3 does not divide the 28 attention heads; the nearest is 2"),
+        ({"tp_size": 7}, QWEN, "tp_size = 7 does not divide the 4 key-value heads; the nearest is 4"),
+        ({"tp_size": 4, "cp_size": 4}, QWEN,
+         "cp_size = 4 does not divide the 7 attention heads of tp_size = 4; the nearest is 1"),
+        ({"pp_size": 29}, QWEN, "pp_size = 29: the model has 28 layers; the nearest is 28"),
+        ({"ep_size": 2, "dp_shard_size": 2}, QWEN, "ep_size = 2: the model has no experts; set it to 1"),
+        ({"ep_size": 3, "dp_shard_size": 3}, MOE, "ep_size = 3 does not divide the 128 experts; the nearest is 2"),
+        ({"ep_size": 8, "dp_shard_size": 4}, MOE,
+         "ep_size = 8 does not divide the 4 ranks of dp_shard_size x cp_size; the nearest is 4"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_split_so_is_refused_with_the_nearest_size(
+    sizes: dict[str, int], model: dict[str, Any], said: str
+) -> None:
+    assert refused(sft(24, **sizes), None, model) == f"policy.parallelism.{said}"
+
+
+def test_more_gpus_than_there_are_is_refused_with_the_nearest_mesh() -> None:
+    assert refused(sft(tp_size=2, dp_shard_size=8), 8) == (
+        "the mesh takes 16 GPUs, of 8 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
+    )
+    assert refused(sft(tp_size=8), 6) == (
+        "the mesh takes 8 GPUs, of 6 that there are; the nearest is policy.parallelism.tp_size = 4 with the other "
+        "sizes 1"
+    )
+    assert refused(grpo({"dp_shard_size": 8}, {"tp_size": 4}), 8) == (
+        "the mesh takes 12 GPUs (4 of them for rollouts), of 8 that there are; the nearest is "
+        "policy.parallelism.dp_shard_size = 4"
+    )
+    assert refused(grpo({"dp_shard_size": 4}, {"tp_size": 4}), 4) == (
+        "the mesh takes 8 GPUs (4 of them for rollouts), of 4 that there are; set mode = 'colocated', so that "
+        "rollouts share the trainer's GPUs"
+    )
+
+
+def test_a_mesh_that_fills_the_rest_must_divide_it() -> None:
+    assert refused(sft(tp_size=3, dp_shard_size=-1), 8) == (
+        "policy.parallelism.dp_shard_size = -1: 8 GPUs are no multiple of the 3 that the other sizes take; the nearest "
+        "is dp_shard_size = 2, with 6 GPUs"
+    )
+
+
+def test_completions_are_dealt_to_all_ranks_in_whole_micro_batches() -> None:
+    assert refused(grpo({"dp_shard_size": 4}, {}, batch=20)) == (
+        "train.train_batch_per_replica = 20 must be a multiple of dp_shard_size x mini_batch = 4 x 2; the nearest is "
+        "16, or dp_shard_size = 4 with mini_batch = 1"
+    )
+    assert check_mesh(grpo({"dp_shard_size": 4}, {}, batch=16), None, {}) == 5
+
+
+def test_the_facts_are_those_of_the_text_model(tmp_path: Path) -> None:
+    assert model_facts(tmp_path) == {}
+    (tmp_path / "config.json").write_text("[3")
+    assert model_facts(tmp_path) == {}
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": QWEN}))
+    assert model_facts(tmp_path) == QWEN
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    assert model_facts(tmp_path) == MOE

@@ -1,0 +1,54 @@
+"""The written reference of all keys is that of the schema."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.describe import all_keys
+from cosmos_core.config.modern import DEAD, MOVED
+from cosmos_core.config.reference import reference
+from tasks.kinds import all_kinds
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_what_the_schema_makes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference(all_kinds()), "docs/configuration.md is stale: run make docs"
+
+
+def test_every_key_has_a_row_of_all_columns() -> None:
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGE.read_text(encoding="utf-8").splitlines()
+            if line.startswith("| `")]  # fmt: skip
+    assert {len(row) for row in rows} == {7}
+    named = [row[0].strip(" `") for row in rows]
+    assert sorted(named) == sorted(key.name for key in all_keys() if not key.is_table or key.default)
+    assert all(row[1].strip() and row[4].strip() and row[5].strip() for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("key", "cells"),
+    [
+        ("train.optm_warmup_steps",
+         ["integer or number", "`20`", "train steps or fraction",
+          "A count of steps, or a float up to 1.0 for a fraction of all steps.", "Cosmos-RL", "rl, sft"]),
+        ("train.ckpt.max_keep",
+         ["integer", "`5`", "checkpoints", "Newest checkpoints that are kept; -1: all.", "Cosmos-RL", "rl, sft"]),
+        ("redis",
+         ["string or integer", '`""`', "", "Port of the controller's Redis.", "later Cosmos-RL",
+          "no effect: stages are processes on their own; there is no controller to find"]),
+        ("pipeline.stages.timeout",
+         ["string", '`""`', "", "Longest time of one attempt, e.g. `12h`; empty: no limit.", "ours", ""]),
+    ],
+)  # fmt: skip
+def test_a_row_says_type_default_unit_meaning_generation_and_use(key: str, cells: list[str]) -> None:
+    [line] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{key}` |")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == cells
+
+
+def test_older_and_dead_names_are_listed() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"- `{old}` is today's `{new}`" in text for old, new in MOVED.items())
+    assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in DEAD.items())

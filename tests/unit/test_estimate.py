@@ -1,0 +1,269 @@
+"""`cosmos plan --estimate`: counts and bytes against numbers worked out by hand; the peak itself is measured elsewhere
+(`tests/reference/test_estimate_measured.py`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.mesh import check_meshes
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
+from cosmos_core.run.plan import Decision
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.estimate import Estimate, estimate, kv_cache_bytes, sharded
+from cosmos_core.train.memory import Memory
+from tasks.kinds import all_kinds
+from tests.unit.tiny_model import save_tiny_model
+
+SFT = {"type": "sft", "mini_batch": 2}
+GRPO = {"type": "grpo", "mini_batch": 2, "reward_function": "exact_match"}
+ROLLOUT = {"n_generation": 4, "batch_size": 2, "max_response_length": 24}
+
+
+def recipe(train_policy: dict[str, Any], *, mesh: dict[str, int] | None = None, **train: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "policy": {"model_max_length": 64, "parallelism": mesh or {}},
+            "train": {"compile": False, "train_batch_per_replica": 8, "train_policy": train_policy, **train},
+            "rollout": ROLLOUT,
+        }
+    )
+
+
+def of(model: Path, recipe_: Recipe, prepared: Path | None = None) -> Estimate:
+    return estimate(recipe_, str(model), Progress(model / "progress.json"), prepared=prepared)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model")
+
+
+def write_config(folder: Path, **values: Any) -> Path:
+    folder.mkdir()
+    Qwen3Config(**values, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_8_billion_parameters_takes_seconds_and_no_weights(tmp_path: Path) -> None:
+    model = write_config(
+        tmp_path / "8B", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    began = time.monotonic()
+    found = of(model, recipe(SFT))
+    assert time.monotonic() - began < 60
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288 + 2 * 128 + 2 * 4096
+    assert found.parameters == found.trainable == 2 * 151936 * 4096 + 36 * layer + 4096 == 8_190_735_360
+    assert found.memory.gradients == 4 * found.parameters
+    assert 4 * found.parameters <= found.memory.weights < 4 * found.parameters + 4096
+    assert 8 * found.parameters <= found.memory.optimizer < 8 * found.parameters + 4096
+    memory = found.memory
+    assert memory.activations is not None and memory.casts is not None
+    assert found.peak == memory.weights + memory.gradients + memory.optimizer + memory.casts + memory.activations
+
+
+def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
+    tied, untied = save_tiny_model(tmp_path / "tied"), save_tiny_model(tmp_path / "untied", tied=False)
+    vocabulary = json.loads((tied / "config.json").read_text())["vocab_size"]
+    assert of(untied, recipe(SFT)).parameters - of(tied, recipe(SFT)).parameters == vocabulary * 64
+
+
+def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
+    without, with_kl = of(tiny, recipe(GRPO)), of(tiny, recipe({**GRPO, "kl_beta": 0.1}))
+    assert (without.memory.reference, with_kl.memory.reference) == (0, with_kl.memory.weights)
+    assert without.engine_weights == 2 * without.parameters  # vLLM, in bfloat16
+    assert of(tiny, recipe(SFT)).engine_weights == 0
+
+
+def test_more_activations_without_checkpointing_and_with_longer_micro_batches(tiny: Path) -> None:
+    small = of(tiny, recipe(SFT)).memory.activations
+    wide = of(tiny, recipe({**SFT, "mini_batch": 4})).memory.activations
+    kept = recipe(SFT)
+    kept = kept.model_copy(update={"policy": kept.policy.model_copy(update={"model_gradient_checkpointing": False})})
+    every = of(tiny, kept).memory.activations
+    assert small and wide and every
+    assert 1.5 * small < wide < 2.1 * small  # the gradients of a micro-batch do not grow with it
+    assert every > small
+
+
+def test_a_mesh_divides_what_it_shards() -> None:
+    mesh = {"dp_shard_size": 4, "tp_size": 2, "cp_size": 1, "pp_size": 2, "dp_replicate_size": 3}
+    memory = Memory(weights=1600, gradients=1601, optimizer=3200, reference=16, casts=800, activations=1000)
+    assert sharded(memory, recipe(SFT, mesh=mesh)) == Memory(100, 101, 200, 1, 50, 500)
+    unknown = Memory(weights=1600, gradients=1600, optimizer=3200, reference=0, casts=None, activations=None)
+    assert sharded(unknown, recipe(SFT, mesh=mesh)) == Memory(100, 100, 200, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({}, 3 * 60),
+        ({"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 16}, 60 + 32),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 99}, 3 * 60),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, None),
+    ],
+)
+def test_kv_cache_is_keys_and_values_of_all_that_is_generated_at_once(
+    values: dict[str, Any], tokens: int | None
+) -> None:
+    config = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=3)
+    for name, value in values.items():
+        setattr(config, name, value)
+    # keys and values x heads x head_dim x bfloat16 x tokens of all layers x (2 prompts x 4 completions)
+    expected = None if tokens is None else 2 * 2 * 32 * 2 * tokens * 8
+    assert kv_cache_bytes(config, recipe(GRPO), 60) == expected
+
+
+def test_one_train_step_has_no_more_prompts_than_its_batch() -> None:
+    config = Qwen3Config(num_key_value_heads=2, head_dim=32, num_hidden_layers=3)
+    four = recipe(GRPO, train_batch_per_replica=4)  # 4 completions: one prompt, though rollout.batch_size is 2
+    assert kv_cache_bytes(config, four, 60) == 2 * 2 * 32 * 2 * 3 * 60 * 4
+
+
+def write_statistics(folder: Path, rows: int, longest: int, mean: float) -> Path:
+    folder.mkdir()
+    statistics = {"train": {"rows": rows, "length": {"max": longest, "mean": mean}}}
+    (folder / "statistics.json").write_text(json.dumps(statistics))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("policy", "train", "expected"),
+    [
+        (SFT, {"epoch": 3}, (40, 3 * 12, 36 * 8 * 20.5, False)),
+        (SFT, {"epoch": 3, "max_num_steps": 5}, (40, 5, 5 * 8 * 20.5, False)),
+        (GRPO, {"epoch": 1}, (40 + 24, 50, 50 * 8 * (20.5 + 24), True)),  # 8 completions are 2 prompts
+    ],
+)
+def test_length_steps_and_tokens_come_from_prepared_rows(
+    tiny: Path, tmp_path: Path, policy: dict[str, Any], train: dict[str, Any], expected: tuple[int, int, int, bool]
+) -> None:
+    found = of(tiny, recipe(policy, **train), write_statistics(tmp_path / "data", 100, 40, 20.5))
+    assert (found.sequence_length, found.steps, found.tokens, found.is_tokens_bound) == expected
+    assert (found.rows, found.notes) == (100, ())
+
+
+def test_rows_of_a_local_file_are_counted_without_those_held_out(tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n' * 50)
+    found = of(tiny, recipe({**SFT, "dataset": {"name": str(rows), "test_size": 10}}, epoch=2))
+    assert (found.rows, found.steps, found.sequence_length) == (40, 2 * 5, 64)
+    assert (found.tokens, found.is_tokens_bound) == (10 * 8 * 64, True)
+
+
+def test_rows_elsewhere_are_unknown_and_said_so(tiny: Path) -> None:
+    hub = {**SFT, "dataset": {"name": "someone/rows"}}
+    found, bounded = of(tiny, recipe(hub)), of(tiny, recipe(hub, max_num_steps=7))
+    assert (found.rows, found.steps, found.tokens) == (None, None, None)
+    assert found.notes == ("steps and tokens: unknown, because the rows are not on this machine yet",)
+    assert (bounded.steps, bounded.tokens, bounded.is_tokens_bound) == (7, 7 * 8 * 64, True)
+    assert "at most max_num_steps = 7" in bounded.notes[0]
+
+
+def test_a_model_that_looks_at_values_has_unknown_activations(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: x if x.sum() > 0 else self.down_proj(self.up_proj(x)))
+    found = of(tiny, recipe(SFT))
+    assert (found.memory.activations, found.memory.casts) == (None, None)
+    assert any(note.startswith("activations: unknown, because the model cannot be traced") for note in found.notes)
+    assert found.memory.optimizer == 2 * found.memory.gradients == 8 * found.parameters
+    assert found.peak == found.memory.weights + found.memory.gradients + found.memory.optimizer
+
+
+PIPELINE = """
+[pipeline]
+threads = 1
+
+[policy]
+model_name_or_path = "MODEL"
+model_max_length = 64
+
+[train]
+train_batch_per_replica = 8
+
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+overrides.train.train_policy = { type = "sft", dataset.name = "ROWS" }
+
+[[pipeline.stages]]
+name = "grpo"
+kind = "rl"
+model = "stage:sft"
+after = "sft"
+overrides.train.train_policy = { type = "grpo", reward_function = "exact_match", dataset.name = "someone/rows" }
+overrides.rollout = { n_generation = 4, max_response_length = 24 }
+
+[[pipeline.stages]]
+name = "maker"
+kind = "custom"
+entry = "PROGRAM"
+
+[[pipeline.stages]]
+name = "later"
+kind = "sft"
+model = "stage:maker"
+after = "maker"
+overrides.train.train_policy = { type = "sft", dataset.name = "ROWS" }
+"""
+
+
+def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 50)
+    (tmp_path / "maker.py").write_text("def make(stage): ...\n")
+    text = PIPELINE.replace("MODEL", str(tiny)).replace("ROWS", str(tmp_path / "rows.jsonl"))
+    (tmp_path / "p.toml").write_text(text.replace("PROGRAM", f"{tmp_path}/maker.py:make"))
+    pipeline = load_pipeline(tmp_path / "p.toml", (), tuple(all_kinds()))
+    data = write_statistics(tmp_path / "prepared", 30, 20, 10.0)
+    done = Decision("adopt", "same", tmp_path, {"info": {"data": data.name}})
+
+    found = dict(estimate_in_worker(pipeline, {}))
+    again = dict(estimate_in_worker(pipeline, {"grpo-data": done, "maker": Decision("run", "new")}))
+
+    assert found["later"] == again["later"] == "not estimated: it starts from a model that another stage will make"
+    sft, grpo, known = found["sft"], found["grpo"], again["grpo"]
+    assert isinstance(sft, dict) and isinstance(grpo, dict) and isinstance(known, dict)
+    assert (sft["rows"], sft["steps"], sft["kv_cache"]) == (50, 6, 0)
+    assert (grpo["parameters"], grpo["rows"], grpo["steps"]) == (sft["parameters"], None, None)
+    assert grpo["kv_cache"] == 2 * 1 * 32 * 2 * 2 * 64 * 4
+    assert (known["rows"], known["steps"], known["sequence_length"]) == (30, 15, 44)
+
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(estimate_table(list(found.items()), check_meshes(pipeline), 8))
+    assert "grpo: steps and tokens: unknown" in captured.get() and "later: not estimated" in captured.get()
+
+
+def test_the_table_says_gib_bounds_and_nodes() -> None:
+    gib = 2**30
+    sizes = {
+        "parameters": 8_190_735_360, "trainable": 450_000, "peak": 13 * gib, "engine_weights": gib,
+        "kv_cache": gib // 2,
+        "memory": {"weights": 4 * gib, "casts": gib, "reference": gib, "gradients": 2 * gib, "optimizer": 3 * gib,
+                   "activations": 2 * gib},
+        "sequence_length": 4096, "rows": 1000, "steps": 1234, "tokens": 5_600_000, "is_tokens_bound": True,
+        "notes": [],
+    }  # fmt: skip
+    unknown = {
+        **sizes, "memory": {**sizes["memory"], "casts": None, "activations": None}, "kv_cache": None, "steps": None,
+        "tokens": None, "notes": ["KV cache: unknown, because it is another kind"],
+    }  # fmt: skip
+    console = Console(width=220)
+    with console.capture() as captured:
+        console.print(estimate_table([("a", sizes), ("b", unknown)], {"a": 17, "b": 16}, 8))
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in captured.get().splitlines() if line.startswith("│")
+    ]
+    assert rows[0] == [
+        "a", "8.19B", "450,000", "6.0", "2.0", "3.0", "2.0", "13.0", "1.5", "4,096", "1,234", "<= 5.60M", "17", "3",
+    ]  # fmt: skip
+    assert rows[1][6:] == ["?", "> 13.0", "?", "4,096", "?", "?", "16", "2"]

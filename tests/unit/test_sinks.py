@@ -1,0 +1,347 @@
+"""W&B and TensorBoard: what they are told, what a resume does to it, and that their trouble is never the training's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe import sinks
+from cosmos_core.observe.sinks import attached
+from cosmos_core.run.inputs import check_inputs
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import Stage
+from tests.unit.run_folder import load_recipe, make_inputs
+
+
+def make_stage(run: Path, *loggers: str, name: str = "sft", **settings: Any) -> Stage:
+    path = run / "stages" / name
+    path.mkdir(parents=True, exist_ok=True)
+    (run / "run.json").write_text(json.dumps({"pipeline": "math"}))
+    recipe = Recipe.model_validate({"logging": {"logger": list(loggers), **settings}, "train": {"epoch": 3}})
+    return Stage(path, StageConfig(name=name, kind="sft"), recipe, "", None, {}, "f" * 64)
+
+
+def loss(step: int) -> float:
+    return 1 / (step + 1)
+
+
+def train(stage: Stage, first: int, last: int, **openers: Any) -> None:
+    """One attempt that goes on behind the checkpoint of step `first - 1`."""
+    with attached(stage, openers or sinks.OPENERS):
+        stage.metrics.cut_back(first - 1)
+        for step in range(first, last + 1):
+            stage.metrics.log(step, {"loss": loss(step), "reward/mean": step / 2})
+
+
+def steps_on_disk(stage: Stage) -> list[int]:
+    return [line["step"] for line in read_metrics(stage.path / "metrics.jsonl")]
+
+
+class FakeWandB:
+    """What a server would keep of several attempts: one history a run id, and no step twice."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.history: dict[str, dict[int, dict[str, float]]] = {}
+        self.finished: list[int] = []
+        self.is_reachable = True
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> Any:
+        self.inits.append(arguments)
+        if not self.is_reachable:
+            raise ConnectionError("no route\nto host")
+        history = self.history.setdefault(arguments["id"], {})
+
+        def log(values: dict[str, float], step: int) -> None:
+            assert step not in history and step >= max(history, default=0)
+            history[step] = values
+
+        return SimpleNamespace(
+            starting_step=max(history) + 1 if history else 0,
+            log=log,
+            finish=lambda exit_code: self.finished.append(exit_code),
+        )
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    return fake
+
+
+def test_a_stage_is_a_run_named_after_recipe_run_and_stage(tmp_path: Path, wandb: FakeWandB) -> None:
+    named = {"project_name": "algebra", "group_name": "sweep", "experiment_name": "small"}
+    train(make_stage(tmp_path / "r1", "console", "wandb", **named), 1, 3)
+    train(make_stage(tmp_path / "r1", "wandb", name="rl"), 1, 1)
+    first, second = wandb.inits
+    assert [first[key] for key in ("project", "group", "name", "job_type")] == [
+        "algebra",
+        "sweep",
+        "small-r1-sft",
+        "sft",
+    ]
+    assert [second[key] for key in ("project", "group", "name")] == ["cosmos_rl", "math-r1", "math-r1-rl"]
+    assert first["config"]["train"]["epoch"] == 3 and first["id"] != second["id"] and first["resume"] == "allow"
+    quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
+    assert quiet.items() <= first["settings"].items()
+    assert wandb.history[first["id"]] == {step: {"loss": loss(step), "reward/mean": step / 2} for step in (1, 2, 3)}
+    assert wandb.finished == [0, 0]
+
+
+def test_only_the_sinks_that_are_named_are_told(tmp_path: Path, wandb: FakeWandB) -> None:
+    stage = make_stage(tmp_path / "r1", "console")
+    train(stage, 1, 3)
+    assert wandb.inits == [] and not (stage.path / "tensorboard").exists() and steps_on_disk(stage) == [1, 2, 3]
+
+
+def test_a_stage_without_metrics_opens_nothing(tmp_path: Path, wandb: FakeWandB) -> None:
+    stage = make_stage(tmp_path / "r1", "wandb", "tensorboard")
+    train(stage, 1, 0)
+    assert wandb.inits == [] and not (stage.path / "tensorboard").exists()
+
+
+def test_a_resumed_stage_goes_on_in_its_run_and_repeats_no_step(tmp_path: Path, wandb: FakeWandB) -> None:
+    for first, last in ((1, 7), (5, 9)):  # killed after 7, the checkpoint was of 4
+        train(make_stage(tmp_path / "r1", "wandb"), first, last)
+    (history,) = wandb.history.values()
+    assert list(history) == list(range(1, 10)) and len(wandb.inits) == 2
+
+
+def test_a_resumed_stage_sends_what_could_not_be_sent_before(tmp_path: Path, wandb: FakeWandB) -> None:
+    wandb.is_reachable = False
+    train(make_stage(tmp_path / "r1", "wandb"), 0, 7)
+    wandb.is_reachable = True
+    train(make_stage(tmp_path / "r1", "wandb"), 5, 9)
+    (history,) = wandb.history.values()
+    assert {step: values["loss"] for step, values in history.items()} == {step: loss(step) for step in range(10)}
+
+
+def test_a_validation_that_is_tried_again_is_sent_once(tmp_path: Path, wandb: FakeWandB) -> None:
+    for attempt in range(2):  # it measures step 0 each time, and cuts nothing back
+        wandb.is_reachable = attempt == 1
+        stage = make_stage(tmp_path / "r1", "wandb")
+        with attached(stage):
+            stage.metrics.log(0, {"validation/loss": 0.5 + attempt})
+    assert list(wandb.history.values()) == [{0: {"validation/loss": 1.5}}] and wandb.finished == [0]
+
+
+def test_a_stage_made_anew_is_another_run(tmp_path: Path, wandb: FakeWandB) -> None:
+    stage = make_stage(tmp_path / "r1", "wandb")
+    train(stage, 1, 3)
+    stage.path.rename(tmp_path / "aside")
+    train(make_stage(tmp_path / "r1", "wandb"), 1, 3)
+    assert [list(history) for history in wandb.history.values()] == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_failed_stage_is_a_failed_run(tmp_path: Path, wandb: FakeWandB) -> None:
+    stage = make_stage(tmp_path / "r1", "wandb")
+    with pytest.raises(ZeroDivisionError), attached(stage):
+        stage.metrics.log(1, {"loss": 1.0})
+        raise ZeroDivisionError
+    assert wandb.finished == [1]
+
+
+class _Broken:
+    """A sink that fails from its `limit`-th call on."""
+
+    starting_step = 0
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.calls = limit, 0
+
+    def open(self, stage: Stage, first_step: int) -> _Broken:
+        self.log({})
+        return self
+
+    def log(self, line: dict[str, Any]) -> None:
+        self.calls += 1
+        if self.calls >= self.limit:
+            raise RuntimeError("broken\npipe")
+
+    def close(self, exit_code: int) -> None:
+        self.log({})
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 7])  # at the opening, at the first line, later, at the end
+def test_a_sink_that_raises_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int) -> None:
+    stage, sink = make_stage(tmp_path / "r1", "wandb"), _Broken(limit)
+    train(stage, 1, 5, wandb=sink.open)
+    assert steps_on_disk(stage) == [1, 2, 3, 4, 5] and sink.calls == limit
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning == (
+        "logging.logger 'wandb': RuntimeError: broken pipe; training does not need it, metrics.jsonl is complete"
+    )
+
+
+@pytest.mark.parametrize(("is_stopping", "seconds"), [(False, 0.4), (True, 0.1)])
+def test_a_sink_that_hangs_is_waited_for_so_long_and_no_longer(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_stopping: bool,
+    seconds: float,
+) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.4)
+    monkeypatch.setattr(sinks, "STOP_SECONDS", 0.1)
+    stage, released = make_stage(tmp_path / "r1", "wandb", "tensorboard"), threading.Event()
+    stage.stop_requested = is_stopping
+
+    def hang(stage: Stage, first_step: int) -> Any:
+        released.wait(30)
+        raise TimeoutError
+
+    began = time.monotonic()
+    train(stage, 1, 5, wandb=hang, tensorboard=hang)
+    took = time.monotonic() - began
+    warnings = [record.getMessage() for record in caplog.records]
+    released.set()
+    assert seconds <= took < seconds + 2 and steps_on_disk(stage) == [1, 2, 3, 4, 5]
+    assert len(warnings) == 2 and f"not done {seconds:g} s after the end" in warnings[0]
+
+
+def tensorboard_events(stage: Stage, tag: str) -> list[Any]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(stage.path / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return accumulator.Scalars(tag) if tag in accumulator.Tags()["scalars"] else []
+
+
+def tensorboard_scalars(stage: Stage, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in tensorboard_events(stage, tag)]
+
+
+def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path / "r1", "tensorboard")
+    train(stage, 0, 7)
+    assert [step for step, _ in tensorboard_scalars(stage, "loss")] == list(range(8))
+    resumed = make_stage(tmp_path / "r1", "tensorboard")
+    train(resumed, 5, 9)
+    assert tensorboard_scalars(resumed, "loss") == [(step, float(np.float32(loss(step)))) for step in range(10)]
+    assert tensorboard_scalars(resumed, "reward/mean") == [(step, step / 2) for step in range(10)]
+    times = [line["time"] for line in read_metrics(stage.path / "metrics.jsonl")]
+    assert [event.wall_time for event in tensorboard_events(resumed, "loss")] == times
+
+
+def test_tensorboard_has_each_step_while_the_stage_still_runs(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path / "r1", "tensorboard")
+    expected = [(1, 0.5), (2, 0.25), (3, 0.125)]
+    with attached(stage):
+        for step, value in expected:
+            stage.metrics.log(step, {"loss": value})
+        deadline = time.monotonic() + 30
+        while not (stage.path / "tensorboard").exists() or tensorboard_scalars(stage, "loss") != expected:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a `.wandb` file: blocks of 32 KiB, each part with 4 bytes of checksum, 2 of length, 1 of kind."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, record = file.read_bytes(), b""
+    position = 7  # the header of the file
+    while position + 7 <= len(data):
+        rest = 32768 - position % 32768
+        if rest < 7:
+            position += rest
+            continue
+        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        part = data[position + 7 : position + 7 + size]
+        position += 7 + size
+        record = part if kind in {1, 2} else record + part  # 1 whole, 2 first, 3 middle, 4 last
+        if kind in {1, 4}:
+            yield Record.FromString(record)
+
+
+def offline_runs(stage: Stage) -> list[tuple[str, dict[int, float]]]:
+    """Id and losses by step of each offline run, in the order in which they were made."""
+    found = []
+    for file in sorted(stage.path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        records = list(wandb_records(file))
+        (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+        losses = {}
+        for record in records:
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                assert int(items["_step"]) not in losses
+                losses[int(items["_step"])] = float(items["loss"])
+        found.append((run.run_id, losses))
+    return found
+
+
+def test_offline_each_attempt_leaves_a_folder_with_all_steps_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 60.0)
+    stage = make_stage(tmp_path / "r1", "wandb")
+    state = np.random.get_state()[1]
+    train(stage, 1, 7)
+    time.sleep(1.1)  # W&B names the folder after the second
+    train(make_stage(tmp_path / "r1", "wandb"), 5, 9)
+    (first_id, first), (second_id, second) = offline_runs(stage)
+    assert first_id == second_id
+    assert first == {step: loss(step) for step in range(1, 8)}
+    assert second == {step: loss(step) for step in range(1, 10)}
+    assert np.array_equal(np.random.get_state()[1], state)
+
+
+def without(package: str, folder: Path) -> str:
+    """An interpreter that lists every package but this one."""
+    python = folder / "python"
+    program = (
+        "import importlib.metadata as m, sys\n"
+        "real = m.version\n"
+        "def version(name):\n"
+        f"    if name == {package!r}:\n"
+        "        raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        "sys.argv = sys.argv[2:]\n"
+        "exec(sys.argv[0])\n"
+    )
+    (folder / "program.py").write_text(program)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/program.py "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_sink_without_its_package_is_refused_before_anything_runs(tmp_path: Path, package: str) -> None:
+    make_inputs(tmp_path)
+    python = f"pipeline.python={without(package, tmp_path)}"
+    check_inputs(load_recipe(tmp_path, python, "logging.logger=['console']"))
+    check_inputs(load_recipe(tmp_path, "logging.logger=['wandb', 'tensorboard']"))
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(load_recipe(tmp_path, python, "logging.logger=['console', 'wandb', 'tensorboard']"))
+    assert str(caught.value).endswith(
+        f"logging.logger '{package}': the package {package} is not installed; "
+        f"pip install 'cosmos-posttrain[{package}]' or leave it out"
+    )
+    assert caught.value.exit_code == 64 and "\n" not in str(caught.value)
+
+
+def test_packages_are_asked_for_in_the_interpreter_of_the_workers(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    with pytest.raises(ConfigError, match=r"pipeline\.python = '/no/python' does not run"):
+        check_inputs(load_recipe(tmp_path, "pipeline.python=/no/python", "logging.logger=['wandb']"))
