@@ -59,9 +59,9 @@ def convert(file: File) -> None:
 
     from cosmos_core.config.files import read_config
 
+    _load(file)  # a conversion of what is wrong is wrong
     notices: list[str] = []
     values = read_config(file, notices)
-    _load(file)  # a conversion of what is wrong is wrong
     note(notices)
     typer.echo(tomli_w.dumps(values), nl=False)
 

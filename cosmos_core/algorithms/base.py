@@ -66,6 +66,9 @@ class Update:
     samples: Sequence[Sample]
     loss: Callable[[MicroBatch], Loss]
     """Knows its denominator, which was fixed over all samples before the first backward."""
+    expected: float | None = None
+    """The derivative of the loss by every learned token's log-probability, where it is one known number: it saves a
+    second run of the head."""
 
 
 LogProbs = Callable[[Sequence[Sample]], list[Tensor]]

@@ -38,4 +38,4 @@ class Sft:
             value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, total)
             return Loss(value, metrics)
 
-        yield Update(samples, loss)
+        yield Update(samples, loss, expected=-1 / total)

@@ -17,7 +17,6 @@ import tomli_w
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
 from cosmos_core.config.load import MAX_FILE_BYTES, TableT, Values, excess, fit, merge, parse, printable, without_none
-from cosmos_core.config.modern import modern
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
@@ -127,8 +126,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequ
     stages, recipes = [], {}
     for number, entry in enumerate(entries):
         stage = parse(StageConfig, entry_with(entry, settings), source=_where(path, entry, number))
-        own = modern(stage.overrides, f"{path}: stage {stage.name!r}: overrides", notices)
-        tables = merge(merge(shared, _recipe_file(path, stage, notices)), own)
+        tables = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
         recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)

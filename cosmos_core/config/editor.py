@@ -24,6 +24,7 @@ class _File(Recipe):
 def json_schema() -> dict[str, Any]:
     """Schema in the 2020-12 dialect; notes on what has no effect or is not in this version are in the descriptions."""
     schema = _File.model_json_schema()
+    _let_type_be_inferred(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
     for key in all_keys():
         if key.note:
@@ -33,6 +34,14 @@ def json_schema() -> dict[str, Any]:
     for old, meaning in {**{old: f"today's {new}" for old, new in MOVED.items()}, **DEAD}.items():
         _deprecate(schema, old, meaning)
     return schema
+
+
+def _let_type_be_inferred(schema: dict[str, Any]) -> None:
+    """A `train_policy` without `type` has that of the file below, or the one that its keys tell."""
+    schema["$defs"]["SFTDataConfig"]["required"].remove("type")
+    field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
+    field["anyOf"] = field.pop("oneOf")
+    del field["discriminator"]
 
 
 def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:

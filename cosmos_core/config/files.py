@@ -33,6 +33,10 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
         circle = " -> ".join(str(file) for file in (*below, here))
         raise ConfigError(f"{path}: extends itself: {circle}")
     values = modern(read_toml(path), str(path), notices)
+    for stage in _stages(values):
+        if isinstance(stage.get("overrides"), dict):
+            where = f"{path}: stage {stage.get('name')!r}: overrides"
+            stage["overrides"] = modern(stage["overrides"], where, notices)
     bases = values.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
@@ -48,9 +52,14 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
 
 def _at_home(values: Values, file: Path) -> Values:
     """The values with the recipe files of their stages named from `file`, which wrote them."""
-    pipeline = values.get("pipeline")
-    stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
-    for stage in stages if isinstance(stages, list) else ():
-        if isinstance(stage, dict) and isinstance(stage.get("recipe"), str) and stage["recipe"]:
+    for stage in _stages(values):
+        if isinstance(stage.get("recipe"), str) and stage["recipe"]:
             stage["recipe"] = os.path.realpath(file.parent / stage["recipe"])
     return values
+
+
+def _stages(values: Values) -> list[Values]:
+    """`[[pipeline.stages]]`, as far as they have that form; the schema complains about the rest."""
+    pipeline = values.get("pipeline")
+    stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
+    return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []

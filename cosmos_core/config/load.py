@@ -109,13 +109,18 @@ def excess(values: Values) -> str:
     """What Python reads and nothing after it could use, found without recursion; empty: nothing."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
-        inner = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in inner):
             return "an integer of more than 64 bits, the most that TOML has"
-        if any(isinstance(item, str) and "\0" in item for item in inner):
-            return "a text with a null character, which no path and no program takes"
+        if any(isinstance(item, str) and ("\0" in item or _is_of_bytes(item)) for item in inner):
+            return "a text with null characters or with bytes that are not UTF-8"
         level = [item for item in inner if isinstance(item, dict | list)]
     return f"nested more than {MAX_DEPTH} tables deep" if level else ""
+
+
+def _is_of_bytes(text: str) -> bool:
+    """Whether Python made it of bytes that are not UTF-8: arguments and file names can have them."""
+    return text.encode("utf-8", "ignore").decode() != text
 
 
 def _deepest(table: type[Table], mistakes: list[Any]) -> Any:

@@ -52,8 +52,6 @@ def parse_setting(text: str) -> Setting:
     Raises:
         ConfigError: there is no `=` or no key.
     """
-    if text.encode("utf-8", "ignore").decode() != text:  # bytes of another encoding, as Python hands them over
-        raise ConfigError(f"--set {text[:60]!r}: not UTF-8 text")
     key, equals, value = text.partition("=")
     keys = tuple(part.strip() for part in today(key).split("."))
     if not equals or not all(keys) or len(keys) > MAX_DEPTH:

@@ -1,31 +1,47 @@
-"""Rows of different lengths as one rectangle of tensors.
+"""Rows of different lengths as inputs of a model: one rectangle, or end to end without padding.
 
-Shape legend: B rows, T tokens of the longest row. Packing and position ids are not here: rows are padded on the
-right, where a causal model never looks.
+Shape legend: B rows, T tokens of the longest row, P tokens of all rows, S predicted tokens of a row of inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
-def pad_sequences(rows: Sequence[tuple[np.ndarray, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
-    """Pad pairs of token ids and loss mask on the right.
+class Rows(NamedTuple):
+    """Inputs of a model, and where each row's predicted tokens begin in their flat grid."""
 
-    Returns:
-        `input_ids_BT` int64, `attention_mask_BT` int64 (1: a real token), `loss_mask_BT` bool (True: learn to
-        predict this token; padding is False).
-    """
-    shape = (len(rows), max(len(ids) for ids, _ in rows))
-    input_ids_BT = torch.full(shape, pad_id, dtype=torch.int64)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.int64)
-    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    for b, (ids, mask) in enumerate(rows):
-        assert len(ids) == len(mask)
-        input_ids_BT[b, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
-        attention_mask_BT[b, : len(ids)] = 1
-        loss_mask_BT[b, : len(ids)] = torch.as_tensor(mask, dtype=torch.bool)
-    return {"input_ids_BT": input_ids_BT, "attention_mask_BT": attention_mask_BT, "loss_mask_BT": loss_mask_BT}
+    inputs: dict[str, Tensor]
+    """`input_ids` and `position_ids` with `attention_mask` (BT, 1: a real token), or with `cu_seq_lens_q` and
+    `cu_seq_lens_k` (1P; int32, B + 1 bounds)."""
+    starts: list[int]
+    """Place of the first predicted token (the second token) of each row in the flat BS grid, or 1S when packed."""
+
+
+def rows_of(rows: Sequence[np.ndarray], pad_id: int, *, packed: bool) -> Rows:
+    """Put rows of token ids together: padded on the right, or packed."""
+    tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
+    lengths = [len(ids) for ids in rows]
+    if packed:
+        ends = np.cumsum([0, *lengths])
+        bounds = torch.as_tensor(ends, dtype=torch.int32)
+        inputs = {
+            "input_ids": torch.cat(tensors).unsqueeze(0),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+        }
+        return Rows(inputs, [int(end) for end in ends[:-1]])
+    width = max(lengths)
+    real_BT = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    inputs = {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=pad_id),
+        "attention_mask": real_BT.long(),
+        "position_ids": torch.arange(width).expand(len(rows), -1),
+    }
+    return Rows(inputs, [b * (width - 1) for b in range(len(rows))])

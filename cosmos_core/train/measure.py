@@ -14,38 +14,31 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cosmos_core.algorithms.aggregate import masked
+from cosmos_core.algorithms.base import Sample
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.batch import pad_sequences
 from cosmos_core.data.prepared import Prompts, Sequences, has_split, open_prompts, open_sequences, rows_kind
 from cosmos_core.errors import DataError
-from cosmos_core.models.hf import sequence_logprobs
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rollout.base import Engine
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.rank import Rank, compute_dtype
+from cosmos_core.train.rank import Rank
 from cosmos_core.types import Sampling, ScoredGroup
 
 SAMPLES = "samples.jsonl"
 _NUM_SAMPLES = 24
 
 
-def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, pad_id: int, progress: Progress) -> dict[str, float]:
-    """Token-mean loss in nats, perplexity and next-token accuracy over all held-out label tokens."""
+def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, progress: Progress) -> dict[str, float]:
+    """Token-mean loss in nats and perplexity over all held-out label tokens."""
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-    rank.model.eval()
     loss_sum, num_tokens = 0.0, 0
-    with torch.no_grad(), compute_dtype(recipe.train, rank.model.device):
-        for start in range(0, len(rows), size):
-            progress.beat()
-            batch = pad_sequences([rows[i] for i in range(start, min(start + size, len(rows)))], pad_id)
-            batch = {name: tensor.to(rank.model.device) for name, tensor in batch.items()}
-            logprobs_BS = sequence_logprobs(rank.model, batch["input_ids_BT"], batch["attention_mask_BT"])
-            mask_BS = batch["loss_mask_BT"][:, 1:]
-            loss_sum -= masked(logprobs_BS, mask_BS).sum(dtype=torch.float64).item()
-            num_tokens += int(mask_BS.sum())
+    for start in range(0, len(rows), size):
+        progress.beat()
+        samples = [Sample(*rows[i]) for i in range(start, min(start + size, len(rows)))]
+        loss_sum -= sum(row.sum(dtype=torch.float64).item() for row in rank.logprobs(samples, 1.0, size=size))
+        num_tokens += sum(sample.num_learned for sample in samples)
     loss = loss_sum / max(1, num_tokens)
     return {
         "validation/loss": loss,

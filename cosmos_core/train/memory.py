@@ -129,7 +129,8 @@ class _LiveBytes(TorchDispatchMode):
         def leave(*_: Any) -> None:
             self._is_inside_model = False
 
-        hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+        body = model.base_model
+        hooks = [body.register_forward_pre_hook(enter), body.register_forward_hook(leave, always_call=True)]
         try:
             yield
         finally:

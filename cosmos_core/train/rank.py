@@ -5,9 +5,12 @@ Shapes: B samples, T tokens, S = T - 1 predicted tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,11 +18,14 @@ from transformers import PreTrainedModel
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import MicroBatch, Sample, Update
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import pad_sequences
+from cosmos_core.data.batch import rows_of
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.hf import sequence_logprobs
+from cosmos_core.models.packing import enable_packing
+from cosmos_core.models.scorer import Scorer
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
+
+logger = logging.getLogger(__name__)
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
@@ -34,6 +40,9 @@ class Rank:
         self._pad_id = pad_id
         self._progress = progress
         self._dtype = getattr(torch, train.logprob_dtype)
+        self._is_packed = train.sequence_packing
+        self.scorer = self._scorer(model)
+        self._frozen: Scorer | None = None
 
     def set_learning_rate(self, step: int, total_steps: int) -> float:
         """The rate of train step `step`, counted from 0; returns it."""
@@ -50,12 +59,12 @@ class Rank:
         total: Metrics = {}
         loss_sum = 0.0
         values: dict[str, list[Tensor]] = {}
+        settings: dict[str, Any] = {
+            "temperature": temperature, "with_entropy": with_entropy, "expected": update.expected,
+        }  # fmt: skip
         for samples in self._micro_batches(update.samples):
             self._progress.beat()
-            logprobs_BS, mask_BS, entropy_BS = self._forward(
-                self.model, samples, temperature, with_entropy=with_entropy
-            )
-            loss = update.loss(MicroBatch(samples, logprobs_BS, mask_BS, entropy_BS))
+            loss = update.loss(self._forward(self.scorer, samples, **settings))
             loss.value.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.value.item()
             total = add_metrics(total, loss.metrics)
@@ -71,39 +80,70 @@ class Rank:
 
     @torch.no_grad()
     def logprobs(
-        self, samples: Sequence[Sample], temperature: float, model: PreTrainedModel | None = None
+        self,
+        samples: Sequence[Sample],
+        temperature: float,
+        model: PreTrainedModel | None = None,
+        *,
+        size: int | None = None,
     ) -> list[Tensor]:
         """Log-probabilities of tokens 1.. of each sample under the present weights (or those of `model`), dropout
-        off."""
-        model = model or self.model
-        model.eval()
-        rows: list[Tensor] = []
-        for batch in self._micro_batches(samples):
+        off; 0 where the loss mask is. `size` rows a forward pass; None: `mini_batch`."""
+        scorer = self.scorer
+        if model is not None:
+            if self._frozen is None or self._frozen.model is not model:
+                self._frozen = self._scorer(model)
+            scorer = self._frozen
+        scorer.model.eval()
+        rows: dict[int, Tensor] = {}
+        for batch in self._micro_batches(samples, size):
             self._progress.beat()
-            logprobs_BS, _, _ = self._forward(model, batch, temperature, with_entropy=False)
-            rows += [row[: len(sample.input_ids) - 1] for row, sample in zip(logprobs_BS, batch, strict=True)]
-        return rows
+            found = self._forward(scorer, batch, temperature=temperature)
+            for row, sample in zip(found.logprobs_BS, batch, strict=True):
+                rows[id(sample)] = row[: len(sample.input_ids) - 1]
+        return [rows[id(sample)] for sample in samples]
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-        size = self._train.train_policy.mini_batch
-        for start in range(0, len(samples), size):
-            yield samples[start : start + size]
+    def _scorer(self, model: PreTrainedModel) -> Scorer:
+        if self._is_packed and (reason := enable_packing(model)):
+            logger.warning("train.sequence_packing: rows are padded, because %s", reason)
+            self._is_packed = False
+        return Scorer(model)
+
+    def _micro_batches(self, samples: Sequence[Sample], size: int | None = None) -> Iterator[Sequence[Sample]]:
+        """Rows of like length together, the longest first: less padding, and the most memory is needed at once."""
+        ordered = sorted(samples, key=lambda sample: -len(sample.input_ids))
+        size = size or self._train.train_policy.mini_batch
+        for start in range(0, len(ordered), size):
+            yield ordered[start : start + size]
 
     def _forward(
-        self, model: PreTrainedModel, samples: Sequence[Sample], temperature: float, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        batch = pad_sequences([(sample.input_ids, sample.loss_mask) for sample in samples], self._pad_id)
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        arguments = {"temperature": temperature, "dtype": self._dtype}
-        with compute_dtype(self._train, model.device):
-            if with_entropy:
-                logprobs_BS, entropy_BS = sequence_logprobs(
-                    model, batch["input_ids_BT"], batch["attention_mask_BT"], with_entropy=True, **arguments
-                )
-            else:
-                entropy_BS = None
-                logprobs_BS = sequence_logprobs(model, batch["input_ids_BT"], batch["attention_mask_BT"], **arguments)
-        return logprobs_BS, batch["loss_mask_BT"][:, 1:], entropy_BS
+        self,
+        scorer: Scorer,
+        samples: Sequence[Sample],
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+        expected: float | None = None,
+    ) -> MicroBatch:
+        device = scorer.model.device
+        rows = rows_of([sample.input_ids for sample in samples], self._pad_id, packed=self._is_packed)
+        learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples]
+        chosen = torch.from_numpy(np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)]))
+        inputs = {name: tensor.to(device) for name, tensor in rows.inputs.items()}
+        with compute_dtype(self._train, device):
+            logprobs_N, entropy_N = scorer(
+                inputs, chosen.to(device), temperature=temperature, dtype=self._dtype, with_entropy=with_entropy,
+                expected=expected,
+            )  # fmt: skip
+        number = np.repeat(np.arange(len(samples)), [len(s) for s in learned])
+        places = (torch.from_numpy(number).to(device), torch.from_numpy(np.concatenate(learned)).to(device))
+        shape = (len(samples), max(len(sample.input_ids) for sample in samples) - 1)
+
+        def spread(values_N: Tensor) -> Tensor:
+            return values_N.new_zeros(shape).index_put(places, values_N)
+
+        mask_BS = spread(torch.ones_like(logprobs_N, requires_grad=False)).bool()
+        return MicroBatch(samples, spread(logprobs_N), mask_BS, None if entropy_N is None else spread(entropy_N))
 
 
 def compute_dtype(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:

@@ -187,8 +187,7 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
             return answers.measure(step)
 
         return measure
-    pad_id = int(tokenizer.pad_token_id)
-    return lambda step: sequence_figures(rank, rows, stage.recipe, pad_id, stage.progress)
+    return lambda step: sequence_figures(rank, rows, stage.recipe, stage.progress)
 
 
 def _sync(engine: Engine, rank: Rank, step: int) -> int:

@@ -24,7 +24,7 @@ def run(stage: Stage) -> Outcome:
             metrics = Answers(rows, engine, rewards, stage).measure(0)
         outputs: tuple[str, ...] = (SAMPLES,)
     else:
-        metrics = sequence_figures(rank, rows, stage.recipe, tokenizer.pad_token_id, stage.progress)
+        metrics = sequence_figures(rank, rows, stage.recipe, stage.progress)
         outputs = ()
     stage.metrics.log(0, metrics)
     (stage.path / "figures.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

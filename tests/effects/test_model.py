@@ -102,7 +102,7 @@ class Passes:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.rows: list[int] = []
-        model.register_forward_pre_hook(self._note, with_kwargs=True)
+        model.base_model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: torch.nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> None:
         self.rows.append(len(kwargs["input_ids"]))
@@ -110,6 +110,7 @@ class Passes:
 
 def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
     rank = rank_of(recipe, model, folder)
+    rank.logprobs(samples(1), 1.0)  # the first call looks at the head too
     passes = Passes(rank.model)
     rank.logprobs(samples(), 1.0)
     return passes.rows
@@ -118,6 +119,7 @@ def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
 @changes(
     (Change("train.train_policy.mini_batch", 4, EAGER), [4, 4]),
     (Change("train.train_policy.mini_batch", 4, EAGER_GRPO), [4, 4]),
+    (Change("train.sequence_packing", True, EAGER), [1, 1, 1, 1]),
 )
 def test_it_changes_the_rows_of_a_forward_pass(
     change: Change, expected: list[int], model: Path, tmp_path: Path
@@ -131,8 +133,9 @@ def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, mod
     def passes(recipe: Recipe) -> list[int]:
         rank = rank_of(recipe, model, tmp_path)
         rows: Any = [(sample.input_ids, sample.loss_mask) for sample in samples()]
+        rank.logprobs(samples(1), 1.0)
         passes = Passes(rank.model)
-        sequence_figures(rank, rows, recipe, 0, Progress(tmp_path / "progress.json"))
+        sequence_figures(rank, rows, recipe, Progress(tmp_path / "progress.json"))
         return passes.rows
 
     assert passes(change.before) == [2, 2, 2, 2]

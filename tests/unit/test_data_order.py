@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from cosmos_core.data.batch import pad_sequences
+from cosmos_core.data.batch import rows_of
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.errors import DataError
 
@@ -60,10 +59,18 @@ def test_fewer_rows_than_a_batch_is_an_error_with_the_remedy():
     assert batch_positions(0, 0, 4, 3, False, drop_last=False).tolist() == [0, 1, 2]
 
 
-def test_rows_are_padded_on_the_right_and_padding_is_never_learned():
-    rows = [(np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8)), (np.array([8]), np.array([1], np.uint8))]
-    batch = pad_sequences(rows, pad_id=9)
-    assert batch["input_ids_BT"].tolist() == [[5, 6, 7], [8, 9, 9]]
-    assert batch["attention_mask_BT"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["loss_mask_BT"].tolist() == [[False, True, True], [True, False, False]]
-    assert batch["input_ids_BT"].dtype == torch.int64 and batch["loss_mask_BT"].dtype == torch.bool
+def test_rows_are_padded_on_the_right():
+    inputs, starts = rows_of([np.array([5, 6, 7]), np.array([8])], 9, packed=False)
+    assert inputs["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert starts == [0, 2], "two predicted tokens a row"
+
+
+def test_packed_rows_lie_end_to_end_and_count_their_own_positions():
+    inputs, starts = rows_of([np.array([5, 6, 7]), np.array([8]), np.array([2, 3])], 9, packed=True)
+    assert inputs["input_ids"].tolist() == [[5, 6, 7, 8, 2, 3]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+    assert starts == [0, 3, 4], "place 0 of the flat grid is token 6, place 4 is token 3"
+    assert "attention_mask" not in inputs

@@ -90,13 +90,18 @@ def test_an_update_is_a_step_of_a_plain_loop_with_the_loss_of_transformers(task:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6, msg=name)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("mini_batch", [1, 2, 5, 10])
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
-    task: Path, tmp_path: Path, mini_batch: int
+    task: Path, tmp_path: Path, mini_batch: int, packed: bool
 ) -> None:
-    def gradients(size: int) -> dict[str, torch.Tensor]:
+    def gradients(size: int, packed: bool) -> dict[str, torch.Tensor]:
         config = recipe(
-            {**SFT, "mini_batch": size}, train_batch_per_replica=10, optm_grad_norm_clip=0.0, master_dtype="float32"
+            {**SFT, "mini_batch": size},
+            train_batch_per_replica=10,
+            optm_grad_norm_clip=0.0,
+            master_dtype="float32",
+            sequence_packing=packed,
         )
         model = load_model(str(task / "task/model"), dtype=torch.float64)
         rank = Rank(model, config.train, 0, Progress(tmp_path / "p.json"))
@@ -105,7 +110,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
         rank.update(update, temperature=1.0, with_entropy=False)
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    whole, split = gradients(10), gradients(mini_batch)
+    whole, split = gradients(10, False), gradients(mini_batch, packed)
     assert whole.keys() == split.keys()
     for name, gradient in whole.items():
         assert (gradient - split[name]).abs().max() <= 1e-9 * gradient.abs().max(), name

@@ -17,5 +17,7 @@ def _weighted(value: Any) -> Any:
     return value
 
 
-RewardWeights = Annotated[dict[str, float], BeforeValidator(_weighted)]
+RewardWeights = Annotated[
+    dict[str, float], BeforeValidator(_weighted, json_schema_input_type=str | list[str] | dict[str, float])
+]
 """Reward name (or import path `module:function`) to weight; a string or a list means weight 1."""

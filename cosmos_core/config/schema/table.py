@@ -225,7 +225,9 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(strict=False)]
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
+]
 """One string or a list of strings."""
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A list of strings."""

@@ -53,10 +53,9 @@ class TrainConfig(Table):
     """Upper bound; None: until the epochs end. The schedule is laid over what remains."""
     train_batch_per_replica: Rows = 8
     """SFT: rows per optimizer step and data-parallel rank. GRPO: completions per train step of all ranks together."""
-    sequence_packing: Annotated[
-        bool, planned("rows are padded to the longest of a micro-batch in this version; leave it out"), LATER
-    ] = False
-    """Put several rows into one sequence, without attention between them."""
+    sequence_packing: Annotated[bool, LATER] = False
+    """Put the rows of a micro-batch end to end without padding, each attending to itself alone; changes speed and
+    memory, not results. Models that mix packed rows keep the padding, and say so."""
 
     optm_name: Annotated[
         Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit"],

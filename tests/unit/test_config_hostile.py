@@ -1,0 +1,132 @@
+"""Files and command lines that nobody should write: each is valid, or one line says what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.errors import EXIT_USAGE
+from tests.conftest import Workspace
+from tests.unit.test_config_mutations import in_file, told
+
+# What a file holds, and what is said of it; empty: it is valid.
+FILES = {
+    "empty": (b"", ""),
+    "comments of 10 MB": (b"# no more than this\n" * 500_000, ""),
+    "text of 4 MB": (b"[custom]\ntext = '" + b"a" * 4_000_000 + b"'", ""),
+    "text of 10 MB": (b"[custom]\ntext = '" + b"a" * 10_000_000 + b"'",
+                      "more than 16777216 bytes once it is written out for 3 stages"),
+    "100,000 free keys": (b"[custom]\n" + b"".join(b"key%d = 1\n" % n for n in range(100_000)), ""),
+    "100,000 unknown keys": (b"".join(b"key%d = 1\n" % n for n in range(100_000)),
+                             "key0: unknown key (and 99999 more)"),
+    "100,000 unknown tables": (b"".join(b"[table%d]\n" % n for n in range(100_000)),
+                               "table0: unknown key (and 99999 more)"),
+    "lines of Windows": (b"[train]\r\nepoch = 2\r\n", ""),
+    "UTF-8 with its mark": (b"\xef\xbb\xbf[train]\n", "not valid TOML: Invalid statement (at line 1, column 1)"),
+    "UTF-16": ("[train]".encode("utf-16"), "not UTF-8 text at byte 0"),
+    "cut in a character": ("[custom]\nx = 'größe'".encode()[:-3], "not UTF-8 text at byte 18"),
+    "null byte": (b"[train]\0\n", "not valid TOML: Expected newline or end of document after a statement (at line 1, "
+                  "column 8)"),
+    "null character": (b'[train]\noutput_dir = "a\\u0000b"\n',
+                       "a text with null characters or with bytes that are not UTF-8"),
+    "half a pair": (b'[train]\noutput_dir = "\\ud800"\n', "not valid TOML: Escaped character is not a Unicode scalar "
+                    "value (at line 2, column 21)"),
+    "terminal escapes": (b'[train]\n"\\u001b[31mred\\n" = 1', r"train.'\x1b[31mred\n': unknown key"),
+    "two lines in a value": (b'mode = "a\\nb"', r"mode = 'a\nb': input should be 'disaggregated', 'colocated' or "
+                             "'colocated_separated'"),
+    "two lines in a pattern": (b'policy.freeze_pattern = ["\\n\\u001b["]', r"policy.freeze_pattern: '\n\x1b[' is not a "
+                               "regular expression: unterminated character set at position 2 (line 2, column 2)"),
+    "an open string": (b"[train]\noutput_dir = 'a\nepoch = 1\n",
+                       "not valid TOML: Expected \"'\" (at end of document)"),
+    "a key twice": (b"[train]\nepoch = 1\nepoch = 2\n",
+                    "not valid TOML: Cannot overwrite a value (at line 3, column 10)"),
+    "a table twice": (b"[train]\n[train]\n", "not valid TOML: Cannot declare ('train',) twice (at line 2, column 7)"),
+    "a table in a value": (b"train = 1\n[train.ckpt]\n",
+                           "not valid TOML: Cannot overwrite a value (at line 2, column 12)"),
+    "arrays in arrays": (b"[custom]\nx = " + b"[" * 5000 + b"]" * 5000, "nested more than 32 tables deep"),
+    "tables in tables": (b"[custom" + b".a" * 5000 + b"]", "nested more than 32 tables deep"),
+    "inline tables": (b"[custom]\nx = " + b"{a=" * 5000 + b"1" + b"}" * 5000, "nested more than 32 tables deep"),
+    "too deep below a stage": (b"[custom" + b".a" * 29 + b"]", "nested more than 32 tables deep"),
+    "a date": (b"[train]\nepoch = 2020-01-01", "train.epoch = datetime.date(2020, 1, 1): must be an integer"),
+    "free dates": (b"[custom]\nwhen = 2020-01-01T12:00:00Z\nthen = 12:00:00", ""),
+    "no number": (b"[train]\noptm_lr = nan", "train.optm_lr = nan: input should be a finite number"),
+    "free no number": (b"[custom]\nx = [nan, -inf, inf]", ""),
+    "an endless number": (b"[train]\noptm_weight_decay = inf",
+                          "train.optm_weight_decay = inf: input should be a finite number"),
+    "4301 digits": (b"[train]\nepoch = " + b"9" * 4301, "not valid TOML: Exceeds the limit (4300 digits) for integer "
+                    "string conversion: value has 4301 digits; use sys.set_int_max_str_digits() to increase the limit"),
+    "5000 hexadecimal digits": (b"[custom]\nx = 0x" + b"f" * 5000,
+                                "an integer of more than 64 bits, the most that TOML has"),
+    "a key without a name": (b'"" = 1', "'': unknown key"),
+    "an array for a table": (b"[[train]]\nepoch = 1", "train = [{'epoch': 1}]: must be a table"),
+    "a table for a value": (b"[train.epoch]\nx = 1", "train.epoch = {'x': 1}: must be an integer"),
+    "extends a number": (b"extends = 3", "extends = 3: must be a file or a list of files, relative to this one"),
+    "extends nothing": (b"extends = ''", "extends = ['']: must be a file or a list of files, relative to this one"),
+    "extends no files": (b"extends = []", ""),
+    "extends what is not there": (b"extends = 'none.toml'", "extends = 'none.toml': no such file (FOLDER/none.toml)"),
+    "extends a folder": (b"extends = '.'", "is a folder; name a .toml file in it"),
+    "extends itself": (b"extends = 'hostile.toml'", "extends itself: FOLDER/hostile.toml -> FOLDER/hostile.toml"),
+    "extends two lines": (b'extends = "a\\n\\u001b[31m"',
+                          r"extends = 'a\n\x1b[31m': no such file (FOLDER/a \x1b[31m)"),
+    "extends a long name": (b"extends = '" + b"a" * 300 + b"'", f"extends = '{'a' * 300}': no such file "
+                            f"(FOLDER/{'a' * 300})"),
+    "a recipe of a long name": (b"[[pipeline.stages]]\nname = 'a'\nkind = 'sft'\nrecipe = '" + b"a" * 300 + b"'",
+                                f"stage 'a': recipe = '{'a' * 300}': no such file (FOLDER/{'a' * 300})"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_is_valid_or_one_line(tmp_path: Path, name: str) -> None:
+    content, said = FILES[name]
+    found = told(in_file(content, tmp_path / "hostile.toml"))
+    assert found.partition(": ")[2] == said.replace("FOLDER", str(tmp_path))
+
+
+def test_files_that_extend_each_other_are_one_line(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    in_file("extends = 'b.toml'", first)
+    in_file("extends = ['a.toml']", second)
+    assert told(first) == f"{first}: extends itself: {first} -> {second} -> {first}"
+    for number in range(1000):
+        in_file(f"extends = '{number + 1}.toml'", tmp_path / f"{number}.toml")
+    last = tmp_path / "32.toml"
+    assert told(tmp_path / "0.toml") == f"{last}: behind 32 files that extend each other, the most that there may be"
+    loop = tmp_path / "loop.toml"
+    loop.symlink_to(loop)
+    assert told(loop) == f"{loop}: cannot be read: Too many levels of symbolic links"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["misspelt.toml"], "misspelt.toml: train.epoc: unknown key; did you mean train.epoch?"),
+        (["escapes.toml"], r"escapes.toml: 'a\n\x1b[31m': unknown key"),
+        (["bytes.toml"], "bytes.toml: not UTF-8 text at byte 0"),
+        (["."], ".: is a folder; name a .toml file in it"),
+        (["none\n\x1b[31m.toml"], r"none \x1b[31m.toml: no such file"),
+        (["orphan.toml"], "orphan.toml: extends = 'none.toml': no such file (none.toml)"),
+        (["good.toml", "misspelt.toml"], "good.toml: train.epoc: unknown key; did you mean train.epoch?"),
+        (["good.toml", "--set", "train.epoch=0x" + "f" * 20],
+         "good.toml: train.epoch = '0xffffffffffffffffffff': must be an integer"),
+        (["good.toml", "--set", "train.epo\nch=1"],
+         r"good.toml: train.'epo\nch': unknown key; did you mean train.epoch?"),
+        (["good.toml", "--set", b"train.output_dir=\xff"],
+         "good.toml: a text with null characters or with bytes that are not UTF-8"),
+        ([b"\xff.toml"], r"\udcff.toml: a text with null characters or with bytes that are not UTF-8"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(map(repr, value))[:40],
+)  # fmt: skip
+def test_the_command_says_it_in_one_line_with_exit_code_64(
+    workspace: Workspace, arguments: list[str], said: str
+) -> None:
+    in_file("train.epoch = 2", workspace.path / "good.toml")
+    in_file("", workspace.path / os.fsdecode(b"\xff.toml"))
+    in_file("train.epoc = 2", workspace.path / "misspelt.toml")
+    in_file('"a\\n\\u001b[31m" = 2', workspace.path / "escapes.toml")
+    in_file(b"\xff\xfe", workspace.path / "bytes.toml")
+    in_file("extends = 'none.toml'", workspace.path / "orphan.toml")
+    done = workspace.cosmos("check", "--schema-only", *arguments, code=EXIT_USAGE)
+    assert done.stdout == ""
+    assert done.stderr == f"cosmos: {said}\n"
