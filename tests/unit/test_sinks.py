@@ -271,11 +271,22 @@ def wandb_records(file: Path) -> Iterator[Any]:
             yield Record.FromString(record)
 
 
+def finished_records(file: Path) -> list[Any]:
+    """All records of a run; W&B's own process writes the last of them when it gets to it."""
+    deadline = time.monotonic() + 120
+    while True:
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, [record.WhichOneof("record_type") for record in records]
+        time.sleep(0.2)
+
+
 def offline_runs(stage: Stage) -> list[tuple[str, dict[int, float]]]:
     """Id and losses by step of each offline run, in the order in which they were made."""
     found = []
-    for file in sorted(stage.path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        records = list(wandb_records(file))
+    for file in sorted(stage.path.glob("wandb/offline-run-*/*.wandb")):  # named by the second
+        records = finished_records(file)
         (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
         losses = {}
         for record in records:
