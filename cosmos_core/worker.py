@@ -7,22 +7,28 @@ line in `error.json` and exit code 64, a stop request in 75, anything else in 1 
 from __future__ import annotations
 
 import errno
+import importlib
 import inspect
 import logging
 import os
 import signal
 import sys
+import tempfile
+import threading
 import tomllib
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from cosmos_core.config.compose import TRAINING_KINDS
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks import attached
 from cosmos_core.registry import import_thing
 from cosmos_core.run.files import write_json
 from cosmos_core.run.manifest import commit
+from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.types import Outcome
 
@@ -61,9 +67,35 @@ def run_program(stage: Stage) -> None:
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {spec['entry']}: {error}") from error
     kind, inputs = stage.config.kind, stage.inputs
-    with attached(stage):
-        outcome = program(stage, **stage.config.arguments)
-        commit(stage.path, outcome, name=stage.name, kind=kind, fingerprint=stage.fingerprint, inputs=inputs)
+    size = stage.recipe.policy.parallelism.world_size if kind in TRAINING_KINDS else 1
+    if size > 1:
+        group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)
+        outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)
+    else:
+        with attached(stage):
+            outcome = program(stage, **stage.config.arguments)
+    commit(stage.path, outcome, name=stage.name, kind=kind, fingerprint=stage.fingerprint, inputs=inputs)
+
+
+def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event) -> Outcome:
+    """The program of a stage on one rank of a group; the first one says and writes what is said and written once."""
+    from cosmos_core.parallel.mesh import is_first
+
+    configure("INFO" if is_first() else "WARNING")
+    stage = load_stage(path)
+
+    def listen() -> None:
+        stop.wait()
+        stage.stop_requested = True
+
+    threading.Thread(target=listen, daemon=True).start()
+    if is_first():
+        with attached(stage):
+            return program(stage, **stage.config.arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        stage.progress = Progress(Path(scratch) / "progress.json")
+        stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")
+        return program(stage, **stage.config.arguments)
 
 
 def _program(entry: str) -> Callable[..., Outcome]:

@@ -5,7 +5,7 @@ from cosmos_core.types import StageKind
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
-    result_version=1,
+    result_version=2,
     is_numeric=False,
     # Only what decides about the rows: another learning rate must not tokenise again.
     recipe_tables=(

@@ -30,6 +30,8 @@ class Sample:
     reward: float = 0.0
     rollout_logprobs: np.ndarray | None = None
     """float32, what the engine gave each token with mask 1, in order; None: nobody sampled them."""
+    micro_batch: int | None = None
+    """Samples with the same number go through the model together; None: `mini_batch` of like length do."""
 
     @property
     def num_learned(self) -> int:

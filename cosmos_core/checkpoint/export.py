@@ -1,6 +1,7 @@
 """Write a model as a Hugging Face folder, and the stage kind `export`: write, prove, describe.
 
-Adapters and models that are not causal language models are left out.
+An adapter is written twice: merged into the model, and as it is in the folder `lora/`. Models that are not causal
+language models are left out.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.checkpoint.disk import saving
-from cosmos_core.checkpoint.prove import prove_export
-from cosmos_core.errors import Preempted
+from cosmos_core.checkpoint.prove import auto_class, prove_export
+from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.lora import FOLDER, is_adapted, merged, plain_state, save_adapter
 from cosmos_core.run.files import replaced_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -32,9 +34,10 @@ def export_model(
     *,
     dtype: torch.dtype | None,
     max_shard_size: str = "4GB",
-    extra_files: Mapping[str, str] = {},
+    extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write weights, config, generation config, tokenizer and `extra_files` (text by name) to `target`, in one rename.
+    """Write weights, config, generation config, tokenizer and `extra_files` (by relative path) to `target`, in one
+    rename.
 
     Floating-point weights are cast to `dtype` (None: as they are); the model itself is not changed. Tied weights are
     written once, several shards get an index, as transformers does it.
@@ -43,15 +46,20 @@ def export_model(
         StageFailed: the disk is full or broken.
     """
     with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
-        model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
+        with merged(model):
+            model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _exported_config(model, dtype).save_pretrained(building)
         tokenizer.save_pretrained(building)
-        for name, text in extra_files.items():
-            (building / name).write_text(text, encoding="utf-8")
+        if is_adapted(model):
+            save_adapter(model, building / FOLDER)
+        for name, content in extra_files.items():
+            (building / name).parent.mkdir(exist_ok=True)
+            (building / name).write_bytes(content)
 
 
 def run(stage: Stage) -> Outcome:
-    """The program of kind `export`: the upstream model in `train.param_dtype`, proven, with a model card.
+    """The program of kind `export`: the upstream model in `train.param_dtype`, proven, with a model card, and the
+    adapter that is in it, if there is one, as it was trained.
 
     Raises:
         ModelError: the upstream folder cannot be loaded.
@@ -68,18 +76,25 @@ def run(stage: Stage) -> Outcome:
     folder = f"safetensors/step_{_trained_step(stage)}"
     target = stage.path / folder
     stage.progress.phase("export")
-    export_model(model, tokenizer, target, dtype=dtype, extra_files={"README.md": model_card(stage)})
+    adapter = _adapter_files(stage)
+    extra_files = {"README.md": model_card(stage, auto_class(model.config).__name__).encode(), **adapter}
+    export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     checks = prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
+    if adapter:
+        checks.append(_prove_copy(adapter, target))
     logger.info("exported %s in %s; checks: %s", target, dtype_name, ", ".join(checks))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     info: dict[str, JsonValue] = {"model": folder, "checks": list(checks), "dtype": dtype_name}
+    if adapter:
+        info["adapter"] = f"{folder}/{FOLDER}"
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
 
 
-def model_card(stage: Stage) -> str:
-    """README.md of an export: where the weights come from, by digest, what was measured, and how to load them."""
+def model_card(stage: Stage, loader: str) -> str:
+    """README.md of an export: where the weights come from, by digest, what was measured, and by which class of
+    transformers to load them."""
     base = stage.recipe.policy.model_name_or_path
     is_hub_id = base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists()
     lines = ["---", "library_name: transformers", *([f"base_model: {base}"] if is_hub_id else []), "---", ""]
@@ -90,9 +105,11 @@ def model_card(stage: Stage) -> str:
         f"- Fingerprint of this stage: `{stage.fingerprint}`",
         "",
     ]
-    lines += ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += ['model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")']
+    lines += ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
+    lines += [f'model = {loader}.from_pretrained(path, dtype="auto")']
     lines += ["tokenizer = AutoTokenizer.from_pretrained(path)", "```", ""]
+    if _adapter_files(stage):
+        lines += [f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.", ""]
     for name, result in sorted(stage.inputs.items()):
         lines += _describe_input(name, result)
     return "\n".join(lines)
@@ -115,16 +132,27 @@ def _trained_step(stage: Stage) -> int:
     return int(upstream.get("info", {}).get("step", 0))
 
 
-def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor] | None:
+def _adapter_files(stage: Stage) -> dict[str, bytes]:
+    """What the upstream stage left of its adapter."""
+    return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
+
+
+def _prove_copy(files: Mapping[str, bytes], target: Path) -> str:
+    if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
+        raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")
+    return "adapter: bytes"
+
+
+def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The state dict in `dtype` with ties kept as ties, so that transformers writes them once."""
+    weights = plain_state(model)
     if dtype is None:
-        return None
-    cast: dict[int, torch.Tensor] = {}
-    weights = model.state_dict(keep_vars=True)
+        return weights
+    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in weights.values():
-        if id(tensor) not in cast:
-            cast[id(tensor)] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-    return {name: cast[id(tensor)] for name, tensor in weights.items()}
+        if (key := (tensor.data_ptr(), tensor.shape)) not in cast:
+            cast[key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+    return {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
 
 
 def _exported_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:

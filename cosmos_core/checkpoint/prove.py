@@ -20,12 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
+from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
 
 _INDEX = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
@@ -34,6 +46,9 @@ _RELOAD_SECONDS = 3000
 # Both sides compute in float32 on the same weights. What may differ is the order of sums, when the trainer is on
 # another device: a share of the largest logit, with room for deep models.
 _TOLERANCE = 1e-4
+# An adapter is merged in the precision of the weights, which then are rounded once more.
+_MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
+_COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
 def prove_export(
@@ -46,14 +61,17 @@ def prove_export(
     """Compare the export in `target` with the model in memory, and return the checks that ran and passed.
 
     `dtype` is what the weights were cast to (None: as they are). With `tokenizer` its ids and chat template are
-    compared with those of the reloaded one too.
+    compared with those of the reloaded one too. A model with an adapter is compared merged, and its adapter by itself.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
     """
-    expected = revert_weight_conversion(model, dict(model.state_dict()))
-    checks = [_prove_keys(expected, target), _prove_bytes(expected, target, dtype)]
-    return checks + _prove_reload(model, target, dtype, tokenizer)
+    with merged(model):
+        expected = revert_weight_conversion(model, plain_state(model))
+        checks = [_prove_keys(expected, target), _prove_bytes(expected, target, dtype)]
+        merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer)
+    checks += about_reload
+    return checks + _prove_adapter(model, merged_BTV, target) if is_adapted(model) else checks
 
 
 def _prove_keys(expected: dict[str, torch.Tensor], target: Path) -> str:
@@ -94,24 +112,11 @@ def _prove_bytes(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
 
 def _prove_reload(
     model: PreTrainedModel, target: Path, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase | None
-) -> list[str]:
-    """transformers, in a fresh interpreter and offline, computes the logits that this process computes."""
-    generator = torch.Generator().manual_seed(0)
-    input_ids_BT = torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
-    logits_BTV = _trainer_logits(model, input_ids_BT, dtype)
-    with tempfile.TemporaryDirectory() as scratch:
-        probe = Path(scratch) / "probe.safetensors"
-        about = {
-            "parent": str(os.getpid()),
-            "threads": str(torch.get_num_threads()),
-            "attention": model.config._attn_implementation or "sdpa",
-        }
-        save_file({"input_ids": input_ids_BT}, probe, metadata=about)
-        _run_fresh_interpreter(target, probe)
-        with safe_open(_answer_file(probe), framework="pt") as answer:
-            reloaded_BTV = answer.get_tensor("logits")
-            reloaded_tokenizer = json.loads(answer.metadata()["tokenizer"])
-    checks = [_compare_logits(logits_BTV, reloaded_BTV, target)]
+) -> tuple[torch.Tensor, list[str]]:
+    """transformers, in a fresh interpreter and offline, computes the logits BTV that this process computes."""
+    logits_BTV = _trainer_logits(model, dtype)
+    reloaded_BTV, reloaded_tokenizer = _reloaded(model, target)
+    checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target)]
     if tokenizer is not None:
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
             raise StageFailed(
@@ -119,27 +124,66 @@ def _prove_reload(
                 "or has another chat template; save the tokenizer again from the base model"
             )
         checks.append("tokenizer")
-    return checks
+    return logits_BTV, checks
 
 
-def _compare_logits(trainer_BTV: torch.Tensor, reloaded_BTV: torch.Tensor, target: Path) -> str:
+def _prove_adapter(model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path) -> list[str]:
+    """Merging changes the logits by rounding alone, and PEFT computes them from the base and the adapter."""
+    rounding = _MERGE_TOLERANCE[model.dtype]
+    logits_BTV = _trainer_logits(model, None)
+    reloaded_BTV, _ = _reloaded(model, target / FOLDER)
+    return [
+        _compare_logits("merge", logits_BTV, merged_BTV, target, rounding),
+        _compare_logits(
+            "adapter", logits_BTV, reloaded_BTV, target / FOLDER, rounding if changes_base(model) else _TOLERANCE
+        ),
+    ]
+
+
+def _reloaded(model: PreTrainedModel, folder: Path) -> tuple[torch.Tensor, list[object]]:
+    """Logits BTV of a fresh interpreter, and what its tokenizer does."""
+    attention = model.config._attn_implementation or "sdpa"
+    about = {
+        "parent": str(os.getpid()),
+        "threads": str(torch.get_num_threads()),
+        "attention": attention.removeprefix("packed_"),  # of packed rows: the one that it is named after
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = Path(scratch) / "probe.safetensors"
+        save_file({"input_ids": _probe_ids(model)}, probe, metadata=about)
+        _run_fresh_interpreter(folder, probe)
+        with safe_open(_answer_file(probe), framework="pt") as answer:
+            return answer.get_tensor("logits"), json.loads(answer.metadata()["tokenizer"])
+
+
+def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
+    """Random tokens BT, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
+
+
+def _compare_logits(
+    check: str, trainer_BTV: torch.Tensor, reloaded_BTV: torch.Tensor, target: Path, share: float = _TOLERANCE
+) -> str:
+    """Raises unless they differ by no more than a share of the trainer's largest logit."""
     if _same_bits(trainer_BTV, reloaded_BTV):
-        return "reload: bit-identical"
-    tolerance = _TOLERANCE * float(trainer_BTV.abs().max())
+        return f"{check}: bit-identical"
+    tolerance = share * float(trainer_BTV.abs().max())
     difference = float("inf")
     if trainer_BTV.shape == reloaded_BTV.shape:
         difference = float((trainer_BTV - reloaded_BTV).abs().max())
     if not difference <= tolerance:  # NaN fails too
         raise StageFailed(
-            f"export {target} failed the check 'reload': logits of the reloaded model differ by {difference:.2g} from "
-            f"the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
+            f"export {target} failed the check {check!r}: logits of the {_COMPARED[check]} differ by {difference:.2g} "
+            f"from the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
         )
-    return f"reload: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check}: max difference {difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
-def _trainer_logits(model: PreTrainedModel, input_ids_BT: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Logits in float32 with the weights as they were exported: rounded to `dtype`, then widened."""
+def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
+    """Logits BTV in float32 with the weights as they were exported: rounded to `dtype`, then widened."""
     weights = {
         name: (parameter if dtype is None else parameter.to(dtype)).float()
         for name, parameter in model.named_parameters()
@@ -147,7 +191,7 @@ def _trainer_logits(model: PreTrainedModel, input_ids_BT: torch.Tensor, dtype: t
     was_training = model.training
     model.eval()
     try:
-        arguments = {"input_ids": input_ids_BT.to(model.device), "use_cache": False}
+        arguments = {"input_ids": _probe_ids(model).to(model.device), "use_cache": False}
         output = torch.func.functional_call(model, weights, kwargs=arguments)
     finally:
         model.train(was_training)
@@ -182,18 +226,47 @@ def answer(folder: Path, probe: Path) -> None:
         about, input_ids_BT = reader.metadata(), reader.get_tensor("input_ids")
     _die_with(int(about["parent"]))
     torch.set_num_threads(int(about["threads"]))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    has_adapter = (folder / "adapter_config.json").is_file()
+    model = _with_adapter(folder, about) if has_adapter else _whole(folder, about)
+    tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
+    logits_BTV = model.eval()(input_ids=input_ids_BT, use_cache=False).logits
+    save_file(
+        {"logits": logits_BTV.float().contiguous()}, _answer_file(probe), metadata={"tokenizer": json.dumps(tokenizer)}
+    )
+
+
+def _whole(folder: Path, about: dict[str, str]) -> Any:
+    loaded: Any = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, attn_implementation=about["attention"], output_loading_info=True
     )
     model, loading = loaded
     wrong = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
     if wrong:
         raise StageFailed(f"transformers found {wrong}")
-    tokenizer = _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
-    logits_BTV = model.eval()(input_ids=input_ids_BT, use_cache=False).logits
-    save_file(
-        {"logits": logits_BTV.float().contiguous()}, _answer_file(probe), metadata={"tokenizer": json.dumps(tokenizer)}
+    return model
+
+
+def _with_adapter(folder: Path, about: dict[str, str]) -> Any:
+    """The base that the adapter names, rounded as in training, and the adapter on it."""
+    adapter = PeftConfig.from_pretrained(str(folder))
+    source, revision = str(adapter.base_model_name_or_path), adapter.revision
+    cls: Any = auto_class(AutoConfig.from_pretrained(source, revision=revision))
+    base = cls.from_pretrained(
+        source, revision=revision, dtype=getattr(torch, about["dtype"]), attn_implementation=about["attention"]
     )
+    return PeftModel.from_pretrained(base, str(folder)).float()
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers through which a user loads a model: it makes the architecture that config.json names.
+
+    Some vision-language models are not known to AutoModelForCausalLM, others are loaded by it without their tower.
+    """
+    name = (config.architectures or [""])[0]
+    of_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    of_text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_of_images = of_images is not None and of_images.__name__ == name and of_text is not of_images
+    return AutoModelForImageTextToText if is_of_images else AutoModelForCausalLM
 
 
 def _die_with(parent: int) -> None:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from cosmos_core.checkpoint.state import TrainState, adopt_optimizer_tensors, empty_tensors
+from cosmos_core.checkpoint.state import TrainState, adopt_optimizer_tensors, begin_averages, empty_tensors
 from cosmos_core.errors import ModelError
+from cosmos_core.parallel.mesh import from_first, is_first
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
@@ -40,13 +41,16 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
-def problem(folder: Path, step: int, fingerprint: str) -> str | None:
-    """Why the checkpoint of a step cannot be continued from; None when every byte is what was saved."""
+def problem(folder: Path, step: int, fingerprint: str | None) -> str | None:
+    """Why the checkpoint of a step cannot be continued from; None when every byte is what was saved.
+
+    `fingerprint` None: whatever configuration it belongs to.
+    """
     policy = step_folder(folder, step) / "policy"
     manifest = read_json(policy / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return f"{MANIFEST} is missing or damaged: it was not written to the end"
-    if manifest.get("fingerprint") != fingerprint:
+    if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
         return "it belongs to another configuration"
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
@@ -77,10 +81,28 @@ def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None
     Raises:
         ModelError: the checkpoint is of another model, or of Cosmos-RL.
     """
-    step = newest_whole(folder, fingerprint)
-    if step is None:
-        return None
-    policy = step_folder(folder, step) / "policy"
+    step = from_first(newest_whole(folder, fingerprint) if is_first() else None)
+    if step is not None:
+        _fill(state, step_folder(folder, step) / "policy")
+    return step
+
+
+def load_from(policy: Path, state: TrainState) -> int:
+    """Fill `state` from the folder `.../step_N/policy`, whatever configuration it is of, and return its step.
+
+    Raises:
+        ModelError: it is damaged, of another model, or of Cosmos-RL.
+    """
+    step = int(policy.parent.name.removeprefix("step_"))
+    refuse_pickled_shards(policy)
+    reason = problem(policy.parent.parent, step, None)
+    if reason is not None:
+        raise ModelError(f"checkpoint {policy}: {reason}; name another one, or none")
+    _fill(state, policy)
+    return step
+
+
+def _fill(state: TrainState, policy: Path) -> None:
     reader = dcp.HuggingFaceStorageReader(str(policy))
     saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
@@ -89,10 +111,10 @@ def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None
     tensors = empty_tensors(state, saved)
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
+    begin_averages(state, tensors)
     extra = read_json(policy / EXTRA)
     assert isinstance(extra, dict)  # its digest was right
     state.extra = extra
-    return step
 
 
 def refuse_pickled_shards(policy: Path) -> None:

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from cosmos_core.checkpoint import resume
+from cosmos_core.checkpoint.best import BEST, Best
 from cosmos_core.checkpoint.disk import saving
 from cosmos_core.checkpoint.resume import EXTRA, MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
+from cosmos_core.parallel.fsdp import on_first
+from cosmos_core.parallel.mesh import from_first, is_alone, is_first
 from cosmos_core.run.files import read_json, replaced_folder, sha256, write_json, write_text
 
 # DCP builds the whole of a file in memory before it writes it.
@@ -52,38 +56,44 @@ class Checkpointer:
         self._on_saved = on_saved
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        _settle_unfinished(folder)
+        if is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            _settle_unfinished(folder)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Save the state after `step` steps. Asynchronous: returns once it is copied, after the save before is done.
+    def save(self, step: int, state: TrainState, best: Best | None = None) -> None:
+        """Save the state after `step` steps; `best` is kept and named from then on.
+
+        Asynchronous: returns once the state is copied, after the save before is done.
 
         Raises:
             StageFailed: this save, or the asynchronous one before, met a full or broken disk.
         """
         self.wait()
         tensors = {name: tensor.detach() for name, tensor in named_tensors(state).items()}
+        if not is_alone():
+            tensors = on_first(tensors)
+            if not is_first():
+                return
         extra = json.dumps(state.extra)
         if self._writer is None:
-            self._write(step, tensors, extra)
+            self._write(step, tensors, extra, best)
         else:
             # The snapshot: the optimizer changes the live tensors in place while the writer reads.
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            self._pending = self._writer.submit(self._write, step, copies, extra)
+            self._pending = self._writer.submit(self._write, step, copies, extra, best)
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Return when nothing is being written, on every rank.
 
         Raises:
             StageFailed: the last asynchronous save failed.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        self._drain()
+        from_first(None)  # a rank that went on to its end would take the writing one with it
 
     def latest(self) -> int | None:
         """The newest step that can be continued from; None when there is none."""
-        return resume.newest_whole(self._folder, self._fingerprint)
+        return from_first(resume.newest_whole(self._folder, self._fingerprint) if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
         """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
@@ -93,15 +103,28 @@ class Checkpointer:
         """
         return resume.load_latest(self._folder, state, self._fingerprint)
 
+    def name_best(self, best: Best | None) -> None:
+        """Say in `best.json`, beside the folder of checkpoints, which step it is; None: there is none."""
+        file = self._folder.parent / BEST
+        if best is not None and is_first():
+            write_json(file, asdict(best))
+        elif is_first():
+            file.unlink(missing_ok=True)
+
     def close(self) -> None:
         """`wait`, then end the writer thread."""
         try:
-            self.wait()
+            self._drain()
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor], extra: str) -> None:
+    def _drain(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], extra: str, best: Best | None) -> None:
         target = step_folder(self._folder, step)
         with (
             saving(f"checkpoint {target.name} in {self._folder}", self._what_is_left),
@@ -121,11 +144,13 @@ class Checkpointer:
             }
             write_json(policy / MANIFEST, manifest)
         logger.info("saved checkpoint %s", target)
-        self._prune(step)
+        with saving(f"{BEST} in {self._folder.parent}", self._what_is_left):
+            self.name_best(best)
+        self._prune(step, best)
         if self._on_saved is not None:
             self._on_saved(step)
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self, newest: int, best: Best | None) -> None:
         """Delete what `max_keep` does not cover, when the checkpoint just written reads back whole.
 
         A later step is one that was passed over at the start; another configuration's checkpoints are not ours.
@@ -134,7 +159,7 @@ class Checkpointer:
         if self._max_keep == -1:
             return
         ours = [step for step in saved_steps(self._folder) if step <= newest and self._is_ours(step)]
-        too_many = ours[: -self._max_keep]
+        too_many = [step for step in ours[: -self._max_keep] if best is None or step != best.step]
         if too_many and resume.problem(self._folder, newest, self._fingerprint) is None:
             for step in too_many:
                 # Renamed first: a kill half-way must not leave a step that looks damaged.
@@ -147,7 +172,7 @@ class Checkpointer:
         return isinstance(manifest, dict) and manifest.get("fingerprint") == self._fingerprint
 
     def _what_is_left(self) -> str:
-        whole = self.latest()
+        whole = resume.newest_whole(self._folder, self._fingerprint)
         return "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
 
 

@@ -7,6 +7,7 @@ and the learning rate is a pure function of the step.
 from __future__ import annotations
 
 import base64
+import importlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.types import JsonValue
 
 _MODEL = "model."
+_AVERAGE = "ema."
 _OPTIMIZER = "optimizer."
 
 
@@ -30,19 +32,21 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     extra: dict[str, JsonValue] = field(default_factory=dict)
     """Step, data position, `capture_rng()` and whatever else the loop needs to go on; JSON values only."""
+    averages: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Moving average of each trained weight, by its name; empty: none is kept."""
 
 
 def named_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by name: `model.NAME`, `optimizer.SLOT.NAME`. They share storage with the live ones."""
-    tensors = _model_tensors(state.model)
+    """Every tensor of the state by name: `model.NAME`, `ema.NAME`, `optimizer.SLOT.NAME`; storage is shared."""
+    tensors = _model_tensors(state.model) | _averages(state)
     for name, parameter in state.model.named_parameters():
         for slot, value in state.optimizer.state.get(parameter, {}).items():
-            tensors[f"{_OPTIMIZER}{slot}.{name}"] = value
+            tensors |= {f"{_OPTIMIZER}{slot}{part}.{name}": tensor for part, tensor in _parts(value).items()}
     return tensors
 
 
 def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-    """Where a checkpoint with the tensors `saved` is read into: the live weights, and new optimizer tensors.
+    """Where a checkpoint with the tensors `saved` is read into: live weights and averages, new optimizer tensors.
 
     Raises:
         ModelError: the checkpoint and the model do not have the same tensors.
@@ -55,14 +59,14 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
         differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
         raise ModelError(
             f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
-            f"first {differing[0].removeprefix(_MODEL)!r}; delete it to start again"
+            f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
         )
     for name, (shape, dtype) in saved.items():
-        if name not in targets:
+        if name.startswith(_OPTIMIZER):
             parameter = parameters[name.removeprefix(_OPTIMIZER).partition(".")[2]]
             like = parameter if parameter.shape == shape else torch.empty(shape)
             targets[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return targets
+    return targets | {name: average for name, average in _averages(state).items() if name in saved}
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -76,7 +80,16 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, torch.Tenso
         if key.startswith(_OPTIMIZER):
             slot, _, name = key.removeprefix(_OPTIMIZER).partition(".")
             slots.setdefault(indices[id(named[name])], {})[slot] = tensor
-    state.optimizer.load_state_dict({"state": slots, "param_groups": live["param_groups"]})
+    joined = {index: _joined(parts) for index, parts in slots.items()}
+    state.optimizer.load_state_dict({"state": joined, "param_groups": live["param_groups"]})
+
+
+def begin_averages(state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let averages that a checkpoint did not have begin at its weights."""
+    named = dict(state.model.named_parameters())
+    for name, average in state.averages.items():
+        if _AVERAGE + name not in tensors:
+            average.copy_(named[name].detach())
 
 
 def capture_rng() -> dict[str, JsonValue]:
@@ -107,14 +120,39 @@ def restore_rng(captured: Mapping[str, Any]) -> None:
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights and persistent buffers by name; one that is tied to another appears once, under its first name."""
+    """Trained weights and persistent buffers by name; one that is tied to another appears once, under its first name.
+
+    Frozen weights are those that the stage started from: whoever resumes has loaded them.
+    """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and not is_frozen:
             seen.add(id(tensor))
             tensors[_MODEL + name] = tensor.detach()
     return tensors
+
+
+def _averages(state: TrainState) -> dict[str, torch.Tensor]:
+    return {_AVERAGE + name: average for name, average in state.averages.items()}
+
+
+def _parts(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A moment in eight bits as the plain tensors that torchao makes it of; any other tensor as it is."""
+    if not hasattr(value, "qmap"):
+        return {"": value}
+    return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
+
+
+def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The slots of one parameter, which `_parts` took apart."""
+    slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
+    for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:
+        eight_bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+        codes, scale, qmap = (parts[f"{slot}:{part}"] for part in ("codes", "scale", "qmap"))
+        slots[slot] = eight_bit(codes, scale, qmap, bool(qmap.min() < 0), torch.float32)
+    return slots
 
 
 def _text(state: torch.Tensor) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline, existing
+from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing
+from cosmos_core.config.mesh import filled
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Only, mark, set_fields, status
 from cosmos_core.errors import ConfigError
@@ -28,7 +29,8 @@ def check_capabilities(pipeline: Pipeline) -> None:
             raise ConfigError(
                 f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path"
             )
-        for problem in _of_recipe(pipeline.recipes[stage.name], stage.kind):
+        recipe = pipeline.recipes[stage.name]
+        for problem in (*_of_recipe(recipe, stage.kind), *_of_mesh(recipe, stage.kind, pipeline.config.gpus)):
             raise ConfigError(f"{where}: {problem}")
 
 
@@ -64,6 +66,8 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
             yield f"{key} = {_toml(value)}: {only.note}"
         elif is_set and found.name in {"planned", "unsupported"}:
             yield f"{key} = {_toml(value)}: {found.note}"
+    if recipe.policy.lora and recipe.policy.lora.init_lora_weights == "eva":
+        yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
     train, rollout = recipe.train, recipe.rollout
     if kind == "rl":
         if rollout.n_generation < 2:
@@ -78,12 +82,32 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
                 f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in "
                 f"policy.model_max_length = {recipe.policy.model_max_length}; lower it"
             )
-    if not isinstance(train.optm_lr, float):
-        yield f"train.optm_lr = {_toml(train.optm_lr)}: this version has one rate for all weights; give one number"
-    if not isinstance(train.optm_impl, str):
+    if isinstance(train.optm_lr, tuple):
+        yield f"train.optm_lr = {_toml(train.optm_lr)}: a model is one part here; give rates by module path"
+    if isinstance(train.optm_impl, tuple):
         yield f"train.optm_impl = {_toml(train.optm_impl)}: this version has one optimizer; give one name"
+    if train.optm_name.endswith("8bit") and recipe.policy.parallelism.world_size > 1:
+        yield f"train.optm_name = {train.optm_name!r}: this version has 8-bit moments on one rank alone; use 'AdamW'"
     if train.master_dtype == "bfloat16" and train.param_dtype == "float32":
         yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
+
+
+def _of_mesh(recipe: Recipe, kind: str, gpus: int | None) -> Iterator[str]:
+    """What a training on several ranks cannot do."""
+    mesh = recipe.policy.parallelism
+    if kind not in TRAINING_KINDS:
+        return
+    if mesh.dp_shard_size == -1 and (size := filled(recipe, gpus).policy.parallelism.dp_shard_size) > 1:
+        yield f"policy.parallelism.dp_shard_size = -1: this version wants the number; set it to {size}"
+    if mesh.world_size == 1:
+        return
+    where = f"policy.parallelism has {mesh.world_size} ranks"
+    if kind == "rl":
+        yield f"{where}: this version trains by rollouts on one; set all sizes to 1"
+    if recipe.policy.lora is not None:
+        yield f"{where}: this version trains LoRA on one; set all sizes to 1"
+    if recipe.train.compile and mesh.tp_size > 1:
+        yield f"{where}: train.compile = true excludes tp_size = {mesh.tp_size} in this version; set it to false"
 
 
 def _toml(value: object) -> str:

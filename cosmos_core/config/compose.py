@@ -380,7 +380,12 @@ def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
         return _changed(table, **update)
 
     policy = _changed(recipe.policy, model_name_or_path=absolute(recipe.policy.model_name_or_path))
-    train = _changed(recipe.train, train_policy=located(recipe.train.train_policy))
+    resume = recipe.train.resume
+    train = _changed(
+        recipe.train,
+        train_policy=located(recipe.train.train_policy),
+        resume=absolute(resume) if isinstance(resume, str) else resume,
+    )
     return _changed(recipe, train=train, policy=policy, validation=located(recipe.validation))
 
 

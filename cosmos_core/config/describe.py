@@ -15,7 +15,18 @@ from pydantic.fields import FieldInfo
 from cosmos_core.config.modern import DEAD, MOVED
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Only, Since, StatusName, Table, Unit, all_fields, mark, status, tables_in
+from cosmos_core.config.schema.table import (
+    Only,
+    Since,
+    Status,
+    StatusName,
+    Table,
+    Unit,
+    all_fields,
+    mark,
+    status,
+    tables_in,
+)
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
@@ -46,7 +57,8 @@ class Key:
 def all_keys() -> tuple[Key, ...]:
     """Every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     found = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
-    return tuple({(name, table): _key(name, table, field) for name, table, field in found}.values())
+    tables = {name: status(field) for name, _, field in found if tables_in(field.annotation)}
+    return tuple({(name, table): _key(name, table, field, tables) for name, table, field in found}.values())
 
 
 def find_key(name: str) -> list[Key]:
@@ -107,11 +119,14 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
         yield from (f"  {label:<9} {text}" for label, text in rows.items() if text)
 
 
-def _key(name: str, table: type[Table], field: FieldInfo) -> Key:
+def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, Status]) -> Key:
+    """`tables` has the status of each table: one that is not used has no keys that are."""
     unit: Unit | None = mark(field, Unit)
     since: Since | None = mark(field, Since)
     only: Only | None = mark(field, Only)
     found = status(field)
+    if found.name == "used":
+        found = tables.get(name.rpartition(".")[0], found)
     ours = name.startswith("pipeline") or (since is not None and since.generation == "ours")
     return Key(
         name=name,

@@ -15,11 +15,16 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.data.messages import Message
+from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
 
+_LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class RefusedRow(SkippedRow):
+    """The chat template does not take a conversation of these roles in this order."""
 
 
 def tokenize_conversation(
@@ -38,24 +43,29 @@ def conversation_tokens(
     that closes each of its turns included; in plain text, which ends with the end token, all.
 
     Raises:
-        DataError: there is no assistant turn, or the assistant's tokens cannot be told from the others.
+        DataError: the assistant's tokens cannot be told from the others.
+        SkippedRow: the assistant says nothing.
+        RefusedRow: the chat template refuses the conversation.
         ModelError: the tokenizer has no chat template.
     """
     if isinstance(conversation, str):
         return _plain_tokens(tokenizer, conversation)
-    if not any(message["role"] == "assistant" for message in conversation):
-        raise DataError(f"{where}: a conversation without an assistant turn has nothing to learn; remove the row")
+    if not any(_says_something(message) for message in conversation if message["role"] == "assistant"):
+        raise SkippedRow(where, "without an assistant turn to learn")
     full = render(tokenizer, conversation, where)
 
     def render_part(messages: list[Message], add_generation_prompt: bool) -> str:
         return _render(tokenizer, messages, add_generation_prompt)
 
-    spans = prefix_spans(render_part, conversation, full)
+    is_long = len(conversation) > _LONG
+    spans = None if is_long else prefix_spans(render_part, conversation, full)
     if spans is None and (marked := _marked_tokens(tokenizer, conversation)):
         return marked
     closing = _added_tokens(tokenizer)
     if spans is None:
         spans = skeleton_spans(render_part, conversation, full, closing)
+    if spans is None and is_long:
+        spans = prefix_spans(render_part, conversation, full)
     if spans is None:
         raise DataError(
             f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
@@ -68,14 +78,13 @@ def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tup
     """Cut ids and mask on the right.
 
     Raises:
-        DataError: no token to learn is left.
+        SkippedRow: no token to learn is left; the first token of a row never is one, as nothing predicts it.
     """
     ids, mask = tokens
-    if not any(mask[:max_length]):
-        raise DataError(
-            f"{where}: nothing to learn: none of the first {max_length} of its {len(ids)} tokens is the assistant's; "
-            "raise policy.model_max_length or remove the row"
-        )
+    if not any(mask[1:]):
+        raise SkippedRow(where, "with nothing to learn")
+    if not any(mask[1:max_length]):
+        raise SkippedRow(where, "longer than policy.model_max_length with nothing left to learn")
     return ids[:max_length], mask[:max_length]
 
 
@@ -91,16 +100,14 @@ def tokenize_prompt(
         where: place of the row, for messages.
 
     Raises:
-        DataError: the prompt is longer, or the template refuses it.
+        SkippedRow: the prompt is longer.
+        RefusedRow: the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
     text = render(tokenizer, messages, where, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise DataError(
-            f"{where}: prompt longer than the model: {len(ids)} tokens, but policy.model_max_length less "
-            f"rollout.max_response_length leaves {max_length}; raise the one, lower the other, or remove the row"
-        )
+        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
     return ids, text
 
 
@@ -110,7 +117,8 @@ def render(
     """The conversation as the chat template writes it.
 
     Raises:
-        DataError: the template refuses the conversation.
+        DataError: the template writes nothing for what the user says.
+        RefusedRow: the template refuses the conversation, or leaves out its system turn.
         ModelError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
@@ -121,15 +129,23 @@ def render(
     try:
         text = _render(tokenizer, messages, add_generation_prompt)
     except TemplateError as error:
-        raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+        raise RefusedRow(where, f"refused by the chat template ({error})") from error
     for message in messages:
+        if message["content"].strip()[-20:] in text:
+            continue
+        if message["role"] == "system":
+            raise RefusedRow(where, "with a system turn that the chat template leaves out")
         # Templates of some vision models look for parts in the content, and write nothing for a string.
-        if message["role"] == "user" and message["content"].strip()[-20:] not in text:
+        if message["role"] == "user":
             raise DataError(
                 f"{where}: the chat template leaves out the user's text {message['content'][:40]!r}; "
                 "use a template that accepts strings as content"
             )
     return text
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message["content"].strip()) or len(message) > len(("role", "content"))
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:

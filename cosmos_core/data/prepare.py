@@ -2,38 +2,47 @@
 
     <stage>/data/train.arrow  validation.arrow  statistics.json
 
-The same rows, tokenizer and settings give the same bytes, whatever the number of processes. Opening these files is
-`prepared.py`; what is a conversation and what is learned of it, `messages.py` and `conversation.py`.
+The same rows, tokenizer and settings give the same bytes, whatever the number of processes. A row with nothing in it
+to learn is left out and counted; a row of a wrong form ends the stage. Opening these files is `prepared.py`; what is a
+conversation and what is learned of it, `messages.py` and `conversation.py`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.conversation import conversation_tokens, cut, tokenize_prompt
-from cosmos_core.data.messages import Message, read_conversation, read_held_out, read_prompt
+from cosmos_core.data.conversation import RefusedRow, conversation_tokens, cut, tokenize_prompt
+from cosmos_core.data.messages import (
+    Message,
+    SkippedRow,
+    alternating,
+    read_conversation,
+    read_held_out,
+    read_prompt,
+)
 from cosmos_core.data.prepared import SCHEMAS, RowKind, split_path
 from cosmos_core.data.rows import Row, Rows, has_local_split, load_rows, split_rows
-from cosmos_core.errors import ConfigError, Preempted
+from cosmos_core.data.statistics import Chunk, Counts
+from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.files import replaced_folder, write_json
 from cosmos_core.run.stage import Stage
@@ -52,22 +61,14 @@ class Job:
     recipe: Recipe
     kind: RowKind
     max_tokens: int
-    """Sequences are cut to this; a longer prompt is an error."""
-
-
-class Chunk(NamedTuple):
-    """Some rows, tokenised."""
-
-    batch: pa.RecordBatch
-    num_cut: int
-    """Sequences that were longer than the model."""
+    """Sequences are cut to this; a longer prompt is left out."""
 
 
 def run(stage: Stage) -> Outcome:
     """Tokenise the training rows, and the held-out rows where there are any.
 
     Raises:
-        DataError: a row, a file or a data set is wrong; the message names its place.
+        DataError: a row, a file or a data set is wrong, and the message names its place; or no row is left.
         ModelError: the tokenizer is missing or has no chat template.
         Preempted: a signal came; nothing was written.
     """
@@ -77,31 +78,44 @@ def run(stage: Stage) -> Outcome:
     total = sum(len(rows) for rows in splits.values())
     load_tokenizer(stage.model, stage.recipe.policy.model_revision)  # its errors come before any process is started
     statistics: dict[str, dict[str, Any]] = {}
+    notices: list[JsonValue] = []
     done = 0
     with replaced_folder(stage.path / "data") as folder:
         for split, rows in splits.items():
             path = split_path(folder, split)
-            statistics[split] = _write_split(stage, path, jobs[split], rows, done, total)
+            counts = _write_split(stage, path, jobs[split], rows, done, total)
             done += len(rows)
+            statistics[split] = counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
+            for notice in counts.notices():
+                logger.warning("%s: %s", split, notice)
+                notices.append(f"{split}: {notice}")
         write_json(folder / "statistics.json", statistics)
-    metrics = {f"data/{s}_{name}": float(statistics[s][name]) for s in splits for name in ("rows", "tokens")}
-    info: dict[str, JsonValue] = {"data": "data"}
+    names = ("rows", "tokens", "skipped_rows")
+    metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in splits for name in names}
+    info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     return Outcome(outputs=("data",), metrics=metrics, info=info)
 
 
-def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, total: int) -> dict[str, Any]:
-    """Write one file; `done` of `total` rows went before. Returns its statistics."""
-    counts = _Counts(job.kind)
+def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, total: int) -> Counts:
+    """Write one file; `done` of `total` rows went before.
+
+    Raises:
+        DataError: nothing is left to write.
+    """
+    counts = Counts(job.kind)
     with pa.ipc.new_file(path, SCHEMAS[job.kind]) as file, closing(_tokenised(stage, job, rows)) as chunks:
         for chunk in chunks:
-            file.write_batch(chunk.batch)
+            if chunk.batch.num_rows:
+                file.write_batch(chunk.batch)
             counts.add(chunk)
-            done += chunk.batch.num_rows
+            done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(done, total)
             if stage.stop_requested:
                 raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
-    return counts.summary()
+    if not counts.num_rows:
+        raise DataError(f"{path.stem}: {counts.notices()[0]}; no row is left, give others")
+    return counts
 
 
 def _splits(stage: Stage) -> dict[str, Rows]:
@@ -186,69 +200,73 @@ def _make_chunk_here(job: Job, piece: list[tuple[str, Row]]) -> Chunk:
     return make_chunk(_worker_tokenizer, job, piece)
 
 
+class _Record(NamedTuple):
+    values: tuple[Any, ...]
+    """One a column of the file; the last is the place of the row."""
+    is_cut: bool
+    is_merged: bool
+
+
 def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, piece: list[tuple[str, Row]]) -> Chunk:
     """Tokenise rows, given with their places, into one record batch."""
-    if job.kind == "prompts":
-        prompts = [_prompt(tokenizer, job, row, where) for where, row in piece]
-        return Chunk(_batch(prompts, "prompts"), 0)
-    records, num_cut = [], 0
+    make = _prompt if job.kind == "prompts" else _sequence
+    records: list[_Record] = []
+    skipped = []
     for where, row in piece:
-        tokens = conversation_tokens(tokenizer, _conversation(job.recipe, row, where), where)
-        num_cut += len(tokens[0]) > job.max_tokens
-        records.append((*cut(tokens, job.max_tokens, where), where))
-    return Chunk(_batch(records, "sequences"), num_cut)
+        try:
+            records.append(make(tokenizer, job, row, where))
+        except SkippedRow as skip:
+            skipped.append((skip.reason, where))
+    merged = [record.values[-1] for record in records if record.is_merged]
+    return Chunk(_batch(records, job.kind), sum(record.is_cut for record in records), skipped, merged)
 
 
-def _conversation(recipe: Recipe, row: Row, where: str) -> list[Message] | str:
-    policy = recipe.train.train_policy
+def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    policy = job.recipe.train.train_policy
     assert not isinstance(policy, GrpoConfig)
-    return read_conversation(row, where, policy.conversation_column_name, policy.system_prompt)
+    conversation = read_conversation(row, where, policy.conversation_column_name, policy.system_prompt)
+    _check_characters(conversation, where)
+    tokens, is_merged = _accepted(lambda turns: conversation_tokens(tokenizer, turns, where), conversation)
+    return _Record((*cut(tokens, job.max_tokens, where), where), len(tokens[0]) > job.max_tokens, is_merged)
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> tuple[list[int], str, str, str]:
+def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     policy = job.recipe.train.train_policy
     if isinstance(policy, GrpoConfig):
         columns = (policy.prompt_column_name, policy.response_column_name)
         messages, reference = read_prompt(row, where, *columns, policy.system_prompt)
     else:  # what the model learned to answer, in the form in which it learned it
         messages, reference = read_held_out(row, where, policy.conversation_column_name, policy.system_prompt)
-    ids, text = tokenize_prompt(tokenizer, messages, job.max_tokens, where)
-    return ids, text, reference, where
+    _check_characters([messages, reference], where)
+    (ids, text), is_merged = _accepted(lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where), messages)
+    return _Record((ids, text, reference, where), False, is_merged)
 
 
-def _batch(records: list[Any], kind: RowKind) -> pa.RecordBatch:
+_Turns = TypeVar("_Turns", list[Message], list[Message] | str)
+_Tokens = TypeVar("_Tokens")
+
+
+def _accepted(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
+    """The tokens of the turns, put together where the chat template refuses them as they are; whether it was so."""
+    try:
+        return tokenise(turns), False
+    except RefusedRow:
+        assert not isinstance(turns, str)  # plain text needs no template
+        for others in alternating(turns):
+            with suppress(RefusedRow):
+                return tokenise(others), True
+        raise
+
+
+def _check_characters(content: Any, where: str) -> None:
+    """JSON can hold half of a character outside the first 65536, and no tokenizer takes it."""
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise SkippedRow(where, "with half a character (a lone surrogate)") from None
+
+
+def _batch(records: list[_Record], kind: RowKind) -> pa.RecordBatch:
     schema = SCHEMAS[kind]
-    columns = zip(*records, strict=True)
-    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)]
+    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-class _Counts:
-    """What `statistics.json` says of one split."""
-
-    def __init__(self, kind: RowKind) -> None:
-        self._kind = kind
-        self._lengths: list[np.ndarray] = []
-        self._num_labels = 0
-        self._num_cut = 0
-
-    def add(self, chunk: Chunk) -> None:
-        self._lengths.append(np.diff(chunk.batch.column(0).offsets.to_numpy()))
-        self._num_cut += chunk.num_cut
-        if self._kind == "sequences":
-            self._num_labels += int(chunk.batch.column("loss_mask").values.to_numpy().sum(dtype=np.int64))
-
-    def summary(self) -> dict[str, Any]:
-        lengths = np.concatenate(self._lengths)
-        p50, p95 = np.percentile(lengths, [50, 95])
-        return {
-            "kind": self._kind,
-            "rows": len(lengths),
-            "tokens": int(lengths.sum()),
-            "label_tokens": self._num_labels,
-            "length": {
-                "min": int(lengths.min()), "mean": float(lengths.mean()), "p50": float(p50), "p95": float(p95),
-                "max": int(lengths.max()),
-            },
-            "truncated_rows": self._num_cut,
-        }  # fmt: skip

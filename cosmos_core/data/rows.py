@@ -8,6 +8,7 @@ What a row means is not decided here (`conversation.py`).
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from bisect import bisect_right
@@ -185,6 +186,8 @@ def _object(text: str, where: str) -> Row:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: malformed JSON, {_first_line(error)}") from None
     if not isinstance(value, dict):
         raise DataError(f'{where}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}')
     return value
@@ -199,6 +202,8 @@ def _json(path: Path) -> Part:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path.name}: malformed JSON, {_first_line(error)}") from None
     for index, value in enumerate(values):
         if not isinstance(value, dict):
             raise DataError(f"{path.name} row {index}: a row must be a JSON object, not {str(value)[:40]!r}")
@@ -208,7 +213,7 @@ def _json(path: Path) -> Part:
 def _csv(path: Path) -> Part:
     """CSV with a header; every value stays a string, so that the answer `007` is not 7."""
     values, lines = [], []
-    reader = csv.DictReader(_text(path).splitlines(keepends=True), strict=True)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
     try:
         for row in reader:
             if None in row or None in row.values():
@@ -224,28 +229,33 @@ def _csv(path: Path) -> Part:
 
 
 def _text(path: Path) -> str:
+    content = path.read_bytes()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return content.decode().lstrip("\ufeff")  # some programs write a byte order mark each time that they save
     except UnicodeDecodeError as error:
-        raise DataError(f"{path.name}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path.name}:{line}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
 
 
 def _parquet(path: Path) -> Part:
     try:
-        return Part(_columns(pa.parquet.read_table(path)), path.name)
+        table = pa.parquet.read_table(path)
+        table.validate(full=True)
+        return Part(_columns(table), path.name)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path.name} is not a readable parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _arrow(path: Path) -> Part:
     """An Arrow file, or the Arrow stream that `datasets` writes."""
-    source = pa.memory_map(str(path))
     try:
+        source = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(source).read_all()
         except pa.ArrowInvalid:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
+        table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path.name} is not a readable Arrow file: {str(error).splitlines()[0]}") from error
     return Part(_columns(table), path.name)

@@ -44,7 +44,8 @@ def skeleton_spans(
     turns = _assistant_turns(messages)
     if any("tool_calls" in messages[i] for i in turns):
         return None  # the calls would stand among the fixed parts, but the model has to write them
-    words = [f"{_unused_word(messages)}{k}x" for k in range(len(turns))]
+    unused = _unused_word(messages)
+    words = [f"{unused}{k}x" for k in range(len(turns))]
     hollow = list(messages)
     for i, word in zip(turns, words, strict=True):
         hollow[i] = {**messages[i], "content": word}
@@ -53,7 +54,7 @@ def skeleton_spans(
         ending = _split_at(render(hollow[: turns[-1] + 1], False), words)
         if fixed is None or ending is None:
             return None
-        heads = [_head(render, hollow[:i], part) for i, part in zip(turns, fixed, strict=False)]
+        heads = _heads(render, hollow, turns, fixed)
     except (TemplateError, IndexError):
         return None
     closers = [_closer(part, ending[-1], closing_tokens) for part in fixed[1:]]
@@ -89,17 +90,41 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
     return [*parts, text]
 
 
-def _head(render: Render, before: list[Message], part: str) -> str:
-    """The fixed part before an answer, up to the end of the generation prompt, or of as much of it as is there.
+def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[str]:
+    """The fixed parts before the answers, each up to where the model goes on."""
+    first, last = (_invitation(render, messages[:i]) for i in (turns[0], turns[-1]))
+    heads = []
+    for number, i in enumerate(turns):
+        invitation = first if first == last else _invitation(render, messages[:i])
+        asked = _last_words(messages[max(0, i - 1) : i])
+        heads.append(_head(fixed[number], asked, *invitation) if invitation else fixed[number])
+    return heads
+
+
+def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None:
+    """What the template writes behind the last words before an answer: the end of their turn, and the generation
+    prompt; None: it writes these turns in another way when it asks."""
+    without, with_prompt = render(before, False), render(before, True)
+    if not with_prompt.startswith(without):
+        return None
+    asked = _last_words(before)
+    return without[without.rfind(asked) + len(asked) :], with_prompt[len(without) :]
+
+
+def _last_words(before: list[Message]) -> str:
+    return str(before[-1]["content"]).strip() if before else ""
+
+
+def _head(part: str, asked: str, closing: str, prompt: str) -> str:
+    """The fixed part up to the end of the generation prompt, or of as much of it as is there.
 
     A template that asks with `<think>` and renders an answer without thoughts keeps a beginning of the prompt only.
     """
-    without, with_prompt = render(before, False), render(before, True)
-    asked = before[-1]["content"].strip() if before else ""
-    body = part.rfind(asked) + len(asked)  # never look for the prompt in what the user says
-    if not with_prompt.startswith(without) or asked not in part:
+    if asked not in part:
         return part
-    prompt = with_prompt[len(without) :]
+    body = part.rfind(asked) + len(asked)  # never look for the prompt in what the user says
+    if not prompt:  # blanks before the answer are then the model's to write
+        return part[: body + len(closing)] if part.startswith(closing, body) else part
     for length in range(len(prompt), 0, -1):
         found = part.rfind(prompt[:length], body)
         if found >= 0:

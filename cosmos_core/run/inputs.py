@@ -6,9 +6,10 @@ What is inside (weights, rows, functions) is looked at by the workers.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline, existing, source_of
+from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
@@ -20,6 +21,7 @@ MODEL_KINDS = ("prepare", "sft", "rl", "validate", "export")
 REWARDED_KINDS = ("sft", "rl", "validate")
 SINK_PACKAGES = ("wandb", "tensorboard")
 """Of the same name as the sink, and as the extra of ours that brings it."""
+EIGHT_BIT_PACKAGE = "torchao"
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
 
 
@@ -29,7 +31,9 @@ def check_inputs(pipeline: Pipeline) -> None:
     Raises:
         ModelError, DataError, RewardError, ConfigError: something is not; the message names stage and key.
     """
-    asked = {name for recipe in pipeline.recipes.values() for name in recipe.logging.logger}.intersection(SINK_PACKAGES)
+    recipes = pipeline.recipes.values()
+    asked = {name for recipe in recipes for name in recipe.logging.logger}.intersection(SINK_PACKAGES)
+    asked |= {EIGHT_BIT_PACKAGE for recipe in recipes if has_eight_bit_optimizer(recipe)}
     missing = asked - installed(sorted(asked), pipeline.config.python).keys() if asked else set()
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
@@ -37,6 +41,12 @@ def check_inputs(pipeline: Pipeline) -> None:
             _check_sinks(missing.intersection(recipe.logging.logger))
             model_source(stage, recipe)
             data_sources(stage, recipe)
+            if stage.kind in TRAINING_KINDS:
+                resume_source(recipe)
+                if EIGHT_BIT_PACKAGE in missing and has_eight_bit_optimizer(recipe):
+                    raise ConfigError(
+                        _not_installed(f"train.optm_name = {recipe.train.optm_name!r}", EIGHT_BIT_PACKAGE)
+                    )
             if stage.kind in REWARDED_KINDS:
                 for key, name in reward_names(recipe).items():
                     _check_reward(key, name)
@@ -87,6 +97,32 @@ def data_sources(stage: StageConfig, recipe: Recipe) -> list[Path | str]:
     return found
 
 
+def resume_source(recipe: Recipe) -> Path | None:
+    """The checkpoint that `train.resume` names.
+
+    Raises:
+        ModelError: there is none, or it is one of Cosmos-RL.
+    """
+    if not isinstance(recipe.train.resume, str):
+        return None
+    key = f"train.resume = {recipe.train.resume!r}"
+    policy = existing(recipe.train.resume, Path.cwd())
+    if policy is not None and any(policy.glob("*.pth")):
+        raise ModelError(
+            f"{key}: a pickled checkpoint of Cosmos-RL, which could run any code when read; start from the safetensors "
+            f"folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
+        )
+    is_named = policy is not None and policy.name == "policy" and re.fullmatch(r"step_\d+", policy.parent.name)
+    if policy is None or not is_named or not (policy / "manifest.json").is_file():
+        raise ModelError(f"{key}: no checkpoint; give the folder .../checkpoints/step_N/policy of a run")
+    return policy
+
+
+def has_eight_bit_optimizer(recipe: Recipe) -> bool:
+    """Whether the optimizer is one of torchao's."""
+    return recipe.train.optm_name.endswith("8bit")
+
+
 def reward_names(recipe: Recipe) -> dict[str, str]:
     """Rewards that a stage with this recipe may call, by their key in the recipe."""
     policy = recipe.train.train_policy
@@ -116,10 +152,11 @@ def _check_reward(key: str, name: str) -> None:
 
 def _check_sinks(missing: set[str]) -> None:
     for name in sorted(missing):
-        raise ConfigError(
-            f"logging.logger {name!r}: the package {name} is not installed; pip install 'cosmos-posttrain[{name}]' "
-            f"or leave it out"
-        )
+        raise ConfigError(_not_installed(f"logging.logger {name!r}", name))
+
+
+def _not_installed(key: str, package: str) -> str:
+    return f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{package}]' or leave it out"
 
 
 def _looks_like_path(name: str) -> bool:

@@ -6,7 +6,7 @@ import json
 
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
-from cosmos_core.models.hf import check_weights, load_config, load_tokenizer
+from cosmos_core.models.hf import check_row_length, check_weights, load_config, load_tokenizer
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import reward_runner, reward_weights
 from cosmos_core.types import Outcome
@@ -20,6 +20,7 @@ def run(stage: Stage) -> Outcome:
     """
     revision = stage.recipe.policy.model_revision
     config = load_config(stage.model, revision)
+    check_row_length(config, stage.recipe.policy.model_max_length)
     tokenizer = load_tokenizer(stage.model, revision)
     found = [f"{(config.architectures or [type(config).__name__])[0]}, vocabulary of {len(tokenizer)}"]
     if stage.config.kind == "prepare":
@@ -50,5 +51,7 @@ def _rows(stage: Stage) -> list[str]:
             text += f", {numbers['label_tokens'] / max(1, numbers['tokens']):.0%} of them learned"
         if numbers.get("truncated_rows"):
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
+        for reason, rows in numbers["skipped"].items():
+            text += f", {rows['rows']:,} skipped: {reason} (first: {rows['first']})"
         found.append(text)
     return found

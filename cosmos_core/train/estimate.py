@@ -10,7 +10,7 @@ import logging
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.rows import load_rows, split_rows
+from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
@@ -172,9 +173,13 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             gradient_checkpointing=checkpointing,
         )
 
-    with FakeTensorMode():
+    with torch.device("meta"):  # adapters cannot be put into a model of pretended tensors
         built = build(policy.model_gradient_checkpointing)
+        choose_trained(built, policy)
         frozen = build(False) if has_reference else None
+    with FakeTensorMode():
+        for each in filter(None, (built, frozen)):
+            _pretend_data(each)
         try:
             memory = step_memory(Rank(built, train, 0, progress), frozen, train, length)
         except Exception as error:
@@ -184,6 +189,21 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
             return built, sharded(held_memory(built, frozen), recipe), [unknown]
     return built, sharded(memory, recipe), []
+
+
+def _pretend_data(model: PreTrainedModel) -> None:
+    """Move a model from the meta device to what the fake mode takes for a CPU; ties stay ties."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        held: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in held:
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in moved:
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_weight else made
+                if tensor is not None:
+                    tensors[name] = moved[id(tensor)]
 
 
 def _prepared_rows(folder: Path) -> _Rows:

@@ -17,7 +17,8 @@ from cosmos_core.algorithms.base import Sample
 from cosmos_core.algorithms.grpo import advantages
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.order import batch_positions, batches_per_epoch
+from cosmos_core.data.balance import BalancedSteps, Budget
+from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Prompts, Sequences
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.runner import RewardRunner
@@ -30,6 +31,7 @@ class Feed(Protocol):
     """Gives the samples of a train step."""
 
     total_steps: int
+    steps_per_epoch: int
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Samples of train step `step`, counted from 0, and figures about them."""
@@ -52,6 +54,28 @@ def _drops_last(recipe: Recipe) -> bool:
     return isinstance(policy, GrpoConfig) or policy.dataloader_drop_last
 
 
+def balanced_steps(rows: Sequences, recipe: Recipe) -> BalancedSteps | None:
+    """Steps of micro-batches filled by tokens; None: a batch is a number of rows."""
+    train, policy = recipe.train, recipe.train.train_policy
+    if isinstance(policy, GrpoConfig) or not policy.enable_dp_load_balancing:
+        return None
+    assert train.max_num_steps is not None  # the schema asks for it
+    seed, shuffle = policy.dataloader_seed, policy.dataloader_shuffle
+    return BalancedSteps(
+        rows.lengths,
+        lambda epoch: epoch_order(seed, epoch, len(rows), shuffle),
+        Budget(
+            policy.load_balanced_max_tokens_for_batch or policy.mini_batch * recipe.policy.model_max_length,
+            policy.load_balanced_pool_size,
+            is_packed=train.sequence_packing,
+            prefers_closest=policy.load_balanced_batching_strategy == "prefer_closest",
+        ),
+        batches_per_step=policy.load_balanced_batches_per_optimizer_step,
+        num_epochs=train.epoch,
+        max_steps=train.max_num_steps,
+    )
+
+
 class SequenceFeed:
     """Prepared sequences in an order that is a pure function of seed, epoch and position."""
 
@@ -60,17 +84,25 @@ class SequenceFeed:
         self._policy = recipe.train.train_policy
         self._batch = recipe.train.train_batch_per_replica
         self._drop_last = _drops_last(recipe)
-        self._steps_per_epoch = batches_per_epoch(self._batch, len(rows), self._drop_last)
+        self._balanced = balanced_steps(rows, recipe)
+        if self._balanced:
+            self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
+            return
+        self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), self._drop_last)
         self.total_steps = total_steps(recipe, self._batch, len(rows))
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """The rows of this step."""
+        if self._balanced:
+            batches = enumerate(self._balanced.micro_batches(step))
+            chosen = [Sample(*self._rows[place], micro_batch=number) for number, batch in batches for place in batch]
+            return chosen, {"epoch": self._balanced.epochs_done(step)}
         policy = self._policy
         places = batch_positions(
             policy.dataloader_seed, step, self._batch, len(self._rows), policy.dataloader_shuffle, self._drop_last
         )
         found = [Sample(*self._rows[int(place)]) for place in places]
-        return found, {"epoch": (step + 1) / self._steps_per_epoch}
+        return found, {"epoch": (step + 1) / self.steps_per_epoch}
 
 
 class RolloutFeed:
@@ -93,6 +125,7 @@ class RolloutFeed:
         self._policy, self._recipe, self._between = policy, recipe, between
         self._num_prompts = recipe.train.train_batch_per_replica // recipe.rollout.n_generation
         self.sampling = training_sampling(recipe)
+        self.steps_per_epoch = batches_per_epoch(self._num_prompts, len(prompts), _drops_last(recipe))
         self.total_steps = total_steps(recipe, self._num_prompts, len(prompts))
         self.last: list[ScoredGroup] = []
         """The groups of the newest step."""

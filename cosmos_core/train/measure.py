@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from cosmos_core.algorithms.base import Sample
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -31,18 +30,20 @@ _NUM_SAMPLES = 24
 
 
 def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, progress: Progress) -> dict[str, float]:
-    """Token-mean loss in nats and perplexity over all held-out label tokens."""
+    """Token-mean loss in nats, perplexity, and the share of tokens that are the likeliest, of all held-out labels."""
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-    loss_sum, num_tokens = 0.0, 0
+    loss_sum, num_top, num_tokens = 0.0, 0.0, 0
     for start in range(0, len(rows), size):
         progress.beat()
         samples = [Sample(*rows[i]) for i in range(start, min(start + size, len(rows)))]
-        loss_sum -= sum(row.sum(dtype=torch.float64).item() for row in rank.logprobs(samples, 1.0, size=size))
+        logprob, top = rank.evaluate(samples, size=size)
+        loss_sum, num_top = loss_sum - logprob, num_top + top
         num_tokens += sum(sample.num_learned for sample in samples)
     loss = loss_sum / max(1, num_tokens)
     return {
         "validation/loss": loss,
         "validation/perplexity": math.exp(min(loss, 700.0)),
+        "validation/token_accuracy": num_top / max(1, num_tokens),
         "validation/tokens": float(num_tokens),
     }
 

@@ -6,34 +6,46 @@ drift from its schedule. When a step is taken, and what is done about a non-fini
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.parallel.fsdp import by_mesh, clip_sharded
+from cosmos_core.registry import suggestion
 
-_CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+GLOBAL = "global"
+"""In `optm_lr`, stands for all modules that are not named."""
 
 
 def build_optimizer(model: torch.nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of `[train]` over the parameters that require a gradient, at the peak learning rate.
+    """The optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
-    Parameters of one dimension (biases, norms) are in a group of their own, without weight decay.
+    Each module path of `optm_lr` has groups of its own. Parameters of one dimension (biases, norms) are apart from
+    the others, without weight decay.
+
+    Raises:
+        ConfigError: nothing that is trained lies below a module path.
     """
-    assert isinstance(train.optm_lr, float)  # a rate per module is refused by the capability check
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.optm_weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return _CLASSES[train.optm_name](
+    rates = _rates(train)
+    groups = []
+    for path, trained in _parameters_by_path(model, rates).items():
+        common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
+        for alike in by_mesh(trained):
+            groups += [
+                {**common, "params": [p for p in alike if p.ndim > 1], "weight_decay": train.optm_weight_decay},
+                {**common, "params": [p for p in alike if p.ndim <= 1], "weight_decay": 0.0},
+            ]
+    return _class(train.optm_name)(
         [group for group in groups if group["params"]],
-        lr=train.optm_lr,
+        lr=rates[GLOBAL],
         betas=train.optm_betas,
         eps=train.epsilon,
-        fused=train.optm_impl == "fused",
-        foreach=train.optm_impl == "foreach",
+        **_implementation(train),
     )
 
 
@@ -68,13 +80,18 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
     return train.optm_min_lr_factor + (1 - train.optm_min_lr_factor) * curve
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig) -> float:
-    """Give every group the learning rate of optimizer step `step` (0-based), and return it."""
-    assert isinstance(train.optm_lr, float)
-    learning_rate = train.optm_lr * learning_rate_factor(step, total_steps, train)
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig
+) -> dict[str, float]:
+    """Give every group its learning rate of optimizer step `step` (0-based); as metrics, `lr` and `lr/PATH`."""
+    factor = learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    return learning_rate
+        rate = group["initial_lr"] * factor
+        if isinstance(group["lr"], torch.Tensor):  # torchao compiles its step around the tensor
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return {"lr" if path == GLOBAL else f"lr/{path}": rate * factor for path, rate in _rates(train).items()}
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
@@ -84,7 +101,49 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     it would turn one bad value into NaN everywhere, and only the caller can skip the step.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        return clip_sharded(gradients, max_norm)
+    norm = torch.nn.utils.get_total_norm(gradients)
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)
+
+
+def _class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """In torch, or in torchao where the moments have eight bits."""
+    found: Callable[..., torch.optim.Optimizer] = getattr(
+        importlib.import_module("torchao.optim" if name.endswith("8bit") else "torch.optim"), name
+    )
+    return found
+
+
+def _implementation(train: TrainConfig) -> dict[str, bool]:
+    if train.optm_name.endswith("8bit"):
+        return {}
+    return {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
+
+
+def _rates(train: TrainConfig) -> dict[str, float]:
+    assert not isinstance(train.optm_lr, tuple)  # several model parts are refused by the capability check
+    return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
+
+
+def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> dict[str, list[torch.nn.Parameter]]:
+    """What is trained, below the deepest of `paths` that leads to it; a tied parameter has several names."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    found: dict[str, list[torch.nn.Parameter]] = {GLOBAL: []}
+    for parameter, known in names.items():
+        leading = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in known)]
+        path = max(leading, key=lambda path: path.count("."), default=GLOBAL)
+        found.setdefault(path, []).append(parameter)
+    for path in [path for path in paths if path not in found]:
+        modules = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(
+            f"train.optm_lr: no weight is trained with the rate of {path!r}; give the path of a module that is trained"
+            + ("" if path in modules else suggestion(path, modules))
+        )
+    return found

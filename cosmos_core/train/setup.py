@@ -1,7 +1,8 @@
 """Put a training together from a stage: model, data, engine, rewards, algorithm, checkpoints; then the loop, then the
 hand-over.
 
-The hand-over is the model in full precision, proven to load; kind `export` makes the published form of it.
+The hand-over is the model in full precision, proven to load, with its adapter merged into it and beside it; kind
+`export` makes the published form of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,16 +22,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_core.algorithms.base import LogProbs, Sample
 from cosmos_core.algorithms.grpo_updates import Grpo
 from cosmos_core.algorithms.sft import Sft
+from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.prepared import Prompts, open_prompts, open_sequences
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
+from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer, named_weights
+from cosmos_core.models.lora import FOLDER, is_adapted
+from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.rollout.base import Engine
 from cosmos_core.rollout.choose import make_engine
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.earlier import named_checkpoint, take_over
+from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import RolloutFeed, SequenceFeed
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
@@ -42,10 +50,13 @@ logger = logging.getLogger(__name__)
 class Trained(NamedTuple):
     """What a training leaves in memory."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | None
+    """With all its weights; None: another rank has it."""
     tokenizer: PreTrainedTokenizerBase
     step: int
     metrics: dict[str, float]
+    best: Best | None = None
+    """The best step by validation; None: none was validated."""
 
 
 def run_sft(stage: Stage) -> Outcome:
@@ -66,8 +77,12 @@ def train_sft(stage: Stage) -> Trained:
     with ExitStack() as stack:
         checkpointer = _checkpointer(stage, stack)
         measure = _measure(stage, rank, tokenizer, stack)
-        metrics = Loop(stage, rank, feed, Sft(), checkpointer, measure=measure).run()
-    return Trained(rank.model, tokenizer, feed.total_steps, metrics)
+        loop = Loop(
+            stage, rank, feed, Sft(), checkpointer, measure=measure, average=_average(stage, rank),
+            begin_from=named_checkpoint(stage),
+        )  # fmt: skip
+        metrics = loop.run()
+    return Trained(rank.whole_model(), tokenizer, feed.total_steps, metrics, loop.best)
 
 
 def train_rl(stage: Stage) -> Trained:
@@ -85,6 +100,8 @@ def train_rl(stage: Stage) -> Trained:
         loop = Loop(
             stage, rank, feed, Grpo(policy, _reference(stage, rank, policy)), _checkpointer(stage, stack),
             weights_changed=lambda step: {"sync/version": float(_sync(engine, rank, step))},
+            average=_average(stage, rank),
+            begin_from=named_checkpoint(stage),
         )  # fmt: skip
         if stage.recipe.validation.enable:
             scorer = rewards
@@ -94,7 +111,7 @@ def train_rl(stage: Stage) -> Trained:
             assert isinstance(rows, Prompts)
             loop.measure = Answers(rows, engine, scorer, stage).measure
         metrics = loop.run()
-    return Trained(rank.model, tokenizer, feed.total_steps, metrics)
+    return Trained(rank.whole_model(), tokenizer, feed.total_steps, metrics, loop.best)
 
 
 def prepared_folder(stage: Stage) -> Path:
@@ -123,10 +140,15 @@ def open_rank(stage: Stage) -> tuple[Rank, PreTrainedTokenizerBase]:
         dtype=getattr(torch, train.master_dtype),
         gradient_checkpointing=policy.model_gradient_checkpointing,
     )
-    _move(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    check_row_length(model.config, policy.model_max_length)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _move(model, device)
+    if stage.config.kind != "validate":  # it measures what these tables have made already
+        choose_trained(model, policy)
     if train.compile:
         _compile_blocks(model)
-    return Rank(model, train, int(tokenizer.pad_token_id), stage.progress), tokenizer
+    mesh = open_mesh(policy.parallelism, device.type)
+    return Rank(model, train, int(tokenizer.pad_token_id), stage.progress, mesh), tokenizer
 
 
 @contextmanager
@@ -150,13 +172,23 @@ def open_engine(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase) ->
 
 def hand_over(stage: Stage, trained: Trained) -> Outcome:
     """Write the trained model in the dtype that it was trained in, prove it, and name it for the stages behind."""
+    if trained.model is None:
+        return Outcome()
     stage.progress.phase("export")
     place = f"safetensors/step_{trained.step}"
     export_model(trained.model, trained.tokenizer, stage.path / place, dtype=None)
     checks = prove_export(trained.model, stage.path / place, dtype=None, tokenizer=trained.tokenizer)
     samples = (SAMPLES,) if (stage.path / SAMPLES).exists() else ()
     info: dict[str, JsonValue] = {"model": place, "step": trained.step, "checks": list(checks)}
+    if is_adapted(trained.model):
+        info["adapter"] = f"{place}/{FOLDER}"
+    if trained.best is not None:
+        info["best"] = asdict(trained.best)
     return Outcome(outputs=(place, *samples), metrics=trained.metrics, info=info)
+
+
+def _average(stage: Stage, rank: Rank) -> MovingAverage | None:
+    return MovingAverage(rank.model, stage.recipe.train) if stage.recipe.train.ema_enable else None
 
 
 def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
@@ -169,6 +201,8 @@ def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
         on_saved=stage.progress.saved,
     )
     stack.callback(checkpointer.close)
+    if stage.recipe.train.resume is True and is_first():
+        take_over(stage)
     return checkpointer
 
 
@@ -178,6 +212,11 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
         return None
     rows = held_out(prepared_folder(stage))
     if isinstance(rows, Prompts):
+        if rank.mesh:
+            raise ConfigError(
+                "policy.parallelism has several ranks, on which this version measures no generated answers; hold out "
+                "conversations, or set validation.enable = false and add a stage of kind 'validate'"
+            )
         rewards = stack.enter_context(reward_runner(stage, reward_weights(stage.recipe)))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
         answers = Answers(rows, engine, rewards, stage)

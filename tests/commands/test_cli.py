@@ -174,13 +174,14 @@ def test_a_malformed_row_ends_a_run_with_one_line_that_has_the_place(workspace: 
 
 BAD_ROWS = {
     "empty": ("", "empty.jsonl: file holds no rows; train.train_policy.dataset.name needs at least one"),
-    "silent": (
-        rows(GOOD, conversation(("user", "hello"))),
-        "silent.jsonl:2: a conversation without an assistant turn has nothing to learn; remove the row",
+    "stranger": (
+        rows(GOOD, conversation(("boss", "hello"))),
+        "stranger.jsonl:2, turn 1 of 'messages': unknown role 'boss'; known: ",
     ),
     "long": (
-        rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "9" * 300, "answer": "2"}),
-        "long.jsonl:2: prompt longer than the model: ",
+        rows({"prompt": "9" * 300, "answer": "2"}),
+        "train: 1 of 1 rows skipped: 1 with a prompt longer than policy.model_max_length less the longest answer "
+        "(first: long.jsonl:1); no row is left, give others",
     ),
 }
 

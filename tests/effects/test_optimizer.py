@@ -31,7 +31,7 @@ def group(recipe: Recipe) -> dict[str, object]:
 
 @changes(
     (Change("train.optm_name", "Adam"), {"class": torch.optim.Adam, "decoupled_weight_decay": False}),
-    (Change("train.optm_lr", 3e-4), {"lr": 3e-4}),
+    (Change("train.optm_lr", 3e-4), {"lr": 3e-4, "initial_lr": 3e-4}),
     (Change("train.optm_impl", "foreach"), {"fused": False, "foreach": True}),
     (Change("train.optm_weight_decay", 0.3), {"weight_decay": 0.3}),
     (Change("train.optm_betas", [0.8, 0.95]), {"betas": (0.8, 0.95)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,20 +10,40 @@ import numpy as np
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.train.feeds import SequenceFeed
-from tests.effects.change import SFT, Change, changes
+from tests.effects.change import SFT, Change, Settings, changes
 
 SMALL = {**SFT, "train.train_batch_per_replica": 4}
 IN_FILE = {**SMALL, "train.train_policy.dataloader_shuffle": False}
 
 
+# A budget of 16 tokens, in the order of the file.
+TOKENS = {**IN_FILE, "train.max_num_steps": 9, "policy.model_max_length": 8, "train.train_policy.mini_batch": 2}
+BALANCED = {**TOKENS, "train.train_policy.enable_dp_load_balancing": True}
+
+
 class Rows:
-    """Ten rows of one token: their number."""
+    """Rows that repeat their number, ten of one token unless said otherwise."""
+
+    def __init__(self, lengths: Sequence[int] = (1,) * 10) -> None:
+        self.lengths = np.array(lengths)
 
     def __len__(self) -> int:
-        return 10
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([index]), np.ones(1, dtype=np.uint8)
+        return np.full(self.lengths[index], index), np.ones(self.lengths[index], dtype=np.uint8)
+
+
+def micro_batches(recipe: Recipe) -> list[dict[int | None, list[int]]]:
+    """The rows of each micro-batch of each step."""
+    rows: Any = Rows([4, 1, 3, 8, 2, 5, 4, 4])
+    feed = SequenceFeed(rows, recipe)
+    found: list[dict[int | None, list[int]]] = []
+    for step in range(feed.total_steps):
+        found.append({})
+        for sample in feed.samples(step)[0]:
+            found[-1].setdefault(sample.micro_batch, []).append(int(sample.input_ids[0]))
+    return found
 
 
 def steps(recipe: Recipe) -> list[list[int]]:
@@ -42,6 +63,22 @@ def steps(recipe: Recipe) -> list[list[int]]:
 def test_it_changes_the_rows_of_the_steps(change: Change, expected: list[list[int]]) -> None:
     assert steps(change.after) == expected
     assert steps(change.before) != expected
+
+
+def key(name: str, value: Any, base: Settings = BALANCED) -> Change:
+    return Change(f"train.train_policy.{name}", value, base)
+
+
+@changes(
+    (key("enable_dp_load_balancing", True, TOKENS), [{0: [0, 6, 7, 2]}, {0: [1, 4, 5]}, {0: [3]}]),
+    (key("load_balanced_pool_size", 2), [{0: [0, 1]}, {0: [2, 3]}, {0: [4, 5]}, {0: [6, 7]}]),
+    (key("load_balanced_max_tokens_for_batch", 8), [{0: [0, 6]}, {0: [1, 4]}, {0: [2, 7]}, {0: [3]}, {0: [5]}]),
+    (key("load_balanced_batching_strategy", "prefer_first"), [{0: [0, 1, 2, 4]}, {0: [3, 5]}, {0: [6, 7]}]),
+    (key("load_balanced_batches_per_optimizer_step", 2), [{0: [0, 6, 7, 2], 1: [1, 4, 5]}, {0: [3]}]),
+)
+def test_it_changes_the_micro_batches(change: Change, expected: list[dict[int | None, list[int]]]) -> None:
+    assert micro_batches(change.after) == expected
+    assert micro_batches(change.before) != expected
 
 
 @changes(Change("train.train_policy.dataloader_seed", 1, {**SMALL, "train.train_batch_per_replica": 2}))

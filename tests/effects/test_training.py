@@ -4,11 +4,14 @@ of four steps."""
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -75,12 +78,14 @@ def trained(recipe_: Recipe, inputs: Path, path: Path, stop_after: int = 0) -> d
 @changes(
     (Change("train.ckpt.enable_checkpoint", True, {**SMALL, "train.ckpt.save_freq": 2}), {"checkpoints": [2, 4]}),
     (Change("train.ckpt.save_freq", 1, SAVING), {"checkpoints": [1, 2, 3, 4]}),
+    (Change("train.ckpt.save_freq_in_epoch", 1, {**SAVING, "train.epoch": 2, "train.train_batch_per_replica": 4}),
+     {"checkpoints": [2, 4]}),
     (Change("train.ckpt.max_keep", 1, {**SAVING, "train.ckpt.save_freq": 1}), {"checkpoints": [4]}),
     (Change("train.ckpt.save_mode", "sync", SMALL), {"savers": {"MainThread"}}),
     (Change("validation.enable", True, SMALL), {"measured": [4]}),
     (Change("validation.val_before_train", True, MEASURED), {"measured": [0, 4]}),
     (Change("validation.freq", 2, MEASURED), {"measured": [2, 4]}),
-)
+)  # fmt: skip
 def test_it_changes_what_a_training_leaves(
     change: Change, expected: dict[str, Any], inputs: Path, tmp_path: Path
 ) -> None:
@@ -89,6 +94,45 @@ def test_it_changes_what_a_training_leaves(
     )
     assert before["savers"] == {"checkpoint"} and before["steps"] == 4
     assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+AVERAGED = {**SMALL, "train.ema_enable": True, "train.optm_lr": 1e-3}
+
+
+@changes(
+    (Change("train.ema_enable", True, {**SMALL, "train.optm_lr": 1e-3}), ([0, 0, 0, 0], [0.1, 2 / 11, 3 / 12, 4 / 13])),
+    (Change("train.ema_decay", 0.15, AVERAGED), ([0.1, 2 / 11, 3 / 12, 4 / 13], [0.1, 0.15, 0.15, 0.15])),
+    (Change("train.ema_update_step_interval", 2, AVERAGED), ([0.1, 2 / 11, 3 / 12, 4 / 13], [1, 2 / 11, 1, 4 / 13])),
+)
+def test_it_changes_which_average_of_the_weights_is_left(
+    change: Change, expected: tuple[list[float], list[float]], inputs: Path, tmp_path: Path
+) -> None:
+    """`expected`: what each of the four steps multiplies the average with, before and after the change."""
+    for name, side, decays in zip(("before", "after"), (change.before, change.after), expected, strict=True):
+        ckpt = side.train.ckpt.derived(enable_checkpoint=True, save_freq=1, max_keep=-1)
+        config = side.model_copy(update={"train": side.train.derived(ckpt=ckpt)})
+        path = tmp_path / name
+        left = train_sft(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).model
+        average = load_file(inputs / "model/model.safetensors")
+        for step, decay in enumerate(decays, start=1):
+            policy = path / f"checkpoints/step_{step}/policy"
+            saved = {k: v for file in policy.glob("*.safetensors") for k, v in load_file(file).items()}
+            average = {key: decay * old + (1 - decay) * saved[f"model.{key}"] for key, old in average.items()}
+        for key, tensor in average.items():
+            torch.testing.assert_close(left.state_dict()[key], tensor, rtol=1e-5, atol=1e-7)
+
+
+@changes(Change("train.resume", True, SMALL))
+def test_it_changes_where_a_training_begins(change: Change, inputs: Path, tmp_path: Path) -> None:
+    trained(change.before, inputs, tmp_path / "out/first/stages/sft", stop_after=3)
+    for name, side, begin in (("before", change.before, 0), ("after", change.after, 3)):
+        stage = stage_of(tmp_path / f"out/{name}/stages/sft", side, model=inputs / "model", data=inputs / "rows/data")
+        watch = stage.__dict__["progress"] = Watch(stage.path / "progress.json")
+        steps: list[int] = []
+        watch.then = steps.append
+        train_sft(stage)
+        assert steps == list(range(begin, 5))
+        shutil.rmtree(stage.path)
 
 
 @changes(Change("train.save_ckpt_at_exit", False, SMALL))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import groupby
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -51,9 +52,14 @@ PLAIN_WORDS = (
 
 
 def byte_tokenizer(
-    template: str | None, *, end_token: str = "<|im_end|>", num_merges: int = 300, trim_offsets: bool = False
+    template: str | None,
+    *,
+    end_token: str = "<|im_end|>",
+    num_merges: int = 300,
+    trim_offsets: bool = False,
+    special: Sequence[str] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer; every <|...|> and [...] of the template becomes one token."""
+    """A byte-level BPE tokenizer; `special`, or every <|...|> and [...] of the template, becomes one token each."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +67,7 @@ def byte_tokenizer(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=256 + num_merges, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    found = re.findall(r"<\|\w+\|>|\[/?INST\]|</s>", template or "")
+    found = re.findall(r"<\|\w+\|>|\[/?INST\]|</s>", template or "") if special is None else special
     special = sorted({"<|endoftext|>", "<s>", end_token, *found})
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return PreTrainedTokenizerFast(

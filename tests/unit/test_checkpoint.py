@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_core.checkpoint.best import BEST, Best
+from cosmos_core.checkpoint.resume import problem
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
@@ -47,10 +49,12 @@ class TiedModel(torch.nn.Module):
         return self.scale * self.lm_head(self.layers(self.embed_tokens(input_ids_BT)))
 
 
-def make_state(*, implementation: str = "fused", width: int = 16) -> TrainState:
+def make_state(*, name: str = "AdamW", implementation: str = "fused", width: int = 16) -> TrainState:
     model = TiedModel(width)
-    train = TrainConfig.model_validate({"optm_lr": 1e-2, "optm_impl": implementation})
-    return TrainState(model, build_optimizer(model, train))
+    rates = {"global": 1e-2, "layers.0": 1e-3}
+    train = TrainConfig.model_validate({"optm_lr": rates, "optm_name": name, "optm_impl": implementation})
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return TrainState(model, build_optimizer(model, train), averages=averages)
 
 
 def train_step(state: TrainState) -> float:
@@ -64,8 +68,10 @@ def train_step(state: TrainState) -> float:
 
 
 def fill(state: TrainState, value: float) -> None:
-    """Make the content tell its step: each weight and each moment is `value`."""
+    """Make the content tell its step: each weight, its average and each moment is `value`."""
     with torch.no_grad():
+        for average in state.averages.values():
+            average.fill_(value)
         for parameter in state.model.parameters():
             parameter.fill_(value)
             for slot in state.optimizer.state.get(parameter, {}).values():
@@ -75,7 +81,7 @@ def fill(state: TrainState, value: float) -> None:
 
 def is_filled_with(state: TrainState, value: float) -> bool:
     slots = [slot for each in state.optimizer.state.values() for slot in each.values()]
-    tensors = [*state.model.parameters(), *slots]
+    tensors = [*state.model.parameters(), *state.averages.values(), *slots]
     return len(slots) > 0 and state.extra == {"value": value} and all(bool((t == value).all()) for t in tensors)
 
 
@@ -126,6 +132,26 @@ def test_saving_has_no_effect_on_the_training_even_before_its_first_step(tmp_pat
     fresh = make_state()
     assert open_checkpoints(tmp_path).load_latest(fresh) == 0
     assert not fresh.optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit"])
+def test_moments_in_eight_bits_are_saved_and_resumed_bit_for_bit(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    state = make_state(name=name, width=128)
+    for _ in range(2):
+        train_step(state)
+    moment = state.optimizer.state[state.model.embed_tokens.weight]["exp_avg"]  # type: ignore[index, union-attr]
+    assert moment.codes.dtype == torch.uint8 and moment.codes.unique().numel() > 100
+    state.extra = {"rng": capture_rng()}
+    open_checkpoints(tmp_path).save(2, state)
+    losses = [train_step(state) for _ in range(3)]
+
+    resumed = make_state(name=name, width=128)
+    assert open_checkpoints(tmp_path).load_latest(resumed) == 2
+    restore_rng(resumed.extra["rng"])  # type: ignore[arg-type]
+    assert [train_step(resumed) for _ in range(3)] == losses
+    for parameter, other in zip(state.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_random_generators_of_python_numpy_and_torch_continue_where_they_were() -> None:
@@ -287,13 +313,13 @@ def save_until_the_disk_is_full(folder: str, asynchronous: bool) -> None:
     train_step(state)
     checkpoints = open_checkpoints(Path(folder), asynchronous=asynchronous)
     fill(state, 20.0)
-    checkpoints.save(20, state)
+    checkpoints.save(20, state, Best(20, "validation/loss", 2.0))
     checkpoints.wait()
     # Python ignores SIGXFSZ, so a write past the limit is an OSError (EFBIG) in the middle of a file, like ENOSPC.
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
     fill(state, 40.0)
     try:
-        checkpoints.save(40, state)
+        checkpoints.save(40, state, Best(40, "validation/loss", 1.0))
         checkpoints.close()
     except StageFailed as error:
         sys.stdout.write(str(error))
@@ -301,15 +327,17 @@ def save_until_the_disk_is_full(folder: str, asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_loads(tmp_path: Path, asynchronous: bool) -> None:
-    call = f"save_until_the_disk_is_full({str(tmp_path)!r}, {asynchronous})"
+    folder = tmp_path / "checkpoints"
+    call = f"save_until_the_disk_is_full({str(folder)!r}, {asynchronous})"
     done = subprocess.run([sys.executable, "-c", PROGRAM + call], capture_output=True, text=True, timeout=120)
     assert done.stdout == (
-        f"disk full while saving checkpoint step_40 in {tmp_path}; "
+        f"disk full while saving checkpoint step_40 in {folder}; "
         "the checkpoint of step 20 is intact; free space and run again"
     ), done.stderr
-    assert names(tmp_path) == ["step_20"]
+    assert names(folder) == ["step_20"]
+    assert json.loads((tmp_path / BEST).read_text())["step"] == 20
     state = make_state()
-    assert open_checkpoints(tmp_path).load_latest(state) == 20
+    assert open_checkpoints(folder).load_latest(state) == 20
     assert is_filled_with(state, 20.0)
 
 
@@ -321,18 +349,21 @@ def save_for_ever(folder: str) -> None:
     while True:
         step += 1
         fill(state, float(step))
-        checkpoints.save(step, state)
+        checkpoints.save(step, state, Best(max(1, step - step % 5), "validation/loss", 1.0))
 
 
-def test_after_a_kill_at_any_moment_the_newest_whole_checkpoint_has_the_content_of_its_step(tmp_path: Path) -> None:
-    call = f"save_for_ever({str(tmp_path)!r})"
+def test_after_a_kill_at_any_moment_the_newest_and_the_best_checkpoint_have_the_content_of_their_steps(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoints"
+    call = f"save_for_ever({str(folder)!r})"
     moments = random.Random(0)
     loaded_steps = [0]
     for _ in range(6):
         saver = subprocess.Popen([sys.executable, "-c", PROGRAM + call], stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 60
-            while not (tmp_path / f"step_{loaded_steps[-1] + 2}").exists():
+            while not (folder / f"step_{loaded_steps[-1] + 2}").exists():
                 assert saver.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -341,9 +372,12 @@ def test_after_a_kill_at_any_moment_the_newest_whole_checkpoint_has_the_content_
             saver.send_signal(signal.SIGKILL)
             saver.wait()
         state = make_state(width=512)
-        step = open_checkpoints(tmp_path, max_keep=2).load_latest(state)
+        step = open_checkpoints(folder, max_keep=2).load_latest(state)
         assert step is not None
         assert step > loaded_steps[-1]
         assert is_filled_with(state, float(step))
+        best = json.loads((tmp_path / BEST).read_text())["step"]
+        assert best % 5 == 0 or best == 1
+        assert problem(folder, best, "f") is None
         loaded_steps.append(step)
-    assert len(names(tmp_path)) <= 3
+    assert len(names(folder)) <= 4

@@ -333,10 +333,18 @@ def test_asking_for_a_stage_that_is_not_there_suggests_one(tmp_path: Path) -> No
     [
         ("sft.work_pool=gpus", "stage 'sft': work_pool = 'gpus': this version runs every stage on the flow's machine; "
          "leave it out"),
-        ("policy.parallelism.tp_size=2", "stage 'rows': policy.parallelism.tp_size = 2: this version trains and "
-         "generates on one rank; set it to 1"),
+        ("policy.parallelism.pp_size=2", "stage 'rows': policy.parallelism.pp_size = 2: not in this version; set it "
+         "to 1"),
+        ("grpo.policy.parallelism.tp_size=2", "stage 'grpo': policy.parallelism has 2 ranks: this version trains by "
+         "rollouts on one; set all sizes to 1"),
+        ("sft.policy.parallelism.dp_shard_size=2; sft.policy.lora.r=4", "stage 'sft': policy.parallelism has 2 ranks: "
+         "this version trains LoRA on one; set all sizes to 1"),
+        ("pipeline.gpus=8; sft.policy.parallelism.dp_shard_size=-1", "stage 'sft': policy.parallelism.dp_shard_size = "
+         "-1: this version wants the number; set it to 8"),
         ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
          "groups; make it a multiple of rollout.n_generation = 3"),
+        ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
+         "give rates by module path"),
         ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare answers of one "
          "group; make it at least 2"),
         ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
@@ -348,7 +356,7 @@ def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_befor
 ) -> None:
     from cosmos_core.config.capabilities import check_capabilities
 
-    pipeline = load(tmp_path, CHAIN, setting)
+    pipeline = load(tmp_path, CHAIN, *setting.split("; "))
     with pytest.raises(ConfigError) as caught:
         check_capabilities(pipeline)
     assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"

@@ -278,7 +278,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     assert found == {
         "DatasetConfig.name", "HeldOutConfig.name", "PolicyConfig.model_name_or_path",  # content counts
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
-        "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
+        "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
+        "TrainConfig.resume",  # the content of what it names counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SFTDataConfig.dataloader_num_workers",
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "LoggingConfig.logger",

@@ -67,7 +67,7 @@ TURNS = "rollout.multi_turn_config"
 BOTH_FLAGS = (f"{TURNS}.enable_tools=true", f"{TURNS}.continue_final_message=true")
 OUTDATED = f"{P}.allowed_outdated_steps"
 ADAPTED = ("policy.lora.r=4", "train.compile=false")
-ONE_RANK = "this version trains and generates on one rank; set it to 1"
+ONE_RANK = "not in this version; set it to 1"
 
 RULES: dict[tuple[str, str], list[Case]] = {
     ("dataset", "a split that is a string is a list of one"): [
@@ -201,6 +201,9 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept("train.optm_lr", {"global": 1e-6, "visual": 1e-5}, "train.optm_lr={global=1e-6, visual=1e-5}"),
         no("train.optm_lr = {'visual': 1e-05} must have the key 'global', the rate of all modules not named",
            "train.optm_lr={visual=1e-5}"),
+        changed("train.optm_lr", 1e-5, "train.optm_lr=[1e-5]"),
+        kept("train.optm_lr", (1e-5, 1e-6), "train.optm_lr=[1e-5, 1e-6]"),
+        changed("train.optm_impl", "foreach", "train.optm_impl=['foreach']"),
     ],
     ("train", "weights travel in the master's dtype"): [
         kept("train.transfer_dtype", "float16", "train.transfer_dtype='float16'", "train.master_dtype='bfloat16'"),
@@ -299,7 +302,8 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept(f"{P}.mini_batch", 4),
         no("train: train_batch_per_replica = 16 must be a multiple of train_policy.mini_batch = 3",
            f"{P}.mini_batch=3"),
-        cannot(f"{MESH}.dp_shard_size = 3: {ONE_RANK}", f"{MESH}.dp_shard_size=3"),
+        cannot(f"{MESH} has 3 ranks: this version trains by rollouts on one; set all sizes to 1",
+               f"{MESH}.dp_shard_size=3"),
     ),
     # `mode` does nothing here, so the rules of `colocated` hold for every recipe: one replica each, whole groups.
     ("colocated check", "as many replicas generate as train, and train whole groups"): on(GRPO,

@@ -11,7 +11,14 @@ import pytest
 import trl
 from transformers import PreTrainedTokenizer
 
-from cosmos_core.data.conversation import conversation_tokens, cut, tokenize_conversation, tokenize_prompt
+from cosmos_core.data.conversation import (
+    RefusedRow,
+    conversation_tokens,
+    cut,
+    tokenize_conversation,
+    tokenize_prompt,
+)
+from cosmos_core.data.messages import SkippedRow
 from cosmos_core.errors import DataError, ModelError
 from tests.unit.data_tokenizers import (
     CHATML,
@@ -129,10 +136,19 @@ def test_a_template_that_writes_nothing_for_string_content_is_an_error():
         conversation_tokens(byte_tokenizer(parts_only), TWO_TURNS, "row")
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error_with_the_templates_words():
+def test_a_conversation_that_the_template_refuses_is_skipped_with_the_templates_words():
     turns = [{"role": "system", "content": "s"}, *TWO_TURNS]
-    with pytest.raises(DataError, match=r"row 3: the chat template refuses the conversation: only user and assistant"):
+    with pytest.raises(RefusedRow, match=r"row 3: skipped, refused by the chat template \(only user and assistant\)"):
         conversation_tokens(byte_tokenizer(MISTRAL), turns, "row 3")
+
+
+def test_a_system_turn_that_the_template_leaves_out_in_silence_is_refused():
+    without = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    turns = [{"role": "system", "content": "Be brief."}, *TWO_TURNS]
+    with pytest.raises(RefusedRow, match="a system turn that the chat template leaves out"):
+        conversation_tokens(byte_tokenizer(without), turns, "row")
 
 
 # Templates of real models as TRL keeps them, each with TRL's own version that marks what the assistant writes. TRL
@@ -185,13 +201,21 @@ def test_cutting_keeps_the_left_and_refuses_to_leave_nothing_to_learn():
     ids, mask = conversation_tokens(tokenizer, TWO_TURNS, "row")
     first = mask.index(1)
     assert cut((ids, mask), first + 2, "row") == (ids[: first + 2], [0] * first + [1, 1])
-    with pytest.raises(DataError, match=f"a.jsonl:3: nothing to learn.*first {first} of its {len(ids)} tokens"):
+    reason = "a.jsonl:3: skipped, longer than policy.model_max_length with nothing left to learn"
+    with pytest.raises(SkippedRow, match=reason):
         tokenize_conversation(tokenizer, TWO_TURNS, first, "a.jsonl:3")
 
 
-def test_a_conversation_without_an_assistant_turn_is_an_error():
-    with pytest.raises(DataError, match=r"a\.jsonl:9: a conversation without an assistant turn"):
-        conversation_tokens(byte_tokenizer(CHATML), TWO_TURNS[:1], "a.jsonl:9")
+def test_a_first_token_alone_is_nothing_to_learn():
+    with pytest.raises(SkippedRow, match="row: skipped, with nothing to learn"):
+        cut(([7, 8], [1, 0]), 10, "row")
+    assert cut(([7, 8], [0, 1]), 10, "row") == ([7, 8], [0, 1])
+
+
+@pytest.mark.parametrize("answer", [[], [{"role": "assistant", "content": " \n"}]], ids=["none", "blank"])
+def test_a_conversation_without_an_assistant_turn_is_skipped(answer):
+    with pytest.raises(SkippedRow, match=r"a\.jsonl:9: skipped, without an assistant turn to learn"):
+        conversation_tokens(byte_tokenizer(CHATML), [*TWO_TURNS[:1], *answer], "a.jsonl:9")
 
 
 def test_a_tokenizer_without_chat_template_is_a_model_error_with_the_remedy():
@@ -243,11 +267,11 @@ def test_a_prompt_ends_with_the_generation_prompt():
     assert ids == list(tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)["input_ids"])
 
 
-def test_a_prompt_longer_than_the_model_is_an_error_and_one_that_just_fits_is_not():
+def test_a_prompt_longer_than_the_model_is_skipped_and_one_that_just_fits_is_not():
     tokenizer = byte_tokenizer(CHATML)
     ids, _ = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
     assert tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids), "row")[0] == ids
-    with pytest.raises(DataError, match=f"a.jsonl:2: prompt longer than the model: {len(ids)} tokens.*{len(ids) - 1}"):
+    with pytest.raises(SkippedRow, match=r"a\.jsonl:2: skipped, with a prompt longer than policy\.model_max_length"):
         tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids) - 1, "a.jsonl:2")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+
 import pytest
 
-from cosmos_core.data.messages import read_conversation, read_held_out, read_prompt
+from cosmos_core.data.messages import SkippedRow, alternating, read_conversation, read_held_out, read_prompt
 from cosmos_core.errors import DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -55,7 +58,6 @@ def test_what_a_template_may_read_beside_role_and_content_is_kept():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": []}, "a.jsonl:4: column 'messages' is an empty conversation"),
         (
             {"messages": [{"role": "boss", "content": "x"}]},
             "a.jsonl:4, turn 1 of 'messages': unknown role 'boss'; known:",
@@ -65,13 +67,76 @@ def test_what_a_template_may_read_beside_role_and_content_is_kept():
         ({"messages": {"role": "user"}}, "a.jsonl:4: column 'messages' holds .* a conversation is a list of turns"),
         ({"messages": [{"role": "user", "content": 3}]}, "a.jsonl:4, turn 1 of 'messages': content '3' is not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content .* is not text"),
-        ({"text": ""}, "a.jsonl:4: column 'text' is an empty text"),
         ({"prompt": "q", "label": 1}, "a.jsonl:4: no conversation among the columns prompt, label; set train"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_an_error_that_names_it(row, message):
     with pytest.raises(DataError, match=message):
         read_conversation(row, "a.jsonl:4")
+
+
+@pytest.mark.parametrize("row", [{"messages": []}, {"text": ""}, {"text": " \n"}])
+def test_a_row_that_holds_nothing_is_skipped(row):
+    with pytest.raises(SkippedRow, match=r"a\.jsonl:4: skipped, empty"):
+        read_conversation(row, "a.jsonl:4")
+
+
+def test_a_skipped_row_travels_between_processes():
+    error = pickle.loads(pickle.dumps(SkippedRow("a.jsonl:4", "empty")))
+    assert (str(error), error.reason) == ("a.jsonl:4: skipped, empty", "empty")
+
+
+@pytest.mark.parametrize("mark", ["<image>\nWhat is this?", "What is this?\n<image>", " <video> "])
+def test_a_turn_that_shows_an_image_is_an_error_that_says_what_this_version_learns_from(mark):
+    row = {"image": "a.jpg", "conversations": [{"from": "human", "value": mark}, SHAREGPT[1]]}
+    with pytest.raises(
+        DataError, match=r"turn 1 of 'conversations': the turn shows an (image|video), and this version"
+    ):
+        read_conversation(row, "a.jsonl:4")
+    with pytest.raises(DataError, match=r"a\.jsonl:4: the turn shows"):
+        read_prompt({"prompt": mark}, "a.jsonl:4")
+
+
+def test_an_image_mark_inside_a_sentence_is_a_word():
+    turns = [{"role": "user", "content": "What is the <image> tag for?"}, ANSWERED]
+    assert read_conversation({"messages": turns}, "row") == turns
+
+
+def test_a_conversation_may_be_json_in_a_string_but_plain_text_stays_text():
+    turns = json.dumps(SHAREGPT)
+    assert read_conversation({"conversations": turns}, "row") == [ASKED, ANSWERED]
+    assert read_prompt({"prompt": json.dumps([ASKED])}, "row") == ([ASKED], "")
+    assert read_conversation({"text": turns}, "row") == turns
+    assert read_conversation({"conversations": "[{not JSON"}, "row") == "[{not JSON"
+    answer = {"role": "assistant", "content": '[{"x": 1}]'}
+    assert read_conversation({"prompt": "q", "response": '[{"x": 1}]'}, "row") == [ASKED, answer]
+
+
+def say(*turns):
+    """`u:hi` as a turn of the user."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("turns", "merged", "folded"),
+    [
+        (["u:1", "u:2", "a:3", "a:4"], ["u:1\n\n2", "a:3\n\n4"], ["u:1\n\n2", "a:3\n\n4"]),
+        (["s:x", "u:1", "a:2"], ["s:x", "u:1", "a:2"], ["u:x\n\n1", "a:2"]),
+        (["s:x", "s:y", "u:1", "a:2"], ["s:x\n\ny", "u:1", "a:2"], ["u:x\n\ny\n\n1", "a:2"]),
+        (["u:1", "a:2", "s:x", "u:3"], ["u:1", "a:2", "s:x", "u:3"], ["u:1", "a:2", "u:x\n\n3"]),
+        (["u:1", "t:2", "t:3"], ["u:1", "t:2", "t:3"], ["u:1", "t:2", "t:3"]),
+    ],
+)
+def test_turns_are_put_together_so_that_roles_alternate(turns, merged, folded):
+    before = say(*turns)
+    assert list(alternating(before)) == [say(*merged), say(*folded)]
+    assert before == say(*turns)
+
+
+def test_a_turn_with_more_than_words_is_not_put_together():
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    assert next(alternating([call, *say("a:1")])) == [call, *say("a:1")]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +166,17 @@ def test_named_columns_win_and_the_system_prompt_is_put_first():
         ({"prompt": "q"}, ("mine", ""), r"r: no column 'mine' \(train_policy.prompt_column_name\); the row has prompt"),
         ({"prompt": "q"}, ("", "gold"), r"r: no column 'gold' \(train_policy.response_column_name\)"),
         ({"x": "q"}, ("", ""), "r: no prompt among the columns x; set train.train_policy.prompt_column_name"),
-        ({"messages": [ANSWERED]}, ("", ""), "r: a prompt without a user turn"),
     ],
 )
 def test_a_row_without_a_prompt_is_an_error(row, columns, message):
     with pytest.raises(DataError, match=message):
         read_prompt(row, "r", *columns)
+
+
+@pytest.mark.parametrize("row", [{"messages": [ANSWERED]}, {"prompt": ""}, {"question": " "}])
+def test_a_row_with_nothing_to_answer_is_skipped(row):
+    with pytest.raises(SkippedRow, match="r: skipped, without a user turn to answer"):
+        read_prompt(row, "r")
 
 
 def test_a_held_out_conversation_is_asked_up_to_its_last_answer():

@@ -21,7 +21,7 @@ from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
-from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
+from tests.unit.data_tokenizers import CHATML, MISTRAL, byte_tokenizer, learned
 
 RL_LENGTHS = {"policy": {"model_max_length": 64}, "rollout": {"max_response_length": 16}}
 
@@ -75,6 +75,7 @@ def test_sft_rows_come_back_as_tokens_and_masks_with_true_statistics(tmp_path, m
     assert said == {
         "train": {
             "kind": "sequences", "rows": 600, "tokens": sum(lengths), "truncated_rows": 0,
+            "skipped_rows": 0, "skipped": {}, "merged_rows": 0,
             "label_tokens": sum(int(sequences[i][1].sum()) for i in range(600)),
             "length": {
                 "min": min(lengths), "mean": sum(lengths) / 600, "p50": float(np.median(lengths)),
@@ -83,7 +84,11 @@ def test_sft_rows_come_back_as_tokens_and_masks_with_true_statistics(tmp_path, m
         }
     }  # fmt: skip
     assert outcome.outputs == ("data",) and outcome.info == {"data": "data"}
-    assert outcome.metrics == {"data/train_rows": 600.0, "data/train_tokens": float(sum(lengths))}
+    assert outcome.metrics == {
+        "data/train_rows": 600.0,
+        "data/train_tokens": float(sum(lengths)),
+        "data/train_skipped_rows": 0.0,
+    }
     assert not has_split(tmp_path / "s" / "data", "validation")
     with pytest.raises(IndexError):
         sequences[600]
@@ -146,6 +151,8 @@ def test_rows_of_a_stage_win_over_the_recipe_and_bring_their_held_out_rows(tmp_p
 
 def test_the_bytes_depend_neither_on_the_run_nor_on_the_number_of_processes(tmp_path, model):
     rows = write_rows(tmp_path / "a.jsonl", 700)
+    with open(rows, "a", encoding="utf-8") as file:
+        file.write('{"text": ""}\n')
     digests = []
     for name, workers in (("one", 0), ("again", 1), ("two", 2)):
         run(make_stage(tmp_path / name, model, sft(rows, dataloader_num_workers=workers)))
@@ -160,17 +167,93 @@ def test_the_bytes_depend_neither_on_the_run_nor_on_the_number_of_processes(tmp_
 def test_a_wrong_row_is_named_and_nothing_is_written(tmp_path, model, workers):
     rows = write_rows(tmp_path / "a.jsonl", 300)
     with open(rows, "a", encoding="utf-8") as file:
-        file.write('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    with pytest.raises(DataError, match=r"^a\.jsonl:301: a conversation without an assistant turn"):
+        file.write('{"messages": [{"role": "boss", "content": "hi"}]}\n')
+    with pytest.raises(DataError, match=r"^a\.jsonl:301, turn 1 of 'messages': unknown role 'boss'"):
         run(make_stage(tmp_path / "s", model, sft(rows, dataloader_num_workers=workers)))
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["progress.json"]
 
 
-def test_a_prompt_longer_than_the_model_is_named(tmp_path, model):
+def test_rows_with_nothing_to_learn_are_left_out_and_counted_by_reason(tmp_path, model, caplog):
+    rows = write_rows(tmp_path / "a.jsonl", 300)
+    silent, half = {"messages": [{"role": "user", "content": "hi"}]}, {"question": "\ud83d", "answer": "a"}
+    long = {"question": "x" * 90, "answer": "late"}
+    extra = [silent, {"text": ""}, long, half, *[{"question": f"{i}?", "answer": "Yes."} for i in range(290)], silent]
+    with open(rows, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in extra)
+    outcome = run(make_stage(tmp_path / "one", model, {**sft(rows), "policy": {"model_max_length": 64}}))
+    said = read_json(tmp_path / "one" / "data" / "statistics.json")["train"]
+    assert (said["rows"], said["skipped_rows"]) == (590, 5)
+    too_long = "longer than policy.model_max_length with nothing left to learn"
+    assert said["skipped"] == {
+        "without an assistant turn to learn": {"rows": 2, "first": "a.jsonl:301"},
+        "empty": {"rows": 1, "first": "a.jsonl:302"},
+        too_long: {"rows": 1, "first": "a.jsonl:303"},
+        "with half a character (a lone surrogate)": {"rows": 1, "first": "a.jsonl:304"},
+    }
+    notice = (
+        "train: 5 of 595 rows skipped: 2 without an assistant turn to learn (first: a.jsonl:301), 1 empty (first: "
+        f"a.jsonl:302), 1 {too_long} (first: a.jsonl:303), 1 with half a character (a lone surrogate) (first: "
+        "a.jsonl:304)"
+    )
+    assert outcome.info["notices"] == [notice] and caplog.messages.count(notice) == 1
+    assert outcome.metrics["data/train_skipped_rows"] == 5.0
+    sequences = open_sequences(tmp_path / "one" / "data", "train")
+    texts = [byte_tokenizer(CHATML).decode(sequences[i][0]) for i in (299, 300, 589)]
+    assert [text.split("\n")[1].removesuffix("<|im_end|>") for text in texts] == ["What is 299+1?", "0?", "289?"]
+
+
+def test_prompts_too_long_to_answer_are_left_out_and_counted(tmp_path, model):
+    rows = write_rows(tmp_path / "a.jsonl", 2)
+    with open(rows, "a", encoding="utf-8") as file:
+        extra = [{"question": "x" * 60}, {"question": "q", "answer": "\udc00"}, {"question": "last", "answer": "a"}]
+        file.writelines(json.dumps(row) + "\n" for row in extra)
+    outcome = run(make_stage(tmp_path / "s", model, grpo(rows)))
+    assert outcome.metrics["data/train_skipped_rows"] == 2.0
+    assert outcome.info["notices"] == [
+        "train: 2 of 5 rows skipped: 1 with a prompt longer than policy.model_max_length less the longest answer "
+        "(first: a.jsonl:3), 1 with half a character (a lone surrogate) (first: a.jsonl:4)"
+    ]
+    assert [(p.id, p.reference) for p in open_prompts(tmp_path / "s" / "data", "train")][2] == (2, "a")
+
+
+def test_no_row_left_is_an_error_that_says_why(tmp_path, model):
     rows = tmp_path / "a.jsonl"
-    rows.write_text(json.dumps({"question": "2+3?", "answer": "5"}) + "\n" + json.dumps({"question": "x" * 60}) + "\n")
-    with pytest.raises(DataError, match=r"^a\.jsonl:2: prompt longer than the model: .* leaves 48"):
-        run(make_stage(tmp_path / "s", model, grpo(rows)))
+    rows.write_text('{"text": ""}\n{"text": " "}\n')
+    message = r"^train: 2 of 2 rows skipped: 2 empty \(first: a\.jsonl:1\); no row is left, give others"
+    with pytest.raises(DataError, match=message):
+        run(make_stage(tmp_path / "s", model, sft(rows)))
+    assert not (tmp_path / "s" / "data").exists()
+
+
+def test_turns_that_the_template_refuses_are_put_together_and_said_once(tmp_path, caplog):
+    byte_tokenizer(MISTRAL, end_token="</s>").save_pretrained(tmp_path / "mistral")
+    system, asks, more, answers = (
+        {"role": role, "content": text}
+        for role, text in (("system", "Be brief."), ("user", "One?"), ("user", "Two?"), ("assistant", "Yes."))
+    )
+    conversations = [[asks, answers], [system, asks, answers], [asks, more, answers, answers], [answers, asks]]
+    rows = tmp_path / "a.jsonl"
+    rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations * 2))
+    outcome = run(make_stage(tmp_path / "s", tmp_path / "mistral", sft(rows)))
+    sequences, tokenizer = open_sequences(tmp_path / "s" / "data", "train"), byte_tokenizer(MISTRAL, end_token="</s>")
+    assert [tokenizer.decode(sequences[i][0]) for i in range(3)] == [
+        "<s>[INST] One?[/INST] Yes.</s>",
+        "<s>[INST] Be brief.\n\nOne?[/INST] Yes.</s>",
+        "<s>[INST] One?\n\nTwo?[/INST] Yes.\n\nYes.</s>",
+    ]
+    assert [learned(tokenizer, *map(list, sequences[i])) for i in range(3)] == [
+        [" Yes.</s>"], [" Yes.</s>"], [" Yes.\n\nYes.</s>"]
+    ]  # fmt: skip
+    assert outcome.info["notices"] == [
+        "train: 2 of 8 rows skipped: 2 refused by the chat template (roles must alternate) (first: a.jsonl:4)",
+        "train: turns put together in 4 of 6 rows (first: a.jsonl:2): the chat template refuses a system turn, or "
+        "turns of one role in a row",
+    ]
+    assert [message for message in caplog.messages if message.startswith("train: ")] == outcome.info["notices"]
+    asked = run(make_stage(tmp_path / "rl", tmp_path / "mistral", {**grpo(rows), "policy": {"model_max_length": 99}}))
+    prompts = open_prompts(tmp_path / "rl" / "data", "train")
+    assert prompts[1].text == "<s>[INST] Be brief.\n\nOne?[/INST]"
+    assert "put together in 4 of" in asked.info["notices"][-1]
 
 
 def test_answers_that_leave_no_room_for_a_prompt_are_a_configuration_error(tmp_path, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import datasets
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.data.messages import read_conversation
 from cosmos_core.data.rows import has_local_split, load_rows, split_rows
 from cosmos_core.errors import DataError
 
@@ -53,6 +55,41 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     assert list(load_rows(DatasetConfig(name=str(tmp_path / name)))) == ROWS
 
 
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+TALKS = {"OpenAI": {"messages": TALK}, "ShareGPT": {"conversations": SHAREGPT}, "pair": {"prompt": TALK[:1],
+         "completion": TALK[1:]}, "columns": {"question": "q", "answer": "a"}}  # fmt: skip
+WIDE = pa.large_list(pa.struct({"role": pa.dictionary(pa.int32(), pa.string()), "content": pa.large_string()}))
+
+
+@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "saved", "a.csv"])
+def test_every_format_holds_conversations(tmp_path, name, talk):
+    path = tmp_path / name
+    if name == "saved":
+        datasets.Dataset.from_list([talk]).save_to_disk(str(path))
+    elif name == "a.parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist([talk]), path)
+    elif name == "a.arrow":
+        table = pa.Table.from_pylist([talk])
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    elif name == "a.csv":
+        values = [value if isinstance(value, str) else json.dumps(value) for value in talk.values()]
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows([talk.keys(), values])
+    else:
+        path.write_text(json.dumps([talk] if name == "a.json" else talk))
+    (row,) = load_rows(DatasetConfig(name=str(path)))
+    assert read_conversation(row, "row") == TALK
+
+
+def test_wide_and_coded_columns_are_text_too(tmp_path):
+    table = pa.table({"messages": pa.array([TALK], WIDE)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read_conversation(load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))[0], "row") == TALK
+
+
 def test_a_row_knows_its_line_although_blank_lines_are_passed_over(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"x": 1}\n\n{"x": 2}\r\n', encoding="utf-8")
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
@@ -91,8 +128,8 @@ def test_a_malformed_file_is_a_data_error_that_names_the_place(tmp_path, name, c
 
 
 def test_text_that_is_not_utf8_is_a_data_error(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"x": "\xff"}\n')
-    with pytest.raises(DataError, match=r"^a\.jsonl: byte 7 is not UTF-8"):
+    (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n{"x": "\xff"}\n')
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: byte 16 is not UTF-8"):
         load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
 
 

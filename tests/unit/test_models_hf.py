@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import (
+    check_row_length,
     load_config,
     load_model,
     load_tokenizer,
@@ -178,3 +179,38 @@ def test_sequence_logprobs_are_those_of_transformers_whatever_the_padding_side(
     torch.testing.assert_close(on_right[1], torch.cat([expected[1], torch.zeros(2)]), atol=1e-5, rtol=0)
     torch.testing.assert_close(on_left[1], torch.cat([torch.zeros(2), expected[1]]), atol=1e-5, rtol=0)
     assert entropy.shape == on_right.shape and (entropy[mask[:, 1:] == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.0] * 8,
+          "long_factor": [3.0] * 8}, 16),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, None),
+        ({"rope_type": "default"}, None),
+    ],
+)  # fmt: skip
+def test_rows_whose_positions_depend_on_their_neighbours_are_refused(rope: dict[str, Any], limit: int | None) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1, vocab_size=50,
+        max_position_embeddings=64, initializer_range=0.2, rope_parameters={"rope_theta": 10000.0, **rope},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    length = limit or 64
+
+    def moves(longest: int) -> bool:
+        """Whether a row of five tokens has other logits beside one of `longest`."""
+        ids = torch.arange(2 * longest).reshape(2, -1) % 50
+        with torch.no_grad():
+            return not torch.allclose(model(ids).logits[0, :5], model(ids[:1, :5]).logits[0], atol=1e-5)
+
+    assert not moves(length)
+    check_row_length(config, length)
+    if limit is None:
+        check_row_length(config, 10 * length)
+    else:
+        assert moves(limit + 1)
+        with pytest.raises(ModelError, match=rf"model_max_length = {limit + 1}.*{rope['rope_type']}.* at most {limit}"):
+            check_row_length(config, limit + 1)

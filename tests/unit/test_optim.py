@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.errors import ConfigError
 from cosmos_core.train.optim import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
 
 
@@ -67,8 +68,66 @@ def test_every_group_gets_the_learning_rate_of_the_step() -> None:
     model = torch.nn.Linear(2, 2)
     train = TrainConfig(optm_lr=0.1, optm_warmup_steps=4)
     optimizer = build_optimizer(model, train)
-    assert set_learning_rate(optimizer, 0, 10, train) == pytest.approx(0.025)
+    assert set_learning_rate(optimizer, 0, 10, train) == pytest.approx({"lr": 0.025})
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025])
+
+
+class Nested(torch.nn.Module):
+    """Two layers, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "layers": torch.nn.Sequential()})
+        self.model["layers"].extend([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        self.lm_head = torch.nn.Linear(2, 3, bias=False)
+        self.lm_head.weight = self.model["embed"].weight
+
+
+def rates_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_each_weight_has_the_rate_of_the_deepest_path_that_leads_to_it() -> None:
+    model = Nested()
+    rates = {"global": 0.1, "model": 0.2, "model.layers.1": 0.4}
+    train = TrainConfig(optm_lr=rates, optm_warmup_steps=4)
+    optimizer = build_optimizer(model, train)
+    assert rates_of(model, optimizer) == {
+        "model.embed.weight": 0.2,
+        "model.layers.0.weight": 0.2,
+        "model.layers.0.bias": 0.2,
+        "model.layers.1.weight": 0.4,
+        "model.layers.1.bias": 0.4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({"model.layers.1": 0.4}, {"model.layers.1": 0.1}),
+        ({"lm_head": 0.4, "model.layers.0": 0.2}, {"lm_head": 0.1, "model.layers.0": 0.05}),
+    ],
+)
+def test_rates_by_module_follow_one_schedule_and_are_all_reported(
+    rates: dict[str, float], expected: dict[str, float]
+) -> None:
+    model = Nested()
+    train = TrainConfig(optm_lr={"global": 0.8, **rates}, optm_warmup_steps=4)
+    optimizer = build_optimizer(model, train)
+    found = set_learning_rate(optimizer, 0, 10, train)
+    assert found == pytest.approx({"lr": 0.2, **{f"lr/{path}": rate for path, rate in expected.items()}})
+    assert rates_of(model, optimizer)["model.layers.1.bias"] == pytest.approx(expected.get("model.layers.1", 0.2))
+    assert rates_of(model, optimizer)["model.embed.weight"] == pytest.approx(expected.get("lm_head", 0.2))
+
+
+def test_a_path_that_leads_to_nothing_that_is_trained_is_refused_with_the_nearest() -> None:
+    model = Nested()
+    with pytest.raises(ConfigError, match=r"rate of 'model\.layer\.1'; .* did you mean 'model\.layers\.1'\?"):
+        build_optimizer(model, TrainConfig(optm_lr={"global": 0.1, "model.layer.1": 0.2}))
+    model.model["layers"][1].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"no weight is trained with the rate of 'model\.layers\.1'.* is trained$"):
+        build_optimizer(model, TrainConfig(optm_lr={"global": 0.1, "model.layers.1": 0.2}))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
@@ -88,6 +147,24 @@ def test_one_step_is_adams_closed_form_with_decay_on_matrices_only(name: str, im
     # decay * weight = 1 to the gradient, which keeps its sign.
     assert model.bias.item() == pytest.approx(2.1, abs=1e-6)
     assert model.weight.item() == pytest.approx(2.0 * 0.95 + 0.1 if name == "AdamW" else 2.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit"])
+def test_the_first_step_with_moments_in_eight_bits_is_the_closed_form(name: str) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    model = torch.nn.Linear(64, 64)  # torchao keeps smaller moments in float32
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    train = TrainConfig.model_validate(
+        {"optm_name": name, "optm_lr": 0.4, "optm_warmup_steps": 4, "optm_weight_decay": 0.5, "epsilon": 1e-8}
+    )
+    optimizer = build_optimizer(model, train)
+    assert set_learning_rate(optimizer, 0, 10, train) == pytest.approx({"lr": 0.1})
+    model.weight.grad, model.bias.grad = torch.full((64, 64), -3.0), None
+    optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].codes.dtype == torch.uint8
+    expected = 2.0 * 0.95 + 0.1 if name == "AdamW8bit" else 2.1
+    torch.testing.assert_close(model.weight.detach(), torch.full((64, 64), expected), rtol=0, atol=1e-6)
 
 
 def test_frozen_parameters_are_not_in_the_optimizer() -> None:

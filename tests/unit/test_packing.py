@@ -12,6 +12,8 @@ from transformers import (
     Gemma3TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -108,9 +110,16 @@ def test_families_that_mix_what_is_packed_keep_the_padding() -> None:
     )  # fmt: skip
     model = make(Qwen3NextForCausalLM, linear)
     assert enable_packing(model) == "layers of kind linear_attention mix what is packed"
-    eager = make(*FAMILIES["full"], attention="eager")
-    assert enable_packing(eager) == "attention is computed by 'eager'"
-    assert NAME not in {model.config._attn_implementation, eager.config._attn_implementation}
+    flex = make(*FAMILIES["full"], attention="flex_attention")
+    assert enable_packing(flex) == "attention is computed by 'flex_attention'"
+    assert NAME not in {model.config._attn_implementation, flex.config._attn_implementation}
+
+
+def test_a_family_whose_attention_is_not_told_its_window_keeps_the_padding() -> None:
+    config = PhimoeConfig(**SIZES, sliding_window=4000, num_local_experts=2)  # no row of the probe is that long
+    model = make(PhimoeForCausalLM, config).float()  # experts know no float64
+    assert enable_packing(model) == "packed sequences have other logits than separate ones"
+    assert model.config.sliding_window == 4000
 
 
 def test_a_probe_that_differs_gives_the_old_attention_back(monkeypatch: pytest.MonkeyPatch) -> None:

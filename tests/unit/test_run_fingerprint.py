@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.errors import ModelError
 from cosmos_core.run import fingerprint as fingerprints
 from cosmos_core.run.digests import Digests
+from cosmos_core.run.inputs import check_inputs
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs, print_of
 
@@ -113,6 +115,44 @@ def test_the_same_content_at_another_place_is_the_same(tmp_path: Path) -> None:
     first, second = load_recipe(here), load_recipe(there)
     for name in ("prepare", "sft", "export"):
         assert print_of(first, name).value == print_of(second, name).value
+
+
+def test_the_checkpoint_that_a_training_begins_from_counts_wherever_it_lies(folder: Path) -> None:
+    prints = {}
+    for run, content in (("first", "a"), ("second", "a"), ("third", "b")):
+        policy = folder / run / "stages/sft/checkpoints/step_3/policy"
+        policy.mkdir(parents=True)
+        (policy / "manifest.json").write_text(content)
+        pipeline = load_recipe(folder, f"train.resume='{policy}'")
+        prints[run] = {name: print_of(pipeline, name).value for name in STAGES}
+    assert prints["first"] == prints["second"]
+    assert {name for name in STAGES if prints["third"][name] != prints["first"][name]} == {"sft"}
+    assert changed_stages(folder, f"train.resume='{policy}'") == {"sft"}
+    assert changed_stages(folder, "train.resume=true") == set()
+
+
+@pytest.mark.parametrize(
+    ("files", "place", "said"),
+    [
+        ([], "run/step_3/policy", "no checkpoint; give the folder .../checkpoints/step_N/policy of a run"),
+        (["policy/manifest.json"], "run/step_3",
+         "no checkpoint; give the folder .../checkpoints/step_N/policy of a run"),
+        (["policy/model_rank_0.pth"], "run/step_3/policy",
+         "a pickled checkpoint of Cosmos-RL, which could run any code when read; start from the safetensors folder of "
+         "that run: policy.model_name_or_path = '.../safetensors/step_N'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_to_begin_from_is_told_before_anything_runs(
+    folder: Path, files: list[str], place: str, said: str
+) -> None:
+    for name in files:
+        file = folder / "run/step_3" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    pipeline = load_recipe(folder, f"train.resume='{folder / place}'")
+    with pytest.raises(ModelError) as caught:
+        check_inputs(pipeline)
+    assert str(caught.value).endswith(f"stage 'sft': train.resume = '{folder / place}': {said}")
 
 
 def test_what_a_stage_was_given_changes_it(folder: Path) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.hf import sequence_logprobs
-from cosmos_core.models.scorer import Scorer
+from cosmos_core.models.scorer import Scorer, entropy, is_top
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,13 +70,15 @@ def test_values_entropies_and_gradients_are_those_of_the_whole_logits(
     model: PreTrainedModel, expected: float | None
 ) -> None:
     batch, scorer = inputs(), Scorer(model)
-    settings: dict[str, Any] = {"temperature": 0.7, "dtype": torch.float64, "with_entropy": True}
-    whole, entropy = sequence_logprobs(model, batch["input_ids"], batch["attention_mask"], **settings)
-    logprobs, found = scorer(batch, CHOSEN, **settings, expected=expected)
+    settings: dict[str, Any] = {"temperature": 0.7, "dtype": torch.float64}
+    whole, entropies = sequence_logprobs(
+        model, batch["input_ids"], batch["attention_mask"], **settings, with_entropy=True
+    )
+    logprobs, found = scorer(batch, CHOSEN, **settings, figure=entropy, expected=expected)
 
     assert scorer._has_plain_head is True, "the head of this family is known"
     torch.testing.assert_close(logprobs, whole.reshape(-1)[CHOSEN], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found, entropy.reshape(-1)[CHOSEN], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, entropies.reshape(-1)[CHOSEN], rtol=0, atol=1e-12)
     ours = gradients(model, -0.25 * logprobs.sum())
     theirs = gradients(model, -0.25 * whole.reshape(-1)[CHOSEN].sum())
     assert ours.keys() == theirs.keys()
@@ -96,10 +98,25 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel) 
         assert len(runs) == count
 
 
+def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_at_it(model: PreTrainedModel) -> None:
+    batch = inputs()
+    with torch.no_grad():
+        likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
+        (row, place) = divmod(int(CHOSEN[2]), batch["input_ids"].shape[1] - 1)
+        # The token after the place becomes the likeliest; a causal model says the same of that place.
+        batch["input_ids"][row, place + 1] = likeliest[2]
+        likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
+        _, found = Scorer(model)(batch, CHOSEN, figure=is_top)
+    labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
+    assert found is not None and found[2] == 1
+    assert found.tolist() == (likeliest == labels).float().tolist()
+    assert 0 < found.mean() < 1
+
+
 def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        logprobs, entropy = Scorer(model)(inputs(), CHOSEN, expected=-0.25)
-    assert not logprobs.requires_grad and entropy is None
+        logprobs, figure = Scorer(model)(inputs(), CHOSEN, expected=-0.25)
+    assert not logprobs.requires_grad and figure is None
 
 
 def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:

@@ -356,3 +356,15 @@ def test_packages_are_asked_for_in_the_interpreter_of_the_workers(tmp_path: Path
     make_inputs(tmp_path)
     with pytest.raises(ConfigError, match=r"pipeline\.python = '/no/python' does not run"):
         check_inputs(load_recipe(tmp_path, "pipeline.python=/no/python", "logging.logger=['wandb']"))
+
+
+def test_an_optimizer_without_its_package_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    python = f"pipeline.python={without('torchao', tmp_path)}"
+    check_inputs(load_recipe(tmp_path, python, "train.optm_name=AdamW"))
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(load_recipe(tmp_path, python, "train.optm_name=AdamW8bit"))
+    assert str(caught.value).endswith(
+        "stage 'sft': train.optm_name = 'AdamW8bit': the package torchao is not installed; "
+        "pip install 'cosmos-posttrain[torchao]' or leave it out"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress, read_metrics
@@ -57,8 +59,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(task: Path, count: int) -> list[Sample]:
-    from cosmos_core.data.prepared import open_sequences
-
     rows = open_sequences(task / "sft-data/data", "train")
     return [Sample(*rows[i]) for i in range(count)]
 
@@ -114,6 +114,44 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
     assert whole.keys() == split.keys()
     for name, gradient in whole.items():
         assert (gradient - split[name]).abs().max() <= 1e-9 * gradient.abs().max(), name
+
+
+def test_what_the_feed_put_together_goes_through_the_model_together(task: Path, tmp_path: Path) -> None:
+    config = recipe({**SFT, "mini_batch": 1}, train_batch_per_replica=10, optm_grad_norm_clip=0.0)
+
+    def run(batch: list[Sample]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        model = load_model(str(task / "task/model"), dtype=torch.float64)
+        rank = Rank(model, config.train, 0, Progress(tmp_path / "p.json"))
+        rank._dtype = torch.float64
+        rank.logprobs(batch[:1], 1.0)  # the first call looks at the head too
+        passes: list[int] = []
+        model.base_model.register_forward_pre_hook(
+            lambda module, args, inputs: passes.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+        (update,) = Sft().updates(batch, lambda _: [])
+        rank.update(update, temperature=1.0, with_entropy=False)
+        return passes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    batch = samples(task, 6)
+    alone, gradients = run(batch)
+    numbers = [0, 1, 0, 2, 1, 0]
+    together, planned = run([replace(sample, micro_batch=n) for sample, n in zip(batch, numbers, strict=True)])
+    assert alone == [1] * 6
+    assert sorted(together) == [1, 2, 3]
+    for name, gradient in gradients.items():
+        assert (gradient - planned[name]).abs().max() <= 1e-9 * gradient.abs().max(), name
+
+
+def test_a_balanced_training_sees_every_row_once_an_epoch_and_stays_in_its_budget(task: Path, tmp_path: Path) -> None:
+    policy = {**SFT, "mini_batch": 4, "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 96}
+    stage = make_stage(tmp_path / "s", "sft", recipe(policy, max_num_steps=99, epoch=2), task / "task/model",
+                       task / "sft-data/data")  # fmt: skip
+    trained = train_sft(stage)
+    metrics = [point for point in read_metrics(stage.path / "metrics.jsonl") if "loss" in point]
+    lengths = open_sequences(task / "sft-data/data", "train").lengths
+    assert sum(point["tokens"] for point in metrics) == 2 * lengths.sum()
+    assert max(point["tokens"] for point in metrics) <= 96
+    assert len(metrics) == trained.step < 99 and metrics[-1]["epoch"] == 2.0
 
 
 def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ class CheckpointConfig(Table):
     """`[train.ckpt]`"""
 
     enable_checkpoint: Annotated[bool, NoResult] = False
-    """Save during training. The final state and the state at a signal are saved regardless."""
+    """Save during training, also the best step by validation, which is kept and named in `best.json`. The final state
+    and the state at a signal are saved regardless."""
     save_freq: Annotated[int, Unit("train steps"), NoResult] = 20
     """Every N train steps; 0 or less: by `save_freq_in_epoch`."""
-    save_freq_in_epoch: Annotated[int, Unit("epochs"), planned("use save_freq, in steps; set it to 0"), LATER] = 0
-    """Every N epochs of SFT, in place of `save_freq`; 0 or less: off."""
+    save_freq_in_epoch: Annotated[int, Unit("epochs"), NoResult, LATER] = 0
+    """Every N epochs, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
     """`async`: training goes on while the state is written; one save at a time."""
     max_keep: Annotated[int, Unit("checkpoints"), NoResult] = 5
-    """Newest checkpoints that are kept; -1: all."""
+    """Newest checkpoints that are kept, beside the best; -1: all."""
     export_safetensors: Annotated[bool, NoResult] = True
     """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
     upload_hf: Annotated[bool, _UPLOAD] = False

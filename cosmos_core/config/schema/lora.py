@@ -7,39 +7,52 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import LATER, Fraction, Names, PositiveFloat, PositiveInt, Strings, Table, planned
+from cosmos_core.config.schema.table import (
+    LATER,
+    Fraction,
+    Names,
+    Only,
+    PositiveFloat,
+    PositiveInt,
+    Strings,
+    Table,
+    planned,
+)
 
-_LORA = planned("LoRA is not in this version; leave [policy.lora] out to train all weights")
+_ONE = planned("this version has one adapter a model, called 'default'; leave it out")
 _INIT = {"gaussian", "eva", "olora", "pissa"}
 
 
 class LoraConfig(Table):
     """`[policy.lora]`: the table's presence turns LoRA on."""
 
-    r: Annotated[PositiveInt, _LORA] = 8
+    r: PositiveInt = 8
     """Rank."""
-    lora_names: Annotated[Names, _LORA, LATER] = ("default",)
+    lora_names: Annotated[Names, _ONE, LATER] = ("default",)
     """Adapters; DiffusionNFT needs `default` and `old`."""
-    lora_path: Annotated[str | None, _LORA, LATER] = None
+    lora_path: Annotated[
+        str | None, planned("this version starts with a new adapter; merge the old one into the model first"), LATER
+    ] = None
     """Adapter to start from; None: a new one. Declared but never read in Cosmos-RL."""
-    lora_alpha: Annotated[PositiveFloat, _LORA] = 8.0
+    lora_alpha: PositiveFloat = 8.0
     """Scale is alpha / r."""
-    lora_dropout: Annotated[Fraction, _LORA] = 0.0
+    lora_dropout: Fraction = 0.0
     """Dropout before A."""
-    target_modules: Annotated[Annotated[tuple[str, ...], Field(strict=False)] | str | None, _LORA] = None
-    """Name fragments of adapted modules, or `all-linear`; None: the model's usual ones."""
-    primary_adapter: Annotated[str | None, _LORA, LATER] = None
+    target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
+    """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family."""
+    primary_adapter: Annotated[str | None, Only((None, "default"), _ONE.note), _ONE, LATER] = None
     """Adapter that is active; None: the first."""
-    use_rslora: Annotated[bool, _LORA] = False
+    use_rslora: bool = False
     """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""
-    modules_to_save: Annotated[Strings | None, _LORA] = None
-    """Modules that are trained whole; None: none."""
-    alpha_pattern: Annotated[dict[str, float] | None, _LORA, LATER] = None
+    modules_to_save: Strings | None = None
+    """Ends of the names of modules that are trained whole; None: none."""
+    alpha_pattern: Annotated[dict[str, float] | None, LATER] = None
     """Regular expression of names to alpha; None: the same everywhere."""
-    r_pattern: Annotated[dict[str, PositiveInt] | None, _LORA, LATER] = None
+    r_pattern: Annotated[dict[str, PositiveInt] | None, LATER] = None
     """Regular expression of names to rank; None: the same everywhere."""
-    init_lora_weights: Annotated[bool | str, _LORA] = True
-    """True: B starts at zero; or `gaussian`, `eva`, `olora`, `pissa`, `pissa_niter_N`."""
+    init_lora_weights: bool | str = True
+    """True: B starts at zero; false: neither A nor B does; or `gaussian`, `olora`, `pissa`, `pissa_niter_N`; not yet
+    `eva`, which needs data."""
 
     @field_validator("target_modules")
     @classmethod

@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Table, Unit, planned
 
-_ONE = planned("this version trains and generates on one rank; set it to 1")
+_ONE = planned("not in this version; set it to 1")
 _PIPELINE = planned("pipeline parallelism is not in this version; leave it out")
 
 
@@ -53,3 +53,16 @@ class ParallelismConfig(Table):
 
 class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: vLLM knows `n_init_replicas`, `tp_size`, `pp_size` and `dp_shard_size`."""
+
+
+class PolicyParallelismConfig(ParallelismConfig):
+    """`[policy.parallelism]`: the mesh of the trainer; rows of a step are dealt to dp_replicate x dp_shard ranks."""
+
+    tp_size: Ranks = 1
+    """Tensor-parallel ranks, by the plan that the model carries (Cosmos-RL: 2 when left out)."""
+    cp_size: Ranks = 1
+    """Context-parallel ranks, which share one sequence (Ulysses); rows are packed."""
+    dp_shard_size: Annotated[int, Unit("ranks")] = 1
+    """Ranks that shard the parameters (FSDP); -1: whatever the other sizes leave."""
+    dp_replicate_size: Ranks = 1
+    """Replicas of the sharded group (HSDP)."""

@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import (
     LATER,
     Needs,
@@ -21,14 +21,16 @@ from cosmos_core.config.schema.table import (
     planned,
 )
 
-_FREEZE = planned("this version trains all weights; leave it out")
-_LIGER = planned("Liger kernels are not in this version; leave it out")
+_LIGER = planned(
+    "Liger's kernels need CUDA and Triton, and are not in this version; leave it out: log-probabilities are computed "
+    "in chunks anyway, without all logits"
+)
 
 
 class PolicyConfig(Table):
     """`[policy]`"""
 
-    parallelism: ParallelismConfig = ParallelismConfig()
+    parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
     """Device mesh of the trainer."""
     diffusers: Annotated[DiffusersConfig, Needs("is_diffusers")] = DiffusersConfig()
     """Read with `is_diffusers`."""
@@ -47,15 +49,14 @@ class PolicyConfig(Table):
     """Longest sequence: longer SFT rows are cut on the right, prompt + answer never exceed it."""
     model_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more compute."""
-    lora: Annotated[
-        LoraConfig | None, planned("LoRA is not in this version; leave [policy.lora] out to train all weights")
-    ] = None
+    lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
-    trainable_map: Annotated[dict[str, bool] | None, _FREEZE] = None
-    """Module or parameter name to whether it is trained; None: all are."""
-    freeze_pattern: Annotated[Strings | None, _FREEZE, LATER] = None
-    """Regular expressions of parameters that stay as they are; None: none."""
-    trainable_pattern: Annotated[Strings | None, _FREEZE, LATER] = None
+    trainable_map: dict[str, bool] | None = None
+    """Module or parameter name to whether it is trained, the inner name before the outer; after the patterns; None: all
+    that these leave."""
+    freeze_pattern: Annotated[Strings | None, LATER] = None
+    """Regular expressions, found anywhere in a name, of parameters that stay as they are; None: none."""
+    trainable_pattern: Annotated[Strings | None, LATER] = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: Annotated[bool, _LIGER] = False
     """Liger's kernels for norms, rotary embedding and activation."""

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from cosmos_core.config.schema.table import LATER, Table, planned, unsupported
 
-_FP8 = planned("linear layers in fp8 are not in this version; leave [train.fp8] out")
+_FP8 = planned(
+    "linear layers in fp8 need an NVIDIA GPU of capability 8.9 or newer and torchao, and are not in this version; "
+    "leave [train.fp8] out"
+)
 _FP4 = unsupported("training in NVFP4 is not done here; leave [train.fp4] out and use bfloat16 or fp8")
 _Recipe = Literal["dynamic_scaling", "delayed_scaling"]
 _Quantisation = Literal["rowwise", "tensorwise"]

@@ -20,7 +20,6 @@ from cosmos_core.config.schema.table import (
     planned,
 )
 
-_BALANCE = planned("token-balanced batches are not in this version; set enable_dp_load_balancing = false")
 PREPARED = no_effect("the prepare stage keeps its rows and reuses them")
 MAPPED = no_effect("prepared rows are memory-mapped, so nothing is loaded ahead")
 POSITIONS = no_effect("each rank reads the rows of its own positions")
@@ -64,24 +63,21 @@ class SFTDataConfig(Table):
         bool, no_effect("losses are always divided by the tokens of all ranks together"), LATER
     ] = True
     """Divide by the tokens of all data-parallel ranks."""
-    enable_dp_load_balancing: Annotated[bool, _BALANCE, LATER] = False
-    """Batches of equal token cost."""
-    load_balanced_pool_size: Annotated[
-        PositiveInt, Unit("rows"), _BALANCE, Needs("enable_dp_load_balancing"), LATER
-    ] = 32
-    """Rows that a rank looks ahead."""
-    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, _BALANCE, Needs("enable_dp_load_balancing"), LATER] = (
-        None
-    )
-    """Budget of a micro-batch; None: `mini_batch` x `policy.model_max_length`."""
-    load_balanced_batching_strategy: Annotated[str, _BALANCE, Needs("enable_dp_load_balancing"), LATER] = (
-        "prefer_closest"
-    )
-    """`prefer_first` or `prefer_closest`: which of equally cheap rows comes first."""
+    enable_dp_load_balancing: Annotated[bool, LATER] = False
+    """Fill micro-batches to a budget of tokens; `train_batch_per_replica` and `dataloader_drop_last` mean nothing
+    then."""
+    load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing"), LATER] = 32
+    """Rows that are looked at to find the next one of a micro-batch."""
+    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing"), LATER] = None
+    """Budget of a micro-batch, padding counted unless `sequence_packing`; a longer row stands alone. None: `mini_batch`
+    x `policy.model_max_length`."""
+    load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing"), LATER] = "prefer_closest"
+    """Which of equally cheap rows comes next: `prefer_first` the one that waits longest, `prefer_closest` the one
+    nearest in length to the longest so far."""
     load_balanced_batches_per_optimizer_step: Annotated[
-        int, Unit("micro-batches"), _BALANCE, Needs("enable_dp_load_balancing"), LATER
+        int, Unit("micro-batches"), Needs("enable_dp_load_balancing"), LATER
     ] = 1
-    """Micro-batches of one optimizer step."""
+    """Micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
     dataloader_broadcast: Annotated[bool, POSITIONS, LATER] = False
     """One rank loads for its group."""
 

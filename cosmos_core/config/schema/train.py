@@ -17,6 +17,7 @@ from cosmos_core.config.schema.table import (
     Fraction,
     Needs,
     NonNegativeFloat,
+    NonNegativeInt,
     NoResult,
     Only,
     PositiveFloat,
@@ -35,7 +36,6 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
-_EMA = planned("moving averages of weights are not in this version; leave ema_* out")
 _SHARDED = planned("this version trains on one rank, which shards and offloads nothing; leave it out")
 _SYNC = planned("weights go to the engine after every step in this version; leave it out")
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
@@ -57,17 +57,15 @@ class TrainConfig(Table):
     """Put the rows of a micro-batch end to end without padding, each attending to itself alone; changes speed and
     memory, not results. Models that mix packed rows keep the padding, and say so."""
 
-    optm_name: Annotated[
-        Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit"],
-        Only(("AdamW", "Adam"), "8-bit optimizers are not in this version; use 'AdamW'"),
-    ] = "AdamW"
-    """torch.optim class, or its 8-bit relative of torchao."""
+    optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit"] = "AdamW"
+    """torch.optim class, or its relative of torchao with moments in eight bits, which is always compiled: on CPU it
+    needs a C++ compiler."""
     optm_lr: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(strict=False)] | dict[str, PositiveFloat] = 1e-6
-    """Peak learning rate: one number, one per model part, or module path to rate with the key `global`; this version
-    takes one number."""
+    """Peak learning rate: one number, or module path to rate, where the deepest path that leads to a weight wins and
+    `global` is the rest; a list has one per model part, and a model is one part here."""
     optm_impl: _Implementation | Annotated[tuple[_Implementation, ...], Field(strict=False)] = "fused"
-    """Implementation inside torch, or one per model part, which this version does not have; `fused` on CPU needs a
-    float32 or bfloat16 master."""
+    """Implementation inside torch (torchao has one), or a list of one per model part, of which there is one here;
+    `fused` on CPU needs a float32 or bfloat16 master."""
     optm_weight_decay: NonNegativeFloat = 0.01
     """Decoupled (AdamW) or L2 (Adam); not applied to biases and norms, which have one dimension."""
     optm_betas: Annotated[tuple[_BetaDecay, _BetaDecay], Field(strict=False)] = (0.9, 0.999)
@@ -87,11 +85,11 @@ class TrainConfig(Table):
     """Factor that the decay ends at."""
     optm_grad_norm_clip: float = 1.0
     """Global gradient norm is clipped to this; 0 or less: only measured."""
-    ema_enable: Annotated[bool, _EMA, LATER] = False
-    """Keep a moving average of the trained weights; it is what is exported."""
-    ema_decay: Annotated[Fraction, _EMA, Needs("ema_enable"), LATER] = 0.9999
-    """Largest decay; a step uses min((1 + s) / (10 + s), this)."""
-    ema_update_step_interval: Annotated[int, Unit("train steps"), _EMA, Needs("ema_enable"), LATER] = 0
+    ema_enable: Annotated[bool, LATER] = False
+    """Keep a moving average of the trained weights, in float32; it is what validation measures and what is exported."""
+    ema_decay: Annotated[Fraction, Needs("ema_enable"), LATER] = 0.9999
+    """Largest decay; step s, counted from 0, uses min((1 + s) / (10 + s), this)."""
+    ema_update_step_interval: Annotated[NonNegativeInt, Unit("train steps"), Needs("ema_enable"), LATER] = 0
     """Every N steps; 0 and 1: every step."""
 
     master_dtype: Annotated[
@@ -147,11 +145,10 @@ class TrainConfig(Table):
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
-    resume: Annotated[
-        bool | str,
-        planned("a run goes on with `cosmos resume RUN`; start from other weights with policy.model_name_or_path"),
-    ] = False
-    """True: from the newest checkpoint below `output_dir`; or the path of a `.../step_N/policy` folder."""
+    resume: Annotated[bool | str, NoResult] = False
+    """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind; or
+    the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes on with `cosmos
+    resume`."""
     save_ckpt_at_exit: Annotated[bool, NoResult, LATER] = True
     """Save when a signal asks to stop; False: stop without."""
     signal_to_handle: Annotated[Strings, NoResult, LATER] = ("SIGUSR1",)
@@ -178,7 +175,12 @@ class TrainConfig(Table):
             raise ValueError(f"optm_lr = {rate} must have the key 'global', the rate of all modules not named")
         if isinstance(rate, tuple) and not rate:
             raise ValueError("optm_lr is an empty list; give one rate per model part")
-        return rate
+        return _alone(rate)
+
+    @field_validator("optm_impl")
+    @classmethod
+    def _one_implementation(cls, implementation: Any) -> Any:
+        return _alone(implementation)
 
     @field_validator("optm_warmup_steps")
     @classmethod
@@ -250,3 +252,8 @@ class TrainConfig(Table):
             say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
             self.settle(coalesce_weight_sync=False)
         return self
+
+
+def _alone(values: Any) -> Any:
+    """What is in a list of one; a model is one part here."""
+    return values[0] if isinstance(values, tuple) and len(values) == 1 else values

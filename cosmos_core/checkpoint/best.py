@@ -1,0 +1,28 @@
+"""The best step by validation: its checkpoint is kept whatever `max_keep` says, and `best.json` names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BEST = "best.json"
+_SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, and whether more of it is better
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A step and the held-out figure by which no other was better."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def best_of(best: Best | None, step: int, figures: Mapping[str, float]) -> Best | None:
+    """`best`, or `step` when its figures are better; of two that are equal the earlier, and never NaN or infinity."""
+    for metric, sign in _SIGN.items():
+        value = figures.get(metric, math.nan)
+        if math.isfinite(value) and (best is None or sign * value > sign * best.value):
+            return Best(step, metric, value)
+    return best

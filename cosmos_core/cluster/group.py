@@ -1,0 +1,238 @@
+"""Run one function on several ranks, each a process with a torch process group, as if it were a call.
+
+Ranks are Ray actors in a placement group, on an embedded cluster or on that of `RAY_ADDRESS`; or plain child processes
+of this one. An error on one rank ends all, and is raised here with its own class.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from cosmos_core.errors import CosmosError, StageFailed
+
+logger = logging.getLogger(__name__)
+
+Program = Callable[[threading.Event], Any]
+"""What every rank runs, picklable; the event is set when it is asked to stop."""
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """`size` ranks on the accelerators there are, or on CPU with gloo."""
+
+    size: int
+    launcher: Literal["ray", "local"] = "ray"
+
+    def run(self, program: Program, should_stop: Callable[[], bool] = lambda: False) -> Any:
+        """What `program` returns on the first rank; the other ranks' answers are dropped.
+
+        Raises:
+            CosmosError: the first that any rank raised.
+            StageFailed: a rank raised another error or died.
+        """
+        start = _ray_ranks if self.launcher == "ray" else _local_ranks
+        return start(self.size, program, should_stop)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank is."""
+
+    rank: int
+    size: int
+    address: str
+    """Of the first rank's machine."""
+    port: int
+    device: int
+    """Number of its GPU among those that its process sees."""
+
+
+@contextmanager
+def process_group(place: Place) -> Iterator[None]:
+    """A process group over all ranks, for as long as the block runs."""
+    os.environ |= {
+        "RANK": str(place.rank), "WORLD_SIZE": str(place.size), "LOCAL_RANK": str(place.device),
+        "MASTER_ADDR": place.address, "MASTER_PORT": str(place.port),
+    }  # fmt: skip
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=place.rank, world_size=place.size)
+    yield
+    dist.destroy_process_group()  # not after an error: the others would fail of that before ours is told
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answer(program: Program, stop: threading.Event, place: Place) -> tuple[bool, Any]:
+    """Run the program as one rank: True and its value, or False and its error."""
+    try:
+        with process_group(place):
+            value = program(stop)
+    except Exception as error:  # noqa: BLE001 - the edge of a process: whatever it is has to reach the other side
+        if not isinstance(error, CosmosError):
+            traceback.print_exc()
+            error = StageFailed(f"rank {place.rank}: {type(error).__name__}: {error}")
+        return False, error
+    return True, value if place.rank == 0 else None
+
+
+def _local_main(pipe: Connection, program: Program, place: Place) -> None:
+    stop = threading.Event()
+    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
+    pipe.send(_answer(program, stop, place))
+
+
+def _listen(pipe: Connection, stop: threading.Event) -> None:
+    try:
+        pipe.recv()
+    except EOFError:  # the other side is gone, and nobody waits for an answer
+        os._exit(1)
+    stop.set()
+
+
+def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
+    context, port = mp.get_context("spawn"), free_port()
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        place = Place(rank, size, "127.0.0.1", port, rank)
+        process = context.Process(target=_local_main, args=(theirs, program, place))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    answers: dict[int, Any] = {}
+    asked = False
+    try:
+        while len(answers) < size:
+            if should_stop() and not asked:
+                asked = True
+                for pipe in pipes:
+                    pipe.send("stop")
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers], _POLL_SECONDS)
+            for rank in [rank for rank, pipe in enumerate(pipes) if pipe in ready]:
+                answers[rank] = _value(_received(pipes[rank], rank))
+        return answers[0]
+    finally:
+        for process in processes:
+            process.join(5 if len(answers) == size else 0)
+            process.kill()
+            process.join()
+
+
+def _received(pipe: Connection, rank: int) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return False, StageFailed(f"rank {rank} died")
+    return answer
+
+
+def _value(answer: tuple[bool, Any]) -> Any:
+    done, value = answer
+    if not done:
+        raise value
+    return value
+
+
+class _Member:
+    """A rank as an actor; two threads, so that it hears `stop` while it runs."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+
+    def place(self) -> tuple[str, int]:
+        """Address of the machine and a free port there."""
+        import ray
+
+        return ray.util.get_node_ip_address(), free_port()
+
+    def run(self, program: Program, place: Place) -> tuple[bool, Any]:
+        """The program's answer on this rank."""
+        return _answer(program, self._stop, place)
+
+    def stop(self) -> None:
+        """Ask the program to stop."""
+        self._stop.set()
+
+
+def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    gpus = 1 if torch.cuda.is_available() else 0
+    on_stop = signal.getsignal(signal.SIGTERM)
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": _variables()})
+    else:
+        ray.init(
+            address="local", num_cpus=size, num_gpus=size * gpus, include_dashboard=False,
+            logging_level=logging.WARNING, object_store_memory=128 << 20, log_to_driver=True,
+        )  # fmt: skip
+    signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
+    try:
+        group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="PACK")
+        ray.get(group.ready())
+        remote: Any = ray.remote  # its types know functions alone
+        actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(_Member)
+        members = [
+            actor.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            ).remote()
+            for rank in range(size)
+        ]
+        address, port = ray.get(members[0].place.remote())
+        calls = [
+            member.run.remote(program, Place(rank, size, address, port, 0))  # Ray shows it one GPU
+            for rank, member in enumerate(members)
+        ]
+        return _followed(ray, members, calls, should_stop)
+    finally:
+        ray.shutdown()
+
+
+def _followed(ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool]) -> Any:
+    waiting, asked, first = list(calls), False, None
+    while waiting:
+        if should_stop() and not asked:
+            asked = True
+            ray.get([member.stop.remote() for member in members])
+        done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
+        for call in done:
+            try:
+                value = _value(ray.get(call))
+            except ray.exceptions.RayActorError as error:
+                raise StageFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
+            first = value if call is calls[0] else first
+    return first
+
+
+def _variables() -> dict[str, str]:
+    """What ranks on other machines need of this process's environment."""
+    names = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_OFFLINE", "PYTHONPATH")
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,0 +1,100 @@
+"""Micro-batches filled to a budget of tokens in place of a number of rows, planned an epoch at a time.
+
+As `order.py`: what a step reads is a pure function of seed, step and the lengths of the rows, each row once an epoch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How rows come together in a micro-batch."""
+
+    max_tokens: int
+    """Most tokens of a micro-batch, padding counted unless rows are packed; a longer row stands alone."""
+    pool_size: int
+    """Rows that are looked at to find the next one."""
+    is_packed: bool
+    prefers_closest: bool
+    """Of rows that cost the same take the one nearest in length to the longest so far, not the first."""
+
+
+def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
+    """The rows of `order` in micro-batches, each row once.
+
+    A batch starts with the row that has waited longest; then always the row that makes it cheapest, while one fits.
+    """
+    waiting = iter(order)
+    pool = list(islice(waiting, budget.pool_size))
+    batches = []
+    while pool:
+        batch = [pool.pop(0)]
+        while (place := _next_place(lengths, batch, pool, budget)) is not None:
+            batch.append(pool.pop(place))
+        batches.append(batch)
+        pool += islice(waiting, budget.pool_size - len(pool))
+    return batches
+
+
+def _next_place(lengths: Sequence[int], batch: list[int], pool: list[int], budget: Budget) -> int | None:
+    longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
+    best: tuple[int, int, int] | None = None
+    for place, row in enumerate(pool):
+        length = lengths[row]
+        cost = total + length if budget.is_packed else max(longest, length) * (len(batch) + 1)
+        found = (cost, abs(longest - length) if budget.prefers_closest else 0, place)
+        if cost <= budget.max_tokens and (best is None or found < best):
+            best = found
+    return None if best is None else best[2]
+
+
+class BalancedSteps:
+    """The micro-batches of each optimizer step; the last step of an epoch may have fewer."""
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        order_of: Callable[[int], np.ndarray],
+        budget: Budget,
+        *,
+        batches_per_step: int,
+        num_epochs: int,
+        max_steps: int,
+    ) -> None:
+        """`order_of(epoch)` are the row numbers of an epoch; no more than `max_steps` steps are planned."""
+        self._lengths: list[int] = lengths.tolist()
+        self._order_of, self._budget, self._batches_per_step = order_of, budget, batches_per_step
+        self._newest: tuple[int, list[list[int]]] = (-1, [])
+        self._starts = [0]
+        """First step of each epoch, and the end."""
+        for epoch in range(num_epochs):
+            self._starts.append(self._starts[-1] + -(-len(self._batches(epoch)) // batches_per_step))
+            if self._starts[-1] >= max_steps:
+                break
+        self.steps_per_epoch = self._starts[1]
+        """Of the first epoch; another order makes other batches."""
+        self.total_steps = min(self._starts[-1], max_steps)
+
+    def micro_batches(self, step: int) -> list[list[int]]:
+        """Row numbers, a list for each micro-batch of step `step`, counted from 0 over all epochs."""
+        epoch = bisect_right(self._starts, step) - 1
+        first = (step - self._starts[epoch]) * self._batches_per_step
+        return self._batches(epoch)[first : first + self._batches_per_step]
+
+    def epochs_done(self, step: int) -> float:
+        """Epochs that are complete after step `step`, with the share of the present one."""
+        epoch = bisect_right(self._starts, step) - 1
+        start, end = self._starts[epoch : epoch + 2]
+        return epoch + (step + 1 - start) / (end - start)
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        if self._newest[0] != epoch:
+            self._newest = (epoch, fill_batches(self._lengths, self._order_of(epoch).tolist(), self._budget))
+        return self._newest[1]

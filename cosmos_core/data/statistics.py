@@ -1,0 +1,86 @@
+"""What is said of the rows of a `prepare` stage: how many and how long, and which were cut, changed or left out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from cosmos_core.data.prepared import RowKind
+
+
+class Chunk(NamedTuple):
+    """Some rows, tokenised."""
+
+    batch: pa.RecordBatch
+    num_cut: int
+    """Sequences that were longer than the model."""
+    skipped: list[tuple[str, str]]
+    """Reason and place of each row that was left out."""
+    merged: list[str]
+    """Places of rows whose turns were put together, because the chat template refuses them as they are."""
+
+
+class Counts:
+    """What is said of one split."""
+
+    def __init__(self, kind: RowKind) -> None:
+        self._kind = kind
+        self._lengths: list[np.ndarray] = []
+        self._num_labels = 0
+        self._num_cut = 0
+        self._skipped: dict[str, list[str]] = {}
+        self._merged: list[str] = []
+
+    def add(self, chunk: Chunk) -> None:
+        """The rows behind those so far."""
+        self._lengths.append(np.diff(chunk.batch.column(0).offsets.to_numpy()))
+        self._num_cut += chunk.num_cut
+        self._merged += chunk.merged
+        for reason, place in chunk.skipped:
+            self._skipped.setdefault(reason, []).append(place)
+        if self._kind == "sequences":
+            self._num_labels += int(chunk.batch.column("loss_mask").values.to_numpy().sum(dtype=np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were written."""
+        return sum(len(lengths) for lengths in self._lengths)
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows that were left out."""
+        return sum(len(places) for places in self._skipped.values())
+
+    def notices(self) -> list[str]:
+        """A line about rows that were left out, and one about rows whose turns were put together."""
+        found = []
+        if self._skipped:
+            reasons = [f"{len(places)} {reason} (first: {places[0]})" for reason, places in self._skipped.items()]
+            found.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
+        if self._merged:
+            found.append(
+                f"turns put together in {len(self._merged)} of {self.num_rows} rows (first: {self._merged[0]}): "
+                "the chat template refuses a system turn, or turns of one role in a row"
+            )
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """For `statistics.json`."""
+        lengths = np.concatenate(self._lengths)
+        p50, p95 = np.percentile(lengths, [50, 95])
+        return {
+            "kind": self._kind,
+            "rows": len(lengths),
+            "tokens": int(lengths.sum()),
+            "label_tokens": self._num_labels,
+            "length": {
+                "min": int(lengths.min()), "mean": float(lengths.mean()), "p50": float(p50), "p95": float(p95),
+                "max": int(lengths.max()),
+            },
+            "truncated_rows": self._num_cut,
+            "skipped_rows": self.num_skipped,
+            "skipped": {reason: {"rows": len(at), "first": at[0]} for reason, at in self._skipped.items()},
+            "merged_rows": len(self._merged),
+        }  # fmt: skip

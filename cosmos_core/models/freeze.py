@@ -1,0 +1,77 @@
+"""Which weights are trained: those of an adapter, or those that the recipe leaves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.models.lora import add_adapter
+from cosmos_core.registry import suggestion
+
+
+def choose_trained(model: PreTrainedModel, policy: PolicyConfig) -> None:
+    """Apply `policy.lora`, or `freeze_pattern`, `trainable_pattern` and `trainable_map`; None of them: train all.
+
+    A tied weight goes by each of its names.
+
+    Raises:
+        ConfigError: a name or pattern matches nothing, nothing is left to train, or adapters are mixed with these.
+    """
+    given = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
+    if not given and policy.lora is None:
+        return
+    # Recomputation here needs no gradient of the embeddings, and below the first trained layer none need be computed.
+    model.disable_input_require_grads()
+    if policy.lora is not None:
+        if given:
+            raise ConfigError(
+                f"policy.{given[0]} excludes policy.lora, which trains adapters and modules_to_save alone"
+            )
+        add_adapter(model, policy.lora)
+        return
+    names = _names(model)
+    for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):
+        if patterns:
+            key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
+            model.requires_grad_(not is_trained)
+            for pattern in patterns:
+                _set(names, key, pattern, re.compile(pattern).search, is_trained)
+    _apply_map(names, policy.trainable_map or {})
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"policy.{given[-1]} leaves no weight to train; name fewer in it")
+
+
+def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
+    """The longer name, which is the inner module, has the last word."""
+    for wanted in sorted(trainable_map, key=len):
+
+        def is_inside(name: str, wanted: str = wanted) -> bool:
+            return name == wanted or name.startswith(f"{wanted}.")
+
+        _set(names, "policy.trainable_map", wanted, is_inside, trainable_map[wanted])
+
+
+def _set(
+    names: dict[str, nn.Parameter], key: str, wanted: str, matches: Callable[[str], object], is_trained: bool
+) -> None:
+    found = [parameter for name, parameter in names.items() if matches(name)]
+    if not found:
+        raise ConfigError(f"{key}: {wanted!r} matches no weight{suggestion(wanted, _offered(names))}")
+    for parameter in found:
+        parameter.requires_grad_(is_trained)
+
+
+def _names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every weight under every name of it."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _offered(names: Iterable[str]) -> list[str]:
+    """Modules and weights, for a message: each prefix of a name up to the number of its layer."""
+    short = {re.split(r"\.\d+\.", name)[0] for name in names}
+    return sorted(short)

@@ -1,0 +1,221 @@
+"""LoRA (arXiv 2106.09685) through PEFT: adapters inside a transformers model, which stays the object that the rest of
+the program sees.
+
+One adapter a model. `merged` is how others get plain weights: rollout engines, exports, proofs. Base weights and
+adapters both have the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.registry import suggestion
+
+FOLDER = "lora"
+"""Where an export has the adapter, beside the merged weights."""
+_NAME = "default"
+_KEY = "policy.lora"
+_TAKES_FROM_BASE = ("pissa", "olora")
+"""Starts that move a part of the base weights into the adapter."""
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Put a new adapter into the model, and freeze everything else. Draws from torch's generator.
+
+    Raises:
+        ConfigError: a name matches nothing, or the model cannot be adapted like that.
+    """
+    if lora.init_lora_weights == "eva":
+        raise ConfigError(f"{_KEY}.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true")
+    targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
+    names = [name for name, _ in model.named_modules() if name]
+    _check(f"{_KEY}.target_modules", targets, names, r"(^|.*\.){}")
+    _check(f"{_KEY}.modules_to_save", lora.modules_to_save or (), names, r".*{}")
+    tied = _tied_modules(model)
+    if refused := [name for name in tied if any(name == t or name.endswith(f".{t}") for t in targets)]:
+        raise ConfigError(
+            f"{_KEY}.target_modules names {refused[0]!r}, whose weight is {' and '.join(tied)} in one; "
+            "name it in modules_to_save, which trains it whole"
+        )
+    keeps_ties = any(name.endswith(saved) for name in tied for saved in lora.modules_to_save or ())
+    try:
+        with warnings.catch_warnings():  # what PEFT warns of is checked here
+            warnings.simplefilter("ignore")
+            peft.inject_adapter_in_model(_peft_config(model, lora, keeps_ties), model, _NAME)
+    except (ValueError, TypeError, re.error) as error:
+        if lora.target_modules is None:
+            raise ConfigError(
+                f"{_KEY}.target_modules is left out, and PEFT has none for {type(model).__name__}; give 'all-linear' "
+                f"or a list"
+            ) from error
+        raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        _check(f"{_KEY}.{key}", patterns or {}, adapted, r"(.*\.)?({})", are_patterns=True)
+    _check_head(model, lora)
+    if str(lora.init_lora_weights).startswith(_TAKES_FROM_BASE):
+        for layer in adapted.values():
+            for side in ("A", "B"):
+                start = getattr(layer, f"lora_{side}")[_NAME].weight.detach().clone()
+                layer.register_buffer(f"initial_{side}", start, persistent=False)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has an adapter."""
+    return hasattr(model, "peft_config")
+
+
+def changes_base(model: nn.Module) -> bool:
+    """Whether the adapter began with a part of the base weights."""
+    return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
+
+
+@contextmanager
+def merged(model: PreTrainedModel) -> Iterator[None]:
+    """The model with its adapter in the base weights, for `plain_state` and for a forward pass; nothing without one.
+
+    The weights come back bit for bit: they are put aside, not computed back.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kept = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                layer.merge(safe_merge=True)  # "safe" writes to a copy
+        yield
+    finally:
+        for parameter, data in kept.items():
+            parameter.data = data
+        for layer in layers:
+            layer.merged_adapters.clear()
+
+
+def plain_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """`state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
+    named = {_plain_name(key, wrappers): tensor for key, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in named.items() if name}
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapter as PEFT does: `PeftModel.from_pretrained(base, folder)` loads it onto the untouched base."""
+    config: Any = copy.deepcopy(model.peft_config[_NAME])
+    config.inference_mode = True
+    for name in (
+        "target_modules",
+        "modules_to_save",
+        "exclude_modules",
+    ):  # sets, which have another order in each process
+        if isinstance(names := getattr(config, name), (set, list)):
+            setattr(config, name, sorted(names))
+    state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+    if changes_base(model):
+        state = _against_initial(model, state, config)
+    folder.mkdir(parents=True)
+    # Copied one by one: tied weights share memory, which safetensors refuses.
+    tensors = {
+        f"base_model.model.{name}": tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
+    modules = lora.target_modules
+    # Routers inherit from a linear layer, and answer with more than a matrix product.
+    routers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+    build: Any = peft.LoraConfig  # its annotations are narrower than what it takes
+    config: peft.LoraConfig = build(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+        revision=getattr(model.config, "_commit_hash", None),
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(modules) if isinstance(modules, tuple) else modules,
+        exclude_modules=routers if modules == "all-linear" and routers else None,
+        use_rslora=lora.use_rslora,
+        modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
+        ensure_weight_tying=keeps_ties,
+        alpha_pattern=dict(lora.alpha_pattern or {}),
+        rank_pattern=dict(lora.r_pattern or {}),
+        init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,  # nothing to take apart there
+    )
+    return config
+
+
+def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:
+    """Each of `wanted`, put into the regular expression `form`, matches one of the names of modules."""
+    names = list(names)
+    for one in wanted:
+        expression = form.format(one if are_patterns else re.escape(one))
+        if not any(re.fullmatch(expression, name) for name in names):
+            last = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(f"{key} = {one!r} matches no module{suggestion(one, last)}")
+
+
+def _tied_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the embedding and the head where they share their weight."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(end is None for end in ends) or ends[0].weight is not ends[1].weight:
+        return []
+    return [name for name, module in model.named_modules() if module in ends]
+
+
+def _check_head(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """The head runs once for the loss and again for its gradient, and dropout would not be the same in both."""
+    if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
+        raise ConfigError(
+            f"{_KEY}.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
+            f"target_modules or set lora_dropout = 0.0"
+        )
+
+
+def _plain_name(key: str, wrappers: set[str]) -> str:
+    """A key of the state dict without what wrappers put into it; empty: it is a part of the adapter."""
+    parts, kept, i = key.split("."), [], 0
+    while i < len(parts):
+        if ".".join(parts[:i]) not in wrappers:
+            kept.append(parts[i])
+        elif parts[i : i + 2] == ["modules_to_save", _NAME]:
+            i += 1
+        elif parts[i] != "base_layer":
+            return ""
+        i += 1
+    return ".".join(kept)
+
+
+def _against_initial(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The adapter as a plain one of twice the rank on the base weights as they were: B A - B0 A0 = [B -B0] [A; A0]."""
+    buffers = dict(model.named_buffers())
+    doubled = {}
+    for name, tensor in state.items():
+        layer, _, side = name.removesuffix(".weight").rpartition(".lora_")
+        initial = buffers.get(f"{layer}.initial_{side}")
+        if initial is None:  # a module that is trained whole
+            doubled[name] = tensor
+        else:
+            doubled[name] = torch.cat([tensor, initial] if side == "A" else [tensor, -initial], 0 if side == "A" else 1)
+    growth = math.sqrt(2) if config.use_rslora else 2.0  # the scale stays what it was
+    config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
+    config.rank_pattern = {name: 2 * r for name, r in config.rank_pattern.items()}
+    config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
+    config.init_lora_weights = True
+    return doubled

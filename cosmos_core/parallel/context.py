@@ -1,0 +1,128 @@
+"""Context parallelism (Ulysses, arXiv 2309.14509): ranks share each row; attention trades sequence for heads.
+
+Rows are packed end to end and cut into equal pieces. Only attention looks beyond a piece: before it an all-to-all gives
+each rank all tokens of some heads, after it another gives each rank all heads of its tokens.
+
+Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from cosmos_core.errors import ModelError
+
+NAME = "ulysses"
+
+
+class Piece(NamedTuple):
+    """What one rank of a context has of packed rows."""
+
+    inputs: dict[str, Tensor]
+    """Of the model, with `shift_labels`; the bounds of sequences are still those of all rows."""
+    chosen: Tensor
+    """Places of its chosen tokens in the piece."""
+    is_mine_N: Tensor
+    """Which of all chosen tokens they are."""
+
+
+def share_attention(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
+    """Make attention see whole rows. `packed`: the attention that reads packed rows, as it is registered.
+
+    Raises:
+        ModelError: the model computes attention in a way of its own.
+    """
+    if model.config.get_text_config()._attn_implementation != packed:
+        raise ModelError(
+            f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
+            f"which this version cannot spread over ranks; set it to 1"
+        )
+    attend, group = AttentionInterface()[packed], mesh.get_group()
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        size = dist.get_world_size(group)
+        if key.shape[1] % size:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        states = (_Exchange.apply(state, 1, 2, group) for state in (query, key, value))
+        found_BPKD = attend(module, *states, mask, **kwargs)[0]
+        return _Exchange.apply(found_BPKD, 1, 2, group), None
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()[packed])
+    model.set_attn_implementation(NAME)
+
+
+def piece_of(inputs: dict[str, Tensor], chosen_N: Tensor, mesh: DeviceMesh) -> Piece:
+    """This rank's piece of packed rows, filled up with a sequence of its own so that all pieces are equal."""
+    ids_1P, positions_1P, bounds = inputs["input_ids"], inputs["position_ids"], inputs["cu_seq_lens_q"]
+    missing = -ids_1P.shape[1] % mesh.size()
+    if missing:
+        ids_1P = nn.functional.pad(ids_1P, (0, missing))
+        more = torch.arange(missing, device=ids_1P.device).unsqueeze(0)
+        positions_1P = torch.cat([positions_1P, more], dim=1)
+        bounds = torch.cat([bounds, bounds[-1:] + missing])
+    length = ids_1P.shape[1] // mesh.size()
+    start = mesh.get_local_rank() * length
+    here = slice(start, start + length)
+    is_mine_N = (chosen_N >= start) & (chosen_N < start + length)
+    piece = {
+        "input_ids": ids_1P[:, here],
+        "position_ids": positions_1P[:, here],
+        "shift_labels": ids_1P.roll(-1, dims=1)[:, here],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+    }
+    return Piece(piece, chosen_N[is_mine_N] - start, is_mine_N)
+
+
+def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
+    """The values of all chosen tokens on every rank, in `dtype`; each rank's gradient goes back to its own."""
+    # Of no tokens at all there is no dtype to tell from, and all ranks must send the same.
+    found: Tensor = _Joined.apply(values.to(dtype), is_mine_N, mesh.get_group())
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    """Cut along one dimension, glue along another, over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.back = (glue, cut, group)
+        return _exchanged(tensor, cut, glue, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _exchanged(gradients[0], *ctx.back), None, None, None
+
+
+def _exchanged(tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) -> Tensor:
+    parts = torch.stack(tensor.chunk(dist.get_world_size(group), dim=cut)).contiguous()
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return torch.cat(found.unbind(), dim=glue)
+
+
+class _Joined(torch.autograd.Function):
+    """Sum over ranks of values that each has at places of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(is_mine_N)
+        found_N = values.new_zeros(len(is_mine_N))
+        found_N[is_mine_N] = values
+        dist.all_reduce(found_N, group=group)
+        return found_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (is_mine_N,) = ctx.saved_tensors
+        return gradients[0][is_mine_N], None, None

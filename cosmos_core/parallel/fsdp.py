@@ -1,0 +1,119 @@
+"""Shard a model over ranks (FSDP2, HSDP), and take it together again.
+
+Gradients are summed over ranks, never averaged: losses are already divided by a denominator over all samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from cosmos_core.parallel.mesh import Mesh, is_first
+
+
+def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> None:
+    """Shard `model`, block by block, inside `root`, the module that is called.
+
+    What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
+    its backward pass, because the head is applied and differentiated apart from the model's own forward.
+    """
+    if mesh.shard is None:
+        return
+    names = set(model._no_split_modules or ())
+    for block in [module for module in model.modules() if type(module).__name__ in names]:
+        fully_shard(block, mesh=mesh.shard)
+    fully_shard(root, mesh=mesh.shard, reshard_after_forward=False)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other that multiplies
+
+
+def reshard(root: nn.Module) -> None:
+    """Drop what a forward pass without a backward pass left whole: it would be taken for the weights after a step."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
+
+
+def on_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full copies on the first rank's CPU, one tensor at a time; nothing on the others. All ranks must call this."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_first():
+            found[name] = full.detach().to("cpu", copy=True)
+    return found
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose parameters have no data; taken before `shard`, which changes the classes of modules."""
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel | None:
+    """`skeleton` with the weights of the sharded `model` on the first rank's CPU; None on the others."""
+    tensors = on_first(dict(model.state_dict(keep_vars=True)))
+    if not is_first():
+        return None
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    skeleton.load_state_dict(tensors, assign=True)
+    for first, *tied in names.values():  # not tie_weights(): it does not find a head that an adapter has wrapped
+        for name in tied:
+            module, _, attribute = name.rpartition(".")
+            skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
+    filled: PreTrainedModel = nn.Module.to(skeleton, "cpu")
+    return filled
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those of one mesh together: no operation takes tensors of different meshes at once."""
+    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(found.values())
+
+
+def clip_sharded(gradients: Sequence[Tensor], max_norm: float) -> float:
+    """Scale gradients of which each rank holds a part, as `clip_gradients` does; the norm before that."""
+    norm = _norm(gradients)
+    if max_norm > 0 and torch.isfinite(norm):
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            _local(gradient).mul_(factor.to(gradient.dtype))
+    return float(norm)
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """2-norm over all of them, each element counted once: the same on every rank."""
+    squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], Tensor] = {}
+    for gradient in gradients:
+        mesh: DeviceMesh | None = None
+        axes: tuple[int, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+        local = _local(gradient)
+        square = local.to(torch.promote_types(local.dtype, torch.float32)).square().sum()
+        squares[mesh, axes] = squares.get((mesh, axes), 0) + square
+    for (mesh, axes), square in squares.items():
+        for axis in axes:
+            assert mesh is not None
+            dist.all_reduce(square, group=mesh.get_group(axis))
+    return torch.stack(list(squares.values())).sum().sqrt()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

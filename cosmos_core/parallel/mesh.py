@@ -1,0 +1,89 @@
+"""The mesh of a training: which ranks share samples, parameters, sequences and matrices.
+
+Axes from the outside in: dp_replicate, dp_shard, cp, tp. Pipeline and expert axes are not here yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cosmos_core.config.schema.parallelism import ParallelismConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among the others."""
+
+    data: DeviceMesh
+    """Ranks with samples of their own: dp_replicate x dp_shard."""
+    shard: DeviceMesh | None
+    """What FSDP shards over: dp_shard x cp, with dp_replicate before it where there are replicas; None: nothing to."""
+    context: DeviceMesh | None
+    """Ranks that share each sequence; None: one."""
+    tensor: DeviceMesh | None
+    """Ranks that share each matrix; None: one."""
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """Those of `items` that are this rank's; neighbours go to different ranks."""
+        return list(items[self.data.get_local_rank() :: self.data.size()])
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks with samples of their own, in the order of `share`."""
+        found: list[Any] = [None] * self.data.size()
+        dist.all_gather_object(found, value, group=self.data.get_group())
+        return found
+
+
+def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
+    """The mesh of the process group; None: there is one rank."""
+    if is_alone():
+        return None
+    num_shards = abs(sizes.dp_shard_size) * sizes.cp_size
+    num_samples = sizes.dp_replicate_size * abs(sizes.dp_shard_size)
+    names = ("dp_replicate", "dp_shard", "tp")
+    weights = init_device_mesh(device_type, (sizes.dp_replicate_size, num_shards, sizes.tp_size), mesh_dim_names=names)
+    names = ("dp", "cp", "tp")
+    rows = init_device_mesh(device_type, (num_samples, sizes.cp_size, sizes.tp_size), mesh_dim_names=names)
+    shard = weights["dp_replicate", "dp_shard"] if sizes.dp_replicate_size > 1 else weights["dp_shard"]
+    return Mesh(
+        data=rows["dp"],
+        shard=shard if shard.size() > 1 else None,
+        context=rows["cp"] if sizes.cp_size > 1 else None,
+        tensor=weights["tp"] if sizes.tp_size > 1 else None,
+    )
+
+
+def is_alone() -> bool:
+    """Whether this is the only rank; an engine of vLLM makes a process group of one."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def is_first() -> bool:
+    """Whether this rank writes what is written once."""
+    return is_alone() or dist.get_rank() == 0
+
+
+def from_first(value: T) -> T:
+    """The value of the first rank, on every rank."""
+    if is_alone():
+        return value
+    found: list[Any] = [value]
+    dist.broadcast_object_list(found, src=0)
+    answer: T = found[0]
+    return answer
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any rank; all of them get the same answer."""
+    if is_alone():
+        return flag
+    found: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(found, flag)
+    return any(found)

@@ -1,0 +1,93 @@
+"""Go on where another run stopped: `train.resume`.
+
+True takes over what an interrupted stage with the same fingerprint left, so that the result is that of a run that was
+never interrupted. A path starts from that state whatever it was trained with; its digest is in the fingerprint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.checkpoint.resume import EXTRA, MANIFEST, newest_whole, problem, saved_steps, step_folder
+from cosmos_core.config.compose import source_of
+from cosmos_core.errors import ModelError
+from cosmos_core.run.files import read_json, replaced_folder
+from cosmos_core.run.plan import FINGERPRINT
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.measure import SAMPLES
+
+logger = logging.getLogger(__name__)
+
+
+def take_over(stage: Stage) -> None:
+    """Link the newest whole checkpoint that an earlier run made of this very stage, with its best one and its curves.
+
+    Where the stage has a checkpoint of its own nothing is done; where there is none to take over, that is said.
+    """
+    own = stage.path / "checkpoints"
+    if newest_whole(own, stage.fingerprint) is not None:
+        return
+    folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own]
+    found = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
+    for step, folder in found:
+        if problem(folder, step, stage.fingerprint) is None:
+            _link(folder, step, stage)
+            logger.info("going on from %s", step_folder(folder, step))
+            return
+    others = [step_folder(folder, step) / "policy" for step, folder in found if folder.parent.name == stage.name]
+    complete = [policy for policy in others if (policy / MANIFEST).is_file()]
+    newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
+    hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
+    logger.warning(
+        "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
+        "starts at step 0%s",
+        stage.run_path.parent,
+        hint,
+    )
+
+
+def named_checkpoint(stage: Stage) -> Path | None:
+    """The `.../step_N/policy` folder that `train.resume` names.
+
+    Raises:
+        ModelError: it was trained from another model than this stage; what was frozen then is not in it.
+    """
+    if not isinstance(stage.recipe.train.resume, str):
+        return None
+    policy = Path(stage.recipe.train.resume)
+    theirs, ours = (_base(read_json(path / FINGERPRINT), stage) for path in (policy.parents[2], stage.path))
+    if theirs and ours and theirs != ours:
+        raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
+    return policy
+
+
+def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
+    """What stands for the model that a stage began from; empty: unknown."""
+    if not isinstance(fingerprint, dict):
+        return ()
+    ingredients = fingerprint["ingredients"]
+    return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
+
+
+def _link(folder: Path, step: int, stage: Stage) -> None:
+    extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
+    assert isinstance(extra, dict)  # its digest was right
+    best = (extra.get("best") or {}).get("step", step)
+    steps = [best, step] if problem(folder, best, stage.fingerprint) is None else [step]
+    for each in dict.fromkeys(steps):
+        with replaced_folder(step_folder(stage.path / "checkpoints", each)) as building:
+            shutil.copytree(step_folder(folder, each), building, copy_function=_link_or_copy, dirs_exist_ok=True)
+    for name in ("metrics.jsonl", SAMPLES):
+        if (folder.parent / name).exists() and not (stage.path / name).exists():
+            shutil.copy2(folder.parent / name, stage.path / name)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)

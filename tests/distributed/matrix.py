@@ -1,0 +1,111 @@
+"""What the ranks of `test_invariance.py` run: one update under a mesh, and its loss and gradients."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.grpo_updates import Grpo
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.models.hf import load_model
+from cosmos_core.parallel.fsdp import on_first
+from cosmos_core.parallel.mesh import open_mesh
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.rank import Rank
+
+VOCABULARY = 260
+LENGTHS = (5, 19, 8, 13, 21, 11, 7)
+"""Seven: not every rank has as many."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the same update."""
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    mini_batch: int = 8
+    packed: bool = False
+    algorithm: str = "sft"
+    masked: int = 0
+    """That many of the longest samples, dealt to the first ranks, have nothing to learn."""
+    dtype: str = "float64"
+    checkpointing: bool = False
+    model: str = "tied"
+
+    @property
+    def name(self) -> str:
+        """For the test's id."""
+        mesh = "-".join(f"{axis.removesuffix('_size')}{size}" for axis, size in self.mesh) or "one rank"
+        flags = [word for word, is_set in (("packed", self.packed), ("recomputed", self.checkpointing)) if is_set]
+        flags += [self.model] if self.model != "tied" else []
+        masked = [f"{self.masked} masked"] if self.masked else []
+        return ", ".join([mesh, f"{self.mini_batch} rows", self.algorithm, *flags, *masked, self.dtype])
+
+
+def samples(masked: int) -> list[Sample]:
+    """Sequences of different lengths; prompts of three tokens and more."""
+    random = np.random.default_rng(0)
+    longest = sorted(range(len(LENGTHS)), key=lambda i: -LENGTHS[i])[:masked]
+    found = []
+    for i, length in enumerate(LENGTHS):
+        mask = np.zeros(length, dtype=np.uint8)
+        mask[3 + i % 2 :] = i not in longest
+        ids = random.integers(1, VOCABULARY - 1, length)
+        logprobs = -random.random(int(mask.sum())).astype(np.float32)
+        found.append(Sample(ids, mask, float(random.normal()), float(i % 2), logprobs))
+    return found
+
+
+def recipe(case: Case) -> Recipe:
+    """What the case says in TOML."""
+    policy: dict[str, Any] = {"type": case.algorithm, "mini_batch": case.mini_batch}
+    if case.algorithm == "grpo":
+        policy |= {"mu_iterations": 1, "batch_size_per_optimize": 4}
+    train = {
+        "param_dtype": "float32", "compile": False, "train_batch_per_replica": 8, "optm_grad_norm_clip": 0.0,
+        "train_policy": policy, "sequence_packing": case.packed,
+    }  # fmt: skip
+    return Recipe.model_validate({"train": train})
+
+
+def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
+    """Figures of the last update and every gradient, on the first rank."""
+    torch.manual_seed(0)
+    config = recipe(case).train
+    mesh = open_mesh(ParallelismConfig.model_validate(dict(case.mesh)), "cpu")
+    loaded = load_model(str(models / case.model), dtype=torch.float32, gradient_checkpointing=case.checkpointing)
+    loaded = loaded.to(getattr(torch, case.dtype))
+    rank = Rank(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
+    rank._dtype = getattr(torch, case.dtype)
+    policy = config.train_policy
+    algorithm = Grpo(policy, None) if isinstance(policy, GrpoConfig) else Sft()
+    logprobs = partial(rank.logprobs, temperature=algorithm.temperature)
+    rank.set_learning_rate(5, 10)
+    figures: dict[str, float] = {}
+    for update in algorithm.updates(samples(case.masked), logprobs):
+        figures = rank.update(update, temperature=algorithm.temperature, with_entropy=algorithm.with_entropy)
+    gradients: dict[str, Tensor] = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
+    whole = rank.whole_model()
+    weights = {} if whole is None else {name: p.detach().clone() for name, p in whole.named_parameters()}
+    return {"figures": figures, "gradients": on_first(gradients), "weights": weights}
+
+
+def run_cases(cases: list[Case], models: Path, scratch: Path, stop: threading.Event) -> None:
+    """Every case on one rank of a group; the first rank writes the answers."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    for index, case in enumerate(cases):
+        found = computed(case, models, scratch)
+        if found["gradients"]:
+            torch.save(found, scratch / f"{index}.pt")

@@ -1,0 +1,67 @@
+"""What the ranks of `test_group.py` run."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.run.progress import Metrics, Progress
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.setup import run_sft
+from cosmos_core.types import Outcome
+
+
+def total(stop: threading.Event) -> float:
+    """1 + 2 + ... over all ranks; the other ranks' answers differ."""
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return value.item() - 100 * dist.get_rank()
+
+
+def refuse(stop: threading.Event) -> None:
+    """The last rank refuses while the others wait for it."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ConfigError("train.optm_lr = -1 must be positive")
+    dist.barrier()
+
+
+def die(stop: threading.Event) -> None:
+    """The last rank is gone without a word."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def stop_together(started: Path, stop: threading.Event) -> list[int]:
+    """The step at which each rank stopped; there is a file `started` from the third on."""
+    step = 0
+    while not any_rank(stop.is_set()):
+        step += 1
+        if step == 3:
+            started.touch()
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, step)
+    return found
+
+
+def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.Event) -> Outcome:
+    """SFT; with `stop_after` the last rank alone is told to stop at that step."""
+    torch.set_num_threads(1)
+    if dist.get_rank():
+        own = scratch / f"rank_{dist.get_rank()}"
+        own.mkdir(exist_ok=True)
+        stage.progress, stage.metrics = Progress(own / "progress.json"), Metrics(own / "metrics.jsonl")
+    if stop_after is not None and dist.get_rank() == dist.get_world_size() - 1:
+
+        def watch(line: dict[str, Any]) -> None:
+            stage.stop_requested = line["step"] == stop_after
+
+        stage.metrics.watchers.append(watch)
+    return run_sft(stage)

@@ -1,0 +1,125 @@
+"""Ranks as one call: answers, errors, stopping; and a training that changes its number of ranks half-way."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cosmos_core.cluster.group import WorkerGroup
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import arithmetic, prepare
+from cosmos_core.errors import ConfigError, Preempted, StageFailed
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.setup import run_sft
+from tests.distributed import members
+
+
+def recipe(**mesh: int) -> Recipe:
+    policy = {"type": "sft", "mini_batch": 3, "conversation_column_name": "messages"}
+    train = {
+        "param_dtype": "float32", "compile": False, "optm_lr": 1e-3, "train_batch_per_replica": 9, "max_num_steps": 5,
+        "ema_enable": True, "train_policy": policy,
+        "ckpt": {"enable_checkpoint": True, "save_freq": 2, "save_mode": "async"},
+    }  # fmt: skip
+    return Recipe.model_validate({"policy": {"model_max_length": 32, "parallelism": mesh}, "train": train})
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    arithmetic.make(stage(folder / "task"), train_rows=64, heldout_rows=16, hidden_size=64, layers=1)
+    prepare.run(stage(folder / "rows", folder / "task/model", folder / "task/data"))
+    return folder
+
+
+def stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh: int) -> Stage:
+    path.mkdir(parents=True, exist_ok=True)
+    return Stage(path, StageConfig(name=path.name, kind="sft"), recipe(**mesh), str(model), data, {}, "f" * 64)
+
+
+def sft(task: Path, path: Path, **mesh: int) -> Stage:
+    return stage(path, task / "task/model", task / "rows/data", **mesh)
+
+
+@pytest.fixture(scope="module")
+def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same training on one rank, in this process."""
+    one = sft(task, tmp_path_factory.mktemp("alone") / "sft")
+    run_sft(one)
+    return {"weights": weights(one), "losses": losses(one)}
+
+
+def weights(done: Stage) -> dict[str, Tensor]:
+    return load_file(done.path / "safetensors/step_5/model.safetensors")
+
+
+def losses(done: Stage) -> list[float]:
+    return [line["loss"] for line in read_metrics(done.path / "metrics.jsonl")]
+
+
+def assert_like(done: Stage, alone: dict[str, Any]) -> None:
+    assert losses(done) == pytest.approx(alone["losses"], rel=1e-5)
+    found = weights(done)
+    assert found.keys() == alone["weights"].keys()
+    for name, weight in alone["weights"].items():
+        # Adam turns the rounding of a tiny gradient into a share of the rate of 1e-3.
+        assert (found[name] - weight).abs().max() <= 2e-5, name
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_the_answer_is_that_of_the_first_rank(launcher: Any) -> None:
+    assert WorkerGroup(2, launcher).run(members.total) == 3.0
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        WorkerGroup(3, launcher).run(members.refuse)
+    assert str(caught.value) == "train.optm_lr = -1 must be positive"
+    assert time.monotonic() - began < 60  # a barrier waits half an hour
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_a_rank_that_dies_ends_all(launcher: Any) -> None:
+    with pytest.raises(StageFailed, match=r"rank [01]"):
+        WorkerGroup(2, launcher).run(members.die)
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_all_ranks_stop_at_the_same_step(launcher: Any, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    first, second = WorkerGroup(2, launcher).run(partial(members.stop_together, started), started.exists)
+    assert first == second >= 3
+
+
+def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    path = tmp_path / "sft"
+    with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):
+        WorkerGroup(2, "local").run(partial(members.train, sft(task, path, dp_shard_size=2), 2, tmp_path))
+    four = sft(task, path, dp_shard_size=2, dp_replicate_size=2)
+    with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
+        WorkerGroup(4, "local").run(partial(members.train, four, 3, tmp_path))
+    one = sft(task, path)
+    run_sft(one)
+    assert_like(one, alone)
+    assert [line["step"] for line in read_metrics(path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_training_that_began_on_one_rank_ends_on_two(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    path = tmp_path / "sft"
+    with pytest.raises(Preempted, match="stopped after step 3 of 5"):
+        WorkerGroup(1, "local").run(partial(members.train, sft(task, path), 3, tmp_path))
+    two = sft(task, path, dp_shard_size=2)
+    outcome = WorkerGroup(2, "local").run(partial(members.train, two, None, tmp_path))
+    assert outcome.outputs == ("safetensors/step_5",)
+    assert any(check.startswith("reload") for check in outcome.info["checks"])
+    assert_like(two, alone)

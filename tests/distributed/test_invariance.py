@@ -1,0 +1,127 @@
+"""Loss and gradients do not depend on how an update was split over ranks, micro-batches and rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cosmos_core.cluster.group import WorkerGroup
+from tests.distributed.matrix import VOCABULARY, Case, computed, run_cases
+
+DP2, DP4 = (("dp_shard_size", 2),), (("dp_shard_size", 4),)
+HSDP = (("dp_replicate_size", 2), ("dp_shard_size", 2))
+TP2 = (("tp_size", 2),)
+TP2_DP2 = (("dp_shard_size", 2), ("tp_size", 2))
+CP2, CP2_DP2, CP4 = (("cp_size", 2),), (("cp_size", 2), ("dp_shard_size", 2)), (("cp_size", 4),)
+DDP = (("dp_replicate_size", 2),)
+
+TWO = [
+    *(Case(mesh, mini_batch, packed) for mesh in (DP2,) for mini_batch in (1, 2, 4) for packed in (False, True)),
+    Case(DDP, 2),
+    Case(DP2, 4, masked=3),
+    Case(DP2, 8, masked=3, packed=True),
+    Case(DP2, 2, algorithm="grpo"),
+    Case(DP2, 2, checkpointing=True),
+    Case(DP2, 2, dtype="float32"),
+    Case(DP2, 2, model="untied"),
+    *(Case(TP2, mini_batch, packed) for mini_batch in (1, 4) for packed in (False, True)),
+    Case(TP2, 2, model="untied"),
+    Case(TP2, 2, algorithm="grpo", model="untied"),
+    Case(TP2, 2, dtype="float32"),
+    *(Case(CP2, mini_batch, True) for mini_batch in (1, 2, 4)),
+    Case(CP2, 2, masked=3),
+    Case(CP2, 2, algorithm="grpo", model="untied"),
+    Case(CP2, 2, checkpointing=True),
+    Case(CP2, 2, dtype="float32"),
+]
+FOUR = [
+    *(Case(mesh, mini_batch, packed) for mesh in (DP4, HSDP) for mini_batch in (1, 2) for packed in (False, True)),
+    Case(DP4, 4, masked=2),
+    Case(HSDP, 2, masked=2, packed=True),
+    Case(HSDP, 2, algorithm="grpo"),
+    Case(DP4, 1, algorithm="grpo", packed=True),
+    Case(DP4, 2, dtype="float32"),
+    Case(TP2_DP2, 2),
+    Case(TP2_DP2, 1, packed=True, model="untied"),
+    Case(TP2_DP2, 4, masked=3),
+    Case(CP2_DP2, 2),
+    Case(CP2_DP2, 1, algorithm="grpo"),
+    Case(CP2_DP2, 4, masked=3),
+    Case(CP4, 2),
+    Case((("cp_size", 2), ("tp_size", 2)), 2, model="untied"),
+]
+BAR = {"float64": 1e-9, "float32": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tied", "untied"):
+        config = Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=name == "tied",
+            initializer_range=0.2,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).save_pretrained(folder / name)
+    return folder
+
+
+def answers(cases: list[Case], size: int, models: Path, folder: Path) -> list[Path]:
+    WorkerGroup(size, "local").run(partial(run_cases, cases, models, folder))
+    return [folder / f"{index}.pt" for index in range(len(cases))]
+
+
+@pytest.fixture(scope="module")
+def of_two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return answers(TWO, 2, models, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def of_four(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return answers(FOUR, 4, models, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The update computed by this process, with padded rows."""
+    found: dict[Case, dict[str, Any]] = {}
+
+    def compute(case: Case) -> dict[str, Any]:
+        plain = Case(mini_batch=4, algorithm=case.algorithm, masked=case.masked, dtype=case.dtype, model=case.model)
+        if plain not in found:
+            found[plain] = computed(plain, models, tmp_path_factory.mktemp("alone"))
+        return found[plain]
+
+    return compute
+
+
+def compare(expected: dict[str, Any], found: dict[str, Any], bar: float) -> None:
+    assert found["figures"].keys() == expected["figures"].keys()
+    for name, value in expected["figures"].items():
+        assert found["figures"][name] == pytest.approx(value, rel=100 * bar, abs=bar), name
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        scale = gradient.abs().max()
+        assert scale > 0, name
+        assert (found["gradients"][name] - gradient).abs().max() / scale <= bar, name
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=max(1e-6, 1e3 * bar), msg=name)
+
+
+@pytest.mark.parametrize("index", range(len(TWO)), ids=[case.name for case in TWO])
+def test_two_ranks_do_what_one_does(index: int, of_two: list[Path], alone: Any) -> None:
+    case = TWO[index]
+    compare(alone(case), torch.load(of_two[index]), BAR[case.dtype])
+
+
+@pytest.mark.parametrize("index", range(len(FOUR)), ids=[case.name for case in FOUR])
+def test_four_ranks_do_what_one_does(index: int, of_four: list[Path], alone: Any) -> None:
+    case = FOUR[index]
+    compare(alone(case), torch.load(of_four[index]), BAR[case.dtype])

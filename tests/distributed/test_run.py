@@ -1,0 +1,91 @@
+"""A stage of two ranks as a user runs it: its weights, its interruption, and what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cosmos_core.run.files import read_json
+from tests.conftest import Workspace, processes_below, wait_until
+
+PIPELINE = """
+[pipeline]
+name = "ranks"
+threads = 1
+grace_seconds = 20
+
+[policy]
+model_max_length = 32
+model_gradient_checkpointing = false
+
+[train]
+param_dtype = "float32"
+compile = false
+max_num_steps = STEPS
+epoch = 1000
+train_batch_per_replica = 9
+train_policy = { type = "sft", mini_batch = 3, conversation_column_name = "messages" }
+ckpt = { enable_checkpoint = true, save_freq = 1000 }
+
+[[pipeline.stages]]
+name = "task"
+kind = "custom"
+entry = "cosmos_core.data.arithmetic:make"
+arguments = { train_rows = 64, heldout_rows = 16, hidden_size = 64, layers = 1 }
+"""
+STAGE = """
+[[pipeline.stages]]
+name = "NAME"
+kind = "sft"
+after = ["task"]
+model = "stage:task"
+data = "stage:task"
+overrides.policy.parallelism.dp_shard_size = SIZE
+"""
+
+
+def text(steps: int, **sizes: int) -> str:
+    stages = [STAGE.replace("NAME", name).replace("SIZE", str(size)) for name, size in sizes.items()]
+    return PIPELINE.replace("STEPS", str(steps)) + "".join(stages)
+
+
+def run_of(workspace: Workspace) -> Path:
+    return next(path for path in sorted((workspace.path / "outputs").iterdir()) if (path / "stages").is_dir())
+
+
+def step_of(workspace: Workspace, name: str) -> int:
+    progress = read_json(run_of(workspace) / "stages" / name / "progress.json")
+    return int(progress["step"]) if isinstance(progress, dict) else 0
+
+
+def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> None:
+    workspace.write("p.toml", text(4, one=1, two=2))
+    workspace.cosmos("run", "p.toml")
+    exports = [run_of(workspace) / "stages" / name / "safetensors/step_4/model.safetensors" for name in ("one", "two")]
+    one, two = map(load_file, exports)
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert not processes_below(workspace.path)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["asked to stop", "killed"])
+def test_two_ranks_end_with_their_worker(workspace: Workspace, end: signal.Signals) -> None:
+    workspace.write("p.toml", text(100_000, two=2))
+    flow = workspace.start("run", "p.toml")
+    wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
+    wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
+    if end == signal.SIGTERM:
+        flow.send_signal(end)
+        assert flow.wait(120) == 75
+        saved = [path.name for path in (run_of(workspace) / "stages/two/checkpoints").iterdir()]
+        assert len(saved) == 1 and int(saved[0].removeprefix("step_")) >= 3
+    else:
+        os.kill(flow.pid, end)
+        flow.wait(10)
+    wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")

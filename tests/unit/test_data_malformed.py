@@ -1,0 +1,200 @@
+"""Every way in which a data file was ever wrong: one line that names file or row, or the row is skipped and counted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.prepare import run
+from cosmos_core.data.prepared import open_sequences
+from cosmos_core.errors import EXIT_USAGE, DataError
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer
+
+GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+LINE = json.dumps(GOOD).encode() + b"\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    byte_tokenizer(CHATML).save_pretrained(folder)
+    return folder
+
+
+def prepare(model: Path, file: Path, max_length: int = 4096) -> Outcome:
+    """The outcome; the stage lies beside the file."""
+    recipe = {
+        "train": {"train_policy": {"type": "sft", "dataset": {"name": str(file)}}},
+        "policy": {"model_max_length": max_length},
+    }
+    path = file.parent / "stage"
+    path.mkdir()
+    return run(
+        Stage(path, StageConfig(name="p", kind="prepare"), Recipe.model_validate(recipe), str(model), None, {}, "f")
+    )
+
+
+def parquet(rows: list[dict[str, Any]]) -> Callable[[Path], None]:
+    return lambda path: pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+def truncated(write: Callable[[Path], None]) -> Callable[[Path], None]:
+    def write_half(path: Path) -> None:
+        write(path)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+
+    return write_half
+
+
+def arrow(path: Path, table: pa.Table | None = None) -> None:
+    table = pa.Table.from_pylist([GOOD] * 99) if table is None else table
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def wrong_bytes(path: Path) -> None:
+    """A column of strings that are no UTF-8."""
+    text = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"], pa.binary()).buffers())
+    arrow(path, pa.table({"text": text}))
+
+
+def saved_and_damaged(path: Path) -> None:
+    datasets.Dataset.from_list([GOOD] * 99).save_to_disk(str(path))
+    (file,) = path.glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:700])
+
+
+def content(data: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(data)
+
+    return write
+
+
+NESTED = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+WRONG = {
+    "a truncated parquet": ("a.parquet", truncated(parquet([GOOD] * 99)), "a.parquet is not a readable parquet file:"),
+    "a truncated arrow": ("a.arrow", truncated(arrow), "a.arrow is not a readable Arrow file:"),
+    "an empty arrow": ("a.arrow", content(b""), "a.arrow is not a readable Arrow file:"),
+    "an empty parquet": ("a.parquet", content(b""), "a.parquet is not a readable parquet file:"),
+    "a parquet without rows": ("a.parquet", parquet([GOOD][:0]), "a.parquet: file holds no rows"),
+    "strings that are no UTF-8": ("a.arrow", wrong_bytes, "a.arrow is not a readable Arrow file:"),
+    "a truncated saved data set": ("saved", saved_and_damaged, "train.train_policy.dataset.name:"),
+    "a column of numbers": ("a.parquet", parquet([{"text": 3}]), "a.parquet row 0: column 'text' holds '3'; a conv"),
+    "a column of strings": ("a.parquet", parquet([{"messages": ["a", "b"]}]), "a.parquet row 0, turn 1 of 'messages'"),
+    "content that is a number": (
+        "a.parquet", parquet([{"messages": [{"role": "user", "content": 3}]}]),
+        "a.parquet row 0, turn 1 of 'messages': content '3' is not text",
+    ),
+    "no such column": ("a.jsonl", content(LINE + b'{"talk": []}\n'), "a.jsonl:2: no conversation among the columns t"),
+    "a null": ("a.jsonl", content(LINE + b'{"messages": null}\n'), "a.jsonl:2: no conversation among the columns mes"),
+    "an unknown role": ("a.jsonl", content(LINE.replace(b"user", b"boss")), "a.jsonl:1, turn 1 of 'messages': unknow"),
+    "an image": ("a.jsonl", content(LINE + LINE.replace(b'"q"', b'"<image>\\nq"')), "a.jsonl:2, turn 1 of 'messages'"),
+    "a NUL byte in a line": ("a.jsonl", content(LINE + LINE.replace(b"q", b"\0")), "a.jsonl:2: malformed JSON, Inval"),
+    "NUL bytes after a crash": ("a.jsonl", content(LINE + bytes(512)), "a.jsonl:2: malformed JSON, Expecting value a"),
+    "bytes that are no UTF-8": ("a.jsonl", content(LINE + LINE.replace(b"q", b"\xe9")), "a.jsonl:2: byte 131 is not"),
+    "UTF-16": ("a.jsonl", content(LINE.decode().encode("utf-16")), "a.jsonl:1: byte 0 is not UTF-8; save the file as"),
+    "an empty file": ("a.jsonl", content(b""), "a.jsonl: file holds no rows; train.train_policy.dataset.name needs a"),
+    "blank lines alone": ("a.jsonl", content(b"\n \r\n\t\n"), "a.jsonl: file holds no rows"),
+    "byte order marks alone": ("a.jsonl", content(b"\xef\xbb\xbf" * 2), "a.jsonl: file holds no rows"),
+    "a mark in the middle": ("a.jsonl", content(LINE + b"\xef\xbb\xbf" + LINE), "a.jsonl:2: malformed JSON, Unexpect"),
+    "half a line": ("a.jsonl", content(LINE + LINE[:40]), "a.jsonl:2: malformed JSON,"),
+    "a number of 5000 digits": ("a.jsonl", content(b'{"x": ' + b"9" * 5000 + b"}\n"), "a.jsonl:1: malformed JSON, Ex"),
+    "brackets 100,000 deep": ("a.jsonl", content(NESTED), "a.jsonl:1: malformed JSON,"),
+    "brackets 100,000 deep in an array": ("a.json", content(b"[" + NESTED + b"]"), "a.json: malformed JSON,"),
+    "a CSV without rows": ("a.csv", content(b"prompt,response\n"), "a.csv: file holds no rows"),
+    "a CSV with NUL": ("a.csv", content(b"prompt,response\na,\0\nb\n"), "a.csv:3: the line does not have the 2 field"),
+    "silence": ("a.jsonl", content(b'{"text": " "}\n' * 2), "train: 2 of 2 rows skipped: 2 empty (first: a.jsonl:1);"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "write", "message"), WRONG.values(), ids=WRONG)
+def test_it_is_one_line_that_names_the_place(
+    model: Path, tmp_path: Path, name: str, write: Callable[[Path], None], message: str
+) -> None:
+    write(tmp_path / name)
+    with pytest.raises(DataError) as caught:
+        prepare(model, tmp_path / name)
+    said = str(caught.value)
+    assert said.startswith(message) and "\n" not in said
+    assert caught.value.exit_code == EXIT_USAGE
+    assert not (tmp_path / "stage" / "data").exists()
+
+
+RIGHT = {
+    "two byte order marks": ("a.jsonl", content(b"\xef\xbb\xbf" * 2 + LINE)),
+    "two byte order marks in a CSV": ("a.csv", content(b"\xef\xbb\xbf" * 2 + b"prompt,response\nq,a\n")),
+    "line breaks of Windows": ("a.jsonl", content(LINE.replace(b"\n", b"\r\n"))),
+    "line breaks of Windows in a CSV": ("a.csv", content(b"prompt,response\r\nq,a\r\n")),
+    "no last line break": ("a.jsonl", content(LINE.strip())),
+    "a conversation as JSON in a CSV": (
+        "a.csv", content(b'messages\n"' + json.dumps(GOOD["messages"]).replace('"', '""').encode() + b'"\n'),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "write"), RIGHT.values(), ids=RIGHT)
+def test_it_is_no_mistake(model: Path, tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+    write(tmp_path / name)
+    prepare(model, tmp_path / name)
+    ids, _ = open_sequences(tmp_path / "stage" / "data", "train")[0]
+    assert byte_tokenizer(CHATML).decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+
+
+def test_a_line_separator_of_unicode_ends_no_row(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,response\nq,a\u2028b\x85c\n", encoding="utf-8")
+    prepare(model, tmp_path / "a.csv")
+    ids, _ = open_sequences(tmp_path / "stage" / "data", "train")[0]
+    assert str(byte_tokenizer(CHATML).decode(ids)).endswith("assistant\na\u2028b\x85c<|im_end|>\n")
+
+
+def test_an_escaped_nul_is_a_character(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINE.replace(b'"a"', b'"a\\u0000b"'))
+    prepare(model, tmp_path / "a.jsonl")
+    ids, mask = open_sequences(tmp_path / "stage" / "data", "train")[0]
+    assert byte_tokenizer(CHATML).decode(ids[mask == 1]) == "a\0b<|im_end|>"
+
+
+MILLION = {
+    "one answer": [("user", "q"), ("assistant", "answer 42 is " * 220_000)],
+    "one question": [("user", "answer 42 is " * 220_000), ("assistant", "a")],
+    "many turns": [(("user", "assistant")[i % 2], "answer 42 is " * 220) for i in range(1000)],
+}
+
+
+@pytest.mark.parametrize("turns", MILLION.values(), ids=MILLION)
+def test_a_row_of_a_million_tokens_is_cut_in_seconds(model: Path, tmp_path: Path, turns: list[tuple[str, str]]) -> None:
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "a.jsonl").write_bytes(LINE + json.dumps(row).encode() + b"\n" + LINE)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
+    before, began = memory("VmRSS"), time.process_time()
+    outcome = prepare(model, tmp_path / "a.jsonl", max_length=2048)
+    assert time.process_time() - began < 30
+    assert memory("VmHWM") - before < 2e9
+    lengths = open_sequences(tmp_path / "stage" / "data", "train").lengths.tolist()
+    if turns is MILLION["one question"]:
+        assert lengths == [lengths[0]] * 2
+        reason = "longer than policy.model_max_length with nothing left to learn"
+        assert outcome.info["notices"] == [f"train: 1 of 3 rows skipped: 1 {reason} (first: a.jsonl:2)"]
+    else:
+        assert lengths == [lengths[0], 2048, lengths[0]]
+        assert "notices" not in outcome.info
+
+
+def memory(key: str) -> int:
+    """Bytes that this process has now (VmRSS), or had at most (VmHWM)."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])

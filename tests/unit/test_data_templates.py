@@ -1,0 +1,73 @@
+"""Token by token: a mask is 1 on what the assistant has to write, in the chat templates of fifteen model families."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+
+from cosmos_core.data.conversation import RefusedRow, conversation_tokens
+from tests.unit.chat_families import FAMILIES, Family
+from tests.unit.data_tokenizers import byte_tokenizer
+
+
+def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
+    """The user and the assistant in turn."""
+    said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [{"role": "system", "content": system}, *said] if system else said
+
+
+CONVERSATIONS = {
+    "one turn": turns("What is the answer?", "The answer is 42."),
+    "many turns": turns("One?", "First.", "Two?", "Second.", "Three?", "Third.\n\nAnd more."),
+    "a system turn": turns("One?", "First.", "Two?", "Second.", system="Be brief."),
+    "a last question": turns("One?", "First.", "Two?"),
+    "thoughts": turns("One?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "<think>\nmm\n</think>\n\nSecond."),
+    "empty thoughts": turns("One?", "<think>\n\n</think>\n\nFirst.", "Two?", "<think>\n\n</think>\n\nSecond."),
+    "blanks at both ends": turns(" \n One? \n", "\n  First. \n\n", "\tTwo?  ", " Second.\n", system=" Be brief.\n"),
+    "characters of many bytes": turns("é😀?", "👩‍👩‍👧 são 日本語", "나?", "😀", system="ñ"),
+    "the same words": turns("First.", "First.", "First.", "First."),
+    "words of the template": turns(
+        "ASSISTANT: or USER: or assistant\n?", "user\nASSISTANT: system", "model\n", "model"
+    ),
+    "an answer that says nothing": turns("One?", "First.", "Two?", "", "Three?", "Third."),
+}
+
+
+def expected_mask(tokenizer: Any, family: Family, messages: list[dict[str, str]], ids: list[int]) -> list[int]:
+    """1 for each token with a byte of a piece that the model has to write, from the lengths of tokens in bytes."""
+    added = tokenizer.get_added_vocab()
+    # Of a token that was learned from bytes each character stands for one byte.
+    names = tokenizer.convert_ids_to_tokens(ids)
+    ends = list(accumulate(len(name.encode()) if name in added else len(name) for name in names))
+    bytes_to_write = [bit for text, bit in family.pieces(messages) for _ in text.encode()]
+    assert ends[-1] == len(bytes_to_write)
+    return [int(any(bytes_to_write[start:end])) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+MANY = turns(*(f"{i}?" if i % 2 else f"{i}." for i in range(1, 141)))
+CONVERSATIONS["seventy answers"] = MANY
+
+
+@pytest.mark.parametrize("num_merges", [0, 300], ids=["bytes", "merged"])
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_the_assistant_has_to_write_is_learned_and_nothing_else(
+    family: Family, messages: list[dict[str, str]], num_merges: int
+) -> None:
+    tokenizer = byte_tokenizer(
+        family.template, end_token=family.end_token, num_merges=num_merges, special=family.special
+    )
+    if family.refuses_system and messages[0]["role"] == "system":
+        with pytest.raises(RefusedRow, match="roles must alternate"):
+            conversation_tokens(tokenizer, messages, "row")
+        return
+    rendered = "".join(text for text, _ in family.pieces(messages))
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == rendered, "the two versions of the template agree"
+    ids, mask = conversation_tokens(tokenizer, messages, "row")
+    assert tokenizer.decode(ids) == rendered
+    wanted = expected_mask(tokenizer, family, messages, ids)
+    told = [(tokenizer.decode([i]), is_learned) for i, is_learned in zip(ids, mask, strict=True)]
+    assert told == [(tokenizer.decode([i]), is_learned) for i, is_learned in zip(ids, wanted, strict=True)]
+    assert 0 < sum(mask) < len(mask)

@@ -1,0 +1,79 @@
+"""The moving average of weights, by hand-computed numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.train.ema import MovingAverage
+
+
+def single_weight(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    model = torch.nn.Linear(1, 1, bias=False, dtype=dtype)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    return model
+
+
+def averages(values: list[float], **settings: object) -> list[float]:
+    """The average after each step, whose weight is given; before the first it is 1."""
+    model = single_weight()
+    average = MovingAverage(model, TrainConfig.model_validate({"ema_enable": True, **settings}))
+    found = []
+    for step, value in enumerate(values):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        average.update(step)
+        found.append(average.tensors["weight"].item())
+    return found
+
+
+def test_the_decay_rises_with_the_step_up_to_its_bound() -> None:
+    # Decays 1/10, 2/11, 3/12 of (1 + s) / (10 + s), then the bound of 0.3 below 4/13.
+    assert averages([0.0, 0.0, 0.0, 0.0, 0.0], ema_decay=0.3) == pytest.approx(
+        [0.1, 0.1 * 2 / 11, 0.1 * 2 / 11 * 0.25, 0.1 * 2 / 11 * 0.25 * 0.3, 0.1 * 2 / 11 * 0.25 * 0.3 * 0.3]
+    )
+    assert averages([2.0, 3.0], ema_decay=0.9999) == pytest.approx([1.9, 1.9 * 2 / 11 + 3 * 9 / 11])
+    assert averages([2.0, 3.0], ema_decay=0.0) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_an_interval_of_zero_or_one_is_every_step(interval: int) -> None:
+    assert averages([0.0, 0.0], ema_update_step_interval=interval) == pytest.approx([0.1, 0.1 * 2 / 11])
+
+
+def test_an_interval_leaves_steps_out_and_keeps_the_decay_of_the_step() -> None:
+    found = averages([9.0, 0.0, 9.0, 0.0], ema_update_step_interval=2)
+    assert found == pytest.approx([1.0, 2 / 11, 2 / 11, 2 / 11 * 4 / 13])
+
+
+def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_it() -> None:
+    model = single_weight()
+    average = MovingAverage(model, TrainConfig(ema_enable=True))
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    average.update(0)
+    with average.in_the_model():
+        assert model.weight.item() == pytest.approx(1.9)
+    assert model.weight.item() == 2.0
+    with pytest.raises(KeyError), average.in_the_model():
+        raise KeyError
+    assert model.weight.item() == 2.0
+    average.copy_to_model()
+    assert model.weight.item() == pytest.approx(1.9)
+
+
+def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
+    model = single_weight(torch.bfloat16)
+    average = MovingAverage(model, TrainConfig(ema_enable=True, ema_decay=0.9999))
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    average.update(100_000)
+    assert average.tensors["weight"].item() == pytest.approx(1.0001, abs=1e-6)
+
+
+def test_frozen_weights_have_no_average() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    model[1].requires_grad_(False)
+    assert list(MovingAverage(model, TrainConfig(ema_enable=True)).tensors) == ["0.weight", "0.bias"]

@@ -1,0 +1,341 @@
+"""Real model classes, tiny and random, through the one path: loaded, scored, packed, trained, exported.
+
+Each family is compared with transformers itself. In a vision-language model the rows are text, the tower is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.checkpoint import prove
+from cosmos_core.checkpoint.export import export_model
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.batch import rows_of
+from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.packing import enable_packing
+from cosmos_core.models.scorer import Scorer
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.rank import Rank
+from cosmos_core.train.setup import _compile_blocks
+from tests.unit import test_config_load
+from tests.unit.tiny_families import FAMILIES, WINDOW, save_family
+
+OWN_ATTENTION = {"gemma2": "eager", "gpt-oss": "eager"}
+"""Soft caps and sinks, which sdpa does not know."""
+NOT_PACKED = {
+    "llama4": "layers of kind chunked_attention mix what is packed",
+    "qwen3-next": "layers of kind linear_attention mix what is packed",
+}
+WHOLE_LOGITS = {"llama4"}
+"""Where the scorer does not find the body below the head."""
+IMAGES_ALONE = ("vision", "visual", "multi_modal_projector", "image_newline")
+"""Parts of names of weights that text does not reach."""
+LENGTHS = (20, 13, 3)
+PAD = 256
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("families")
+    return lambda name: root / name if (root / name).exists() else save_family(name, root / name)
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(family: str, folders: Callable[[str], Path]) -> Path:
+    return folders(family)
+
+
+@pytest.fixture
+def copy(folders: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: save_family(name, tmp_path / name)
+
+
+def rows() -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(256, (length,), generator=generator).numpy() for length in LENGTHS]
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return load_model(str(folder), dtype=torch.float32, **options)
+
+
+def separate_logprobs(model: PreTrainedModel) -> Tensor:
+    """Of tokens 1.. of each row, one row at a time, by the model's own forward pass."""
+    return torch.cat([
+        model(input_ids=torch.tensor(row)[None], use_cache=False).logits[0, :-1].log_softmax(-1)[
+            range(len(row) - 1), row[1:]
+        ]
+        for row in rows()
+    ])  # fmt: skip
+
+
+def gradients(model: PreTrainedModel, value: Tensor) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    value.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
+    """Largest difference as a share of the largest entry of each tensor; None where none is there."""
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        other = ours[name]
+        if gradient is None or other is None:
+            assert gradient is other, name
+        else:
+            assert (gradient - other).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def scored_logprobs(scorer: Scorer, *, packed: bool) -> Tensor:
+    batch = rows_of(rows(), PAD, packed=packed)
+    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.starts, LENGTHS, strict=True)]
+    logprobs, _ = scorer(batch.inputs, torch.cat(chosen))
+    return logprobs
+
+
+def train(model: PreTrainedModel, folder: Path, steps: int, **settings: Any) -> list[float]:
+    """SFT on the same rows again and again; the losses."""
+    recipe = Recipe.model_validate({
+        "policy": {"model_max_length": 32},
+        "train": {
+            "param_dtype": "float32", "compile": False, "optm_lr": 1e-2, "optm_warmup_steps": 0,
+            "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
+        },
+    })  # fmt: skip
+    rank = Rank(model, recipe.train, PAD, Progress(folder / "progress.json"))
+    samples = [Sample(row, np.ones(len(row), np.uint8)) for row in rows()]
+    losses = []
+    for step in range(steps):
+        rank.set_learning_rate(step, steps)
+        (update,) = Sft().updates(samples, lambda _: [])
+        losses.append(rank.update(update, temperature=1.0, with_entropy=False)["loss"])
+    return losses
+
+
+def test_logits_are_those_of_transformers(family: str, folder: Path) -> None:
+    model = load(folder)
+    theirs, eager = (
+        type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        for attention in (OWN_ATTENTION.get(family, "sdpa"), "eager")
+    )
+    ids = torch.randint(256, (2, 3 * WINDOW), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        logits, expected, written_out = (m(input_ids=ids, use_cache=False).logits for m in (model, theirs, eager))
+    assert type(model) is type(FAMILIES[family]())
+    assert logits.std() > 0.3, "weights large enough to tell models apart"
+    assert torch.equal(logits, expected)
+    torch.testing.assert_close(logits, written_out, rtol=0, atol=1e-5)
+
+
+def test_logprobs_of_padded_rows_are_those_of_separate_ones(family: str, folder: Path) -> None:
+    model = load(folder)
+    scorer = Scorer(model)
+    with torch.no_grad():
+        torch.testing.assert_close(scored_logprobs(scorer, packed=False), separate_logprobs(model), rtol=0, atol=1e-5)
+    assert scorer._has_plain_head is (family not in WHOLE_LOGITS)
+
+
+def test_packed_rows_are_separate_rows_or_refused_with_the_reason(family: str, folder: Path) -> None:
+    model = load(folder)
+    separate = separate_logprobs(model)
+    theirs = gradients(model, separate.sum())
+    assert enable_packing(model) == NOT_PACKED.get(family, "")
+    with torch.no_grad():
+        torch.testing.assert_close(scored_logprobs(Scorer(model), packed=False), separate, rtol=0, atol=1e-5)
+    if family in NOT_PACKED:
+        return
+    packed = scored_logprobs(Scorer(model), packed=True)
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(model, packed.sum()), theirs)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "gemma3-vlm", "mistral"])
+def test_packing_leaves_generation_as_it_was(name: str, folders: Callable[[str], Path]) -> None:
+    left = torch.tensor([[PAD] * 5 + [5, 6, 7], list(range(10, 18))])
+    settings: dict[str, Any] = {"max_new_tokens": 2 * WINDOW, "do_sample": False, "eos_token_id": None}
+    model: Any = load(folders(name))
+    before = model.generate(left, attention_mask=(left != PAD).long(), **settings)
+    assert enable_packing(model) == ""
+    assert torch.equal(model.generate(left, attention_mask=(left != PAD).long(), **settings), before)
+
+
+def test_sft_lowers_the_loss_and_recomputation_keeps_the_gradient(family: str, folder: Path, tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = load(folder, gradient_checkpointing=checkpointing)
+        (first,) = train(model, tmp_path, 1)
+        assert model.is_gradient_checkpointing is checkpointing
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_same_gradients(found[1], found[0])
+    for name in (name for name, gradient in found[0].items() if gradient is None):
+        is_cross_attention = family == "mllama" and ".layers.1." in name
+        assert is_cross_attention or any(part in name for part in IMAGES_ALONE), name
+
+    losses = train(load(folder), tmp_path, 5)
+    assert losses[0] == pytest.approx(first, rel=1e-6)
+    assert losses[-1] < 0.65 * losses[0], losses
+
+
+def test_a_trained_export_is_proven(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A fresh interpreter takes seconds; two families have it below.
+    monkeypatch.setattr(prove, "_run_fresh_interpreter", prove.answer)
+    monkeypatch.setattr(prove, "_die_with", lambda parent: None)
+    model, tokenizer = load(folder), load_tokenizer(str(folder))
+    train(model, tmp_path, 1, sequence_packing=True)
+    for dtype in (None, torch.bfloat16):
+        target = tmp_path / str(dtype)
+        export_model(model, tokenizer, target, dtype=dtype)
+        checks = prove.prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
+        assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+    ids = torch.tensor(rows()[0])[None]
+    reloaded = load(tmp_path / "None")
+    with torch.no_grad():
+        assert torch.equal(reloaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma2"])
+def test_a_fresh_interpreter_proves_what_was_trained_on_packed_rows(
+    name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, tokenizer = load(folders(name)), load_tokenizer(str(folders(name)))
+    train(model, tmp_path, 1, sequence_packing=True)
+    export_model(model, tokenizer, tmp_path / "out", dtype=None)
+    checks = prove.prove_export(model, tmp_path / "out", dtype=None, tokenizer=tokenizer)
+    assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3-vlm", "qwen2.5-vl", "qwen3-moe"])
+def test_an_export_has_the_names_of_the_checkpoint_that_it_came_from(
+    name: str, copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copy(name)
+    weights = load_file(folder / "model.safetensors")
+    # As on the Hub, where towers have a level more than in the classes of transformers 5.
+    hub = {key.replace("vision_tower.", "vision_tower.vision_model."): tensor for key, tensor in weights.items()}
+    save_file(hub, folder / "model.safetensors", metadata={"format": "pt"})
+    export_model(load(folder), load_tokenizer(str(folder)), tmp_path / "out", dtype=None)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == hub.keys()
+    assert all(torch.equal(exported[key], hub[key]) for key in hub)
+
+
+def test_packing_leaves_the_vision_tower_alone(folders: Callable[[str], Path]) -> None:
+    model = load(folders("qwen2.5-vl"))
+    assert enable_packing(model) == ""
+    assert model.config.text_config._attn_implementation == "packed_sdpa"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-vl"])
+def test_tied_weights_are_one_tensor_and_two_different_ones_are_refused(name: str, copy: Callable[[str], Path]) -> None:
+    folder = copy(name)
+    file = folder / "model.safetensors"
+    model, weights = load(folder), load_file(file)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert "lm_head.weight" not in weights
+    (embedding,) = (weights[key] for key in weights if key.endswith("embed_tokens.weight"))
+    save_file({**weights, "lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
+    model = load(folder)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    save_file({**weights, "lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 tensors that config\.json ties to others.*: lm_head\.weight;"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3", "qwen3-vl"])
+def test_rotary_buffers_are_those_of_the_config_and_stay_in_float32(name: str, folders: Callable[[str], Path]) -> None:
+    fresh = dict(FAMILIES[name]().named_buffers())
+    loaded = dict(load_model(str(folders(name)), dtype=torch.bfloat16).named_buffers())
+    rotary = [key for key in fresh if "inv_freq" in key]
+    assert rotary and fresh.keys() == loaded.keys()
+    for key in rotary:
+        assert loaded[key].dtype == torch.float32
+        assert torch.equal(loaded[key], fresh[key]), key
+
+
+DAMAGE: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
+    "dropped": ("mistral", "model.layers.1.mlp.up_proj.weight", lambda _: None, "missing from the files"),
+    "dropped in a tower": ("llava", "vision_tower.post_layernorm.bias", lambda _: None, "missing"),
+    "dropped expert": ("qwen3-moe", "model.layers.0.mlp.experts.3.up_proj.weight", lambda _: None, "experts of"),
+    "extra": ("gpt-oss", "model.layers.7.mlp.router.bias", lambda _: torch.ones(4), "in the files but not in GptOss"),
+    "extra in a tower": ("qwen2.5-vl", "visual.blocks.9.norm1.weight", lambda _: torch.ones(4), "in the files but not"),
+    "wrong shape": ("gemma2", "model.embed_tokens.weight", lambda t: t[:-1].clone(), "of another shape"),
+    "wrong shape of an expert": (
+        "qwen3-moe", "model.layers.0.mlp.experts.0.up_proj.weight", lambda t: t[:, 1:].clone(), "experts of a layer"
+    ),
+    "NaN in an expert": (
+        "qwen3-moe", "model.layers.1.mlp.experts.2.down_proj.weight", lambda t: t * math.nan, "holds NaN or infinity"
+    ),
+    "infinity": ("llama4", "language_model.model.norm.weight", lambda t: t / 0, "holds NaN or infinity"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_a_damaged_tensor_is_named(damage: str, copy: Callable[[str], Path]) -> None:
+    name, key, change, message = DAMAGE[damage]
+    folder = copy(name)
+    weights = load_file(folder / "model.safetensors")
+    assert (key in weights) is not damage.startswith("extra")
+    changed = change(weights.pop(key, torch.empty(0)))
+    if changed is not None:
+        weights[key] = changed
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mllama", "qwen3-moe", "starcoder2"])
+def test_a_truncated_file_is_named(name: str, copy: Callable[[str], Path]) -> None:
+    file = copy(name) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ModelError, match=rf"{file} is damaged"):
+        load(file.parent)
+
+
+@pytest.mark.parametrize(("name", "packed"), [("qwen3", False), ("gemma3-vlm", True)])
+def test_compiled_blocks_give_the_same_logprobs_and_gradients(
+    name: str, packed: bool, folders: Callable[[str], Path]
+) -> None:
+    found = []
+    for is_compiled in (False, True):
+        model = load(folders(name)).train()
+        if is_compiled:
+            _compile_blocks(model)
+        assert not packed or enable_packing(model) == ""
+        logprobs = scored_logprobs(Scorer(model), packed=packed)
+        found.append((logprobs.detach(), gradients(model, logprobs.sum())))
+    (plain, theirs), (compiled, ours) = found
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("policy.enable_liger_kernel=true", "policy.enable_liger_kernel = true: Liger's kernels need CUDA and Triton"),
+        ("train.fp8.enable_fp8=true", r"train.fp8.enable_fp8 = true: .* need an NVIDIA GPU of capability 8\.9"),
+    ],
+)
+def test_kernels_that_need_a_gpu_are_refused_with_the_reason(tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_capabilities(test_config_load.load(tmp_path, test_config_load.SFT, setting))
