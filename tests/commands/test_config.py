@@ -58,8 +58,8 @@ def test_a_key_is_explained(workspace: Workspace) -> None:
     lines = workspace.cosmos("config", "explain", "train.optm_lr").stdout.splitlines()
     assert lines[:2] == [
         "train.optm_lr  (TrainConfig)",
-        "  Peak learning rate: one number, one per model part, or module path to rate with the key `global`; this "
-        "version takes one number.",
+        "  Peak learning rate: one number, or module path to rate, where the deepest path that leads to a weight wins "
+        "and `global` is the rest; a list has one per model part, and a model is one part here.",
     ]
     assert lines[2:7] == [
         "  type      number or list of numbers or table of numbers",
