@@ -37,7 +37,9 @@ def check_capabilities(pipeline: Pipeline) -> None:
 def notices_of(pipeline: Pipeline) -> list[str]:
     """What is accepted but not taken as it stands, once each."""
     recipes = pipeline.recipes.values()
-    inert = [line for recipe in recipes for line in (*_without_effect(recipe), *_of_local_data(recipe))]
+    inert = [
+        line for recipe in recipes for line in (*_without_effect(recipe), *_of_local_data(recipe), *_of_ranks(recipe))
+    ]
     return list(dict.fromkeys((*pipeline.notices, *inert)))
 
 
@@ -46,6 +48,17 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         found = status(field)
         if is_set and found.name == "no effect":
             yield f"{key} = {_toml(value)} has no effect here: {found.note}"
+
+
+def _of_ranks(recipe: Recipe) -> Iterator[str]:
+    """A batch that means another number of rows than in Cosmos-RL."""
+    mesh, train = recipe.policy.parallelism, recipe.train
+    ranks = abs(mesh.dp_shard_size) * mesh.dp_replicate_size
+    if train.train_policy.type == "sft" and ranks > 1:
+        yield (
+            f"train.train_batch_per_replica = {train.train_batch_per_replica}: rows of an optimizer step, of all "
+            f"{ranks} data-parallel ranks together (Cosmos-RL: of each)"
+        )
 
 
 def _of_local_data(recipe: Recipe) -> Iterator[str]:

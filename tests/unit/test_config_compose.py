@@ -383,3 +383,13 @@ def test_every_configuration_in_the_repository_loads() -> None:
     assert files
     for file in files:
         assert load_pipeline(file, (), tuple(all_kinds())).stages
+
+
+def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> None:
+    from cosmos_core.config.capabilities import notices_of
+
+    assert notices_of(load(tmp_path, SFT)) == []
+    assert notices_of(load(tmp_path, SFT, "policy.parallelism.dp_shard_size=2")) == [
+        "train.train_batch_per_replica = 8: rows of an optimizer step, of all 2 data-parallel ranks together "
+        "(Cosmos-RL: of each)"
+    ]

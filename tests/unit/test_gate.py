@@ -87,7 +87,11 @@ def test_a_gate_that_does_not_hold_says_which_condition_by_how_much(
 
 
 def test_a_better_model_passes(tmp_path: Path) -> None:
-    gate.run(gate_stage(tmp_path, ("accuracy > published", "loss < 3"), {"accuracy": 0.65}))
+    outcome = gate.run(gate_stage(tmp_path, ("accuracy > published", "loss < 3"), {"accuracy": 0.65}))
+    assert outcome.info["conditions"] == [
+        {"condition": "accuracy > published", "value": 0.7, "bound": 0.65, "passed": True},
+        {"condition": "loss < 3", "value": 2.0, "bound": 3.0, "passed": True},
+    ]
 
 
 def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path) -> None:

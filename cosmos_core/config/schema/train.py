@@ -52,7 +52,8 @@ class TrainConfig(Table):
     max_num_steps: Steps | None = None
     """Upper bound; None: until the epochs end. The schedule is laid over what remains."""
     train_batch_per_replica: Rows = 8
-    """SFT: rows per optimizer step and data-parallel rank. GRPO: completions per train step of all ranks together."""
+    """SFT: rows per optimizer step, of all ranks together (Cosmos-RL: of each data-parallel rank). GRPO: completions
+    per train step."""
     sequence_packing: Annotated[bool, LATER] = False
     """Put the rows of a micro-batch end to end without padding, each attending to itself alone; changes speed and
     memory, not results. Models that mix packed rows keep the padding, and say so."""
