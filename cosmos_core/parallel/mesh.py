@@ -1,6 +1,6 @@
 """The mesh of a training: which ranks share samples, parameters, sequences and matrices.
 
-Axes from the outside in: dp_replicate, dp_shard, cp, tp. Pipeline and expert axes are not here yet.
+Axes from the outside in: pp, dp_replicate, dp_shard, cp, tp; ep reuses dp_shard x cp.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ class Mesh:
     """Ranks that share each sequence; None: one."""
     tensor: DeviceMesh | None
     """Ranks that share each matrix; None: one."""
+    pipeline: DeviceMesh | None
+    """Ranks that each have some of the layers, in their order; None: one has all."""
+    expert: DeviceMesh | None
+    """Ranks that each have some of a layer's experts; None: one has all."""
+    expert_shard: DeviceMesh | None
+    """What FSDP shards the experts of one rank over, as `shard`; None: nothing."""
 
     def share(self, items: Sequence[T]) -> list[T]:
         """Those of `items` that are this rank's; neighbours go to different ranks."""
@@ -45,18 +51,33 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
     """The mesh of the process group; None: there is one rank."""
     if is_alone():
         return None
-    num_shards = abs(sizes.dp_shard_size) * sizes.cp_size
+    num_shards, num_stages = abs(sizes.dp_shard_size) * sizes.cp_size, sizes.pp_size
     num_samples = sizes.dp_replicate_size * abs(sizes.dp_shard_size)
-    names = ("dp_replicate", "dp_shard", "tp")
-    weights = init_device_mesh(device_type, (sizes.dp_replicate_size, num_shards, sizes.tp_size), mesh_dim_names=names)
-    names = ("dp", "cp", "tp")
-    rows = init_device_mesh(device_type, (num_samples, sizes.cp_size, sizes.tp_size), mesh_dim_names=names)
-    shard = weights["dp_replicate", "dp_shard"] if sizes.dp_replicate_size > 1 else weights["dp_shard"]
+
+    def axes(**lengths: int) -> DeviceMesh:
+        return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+
+    def sharded(mesh: DeviceMesh) -> DeviceMesh | None:
+        if sizes.dp_replicate_size > 1:
+            return mesh["dp_replicate", "dp_shard"]
+        return mesh["dp_shard"] if mesh["dp_shard"].size() > 1 else None
+
+    weights = axes(pp=num_stages, dp_replicate=sizes.dp_replicate_size, dp_shard=num_shards, tp=sizes.tp_size)
+    rows = axes(pp=num_stages, dp=num_samples, cp=sizes.cp_size, tp=sizes.tp_size)
+    experts = weights
+    if sizes.ep_size > 1:
+        experts = axes(
+            pp=num_stages, dp_replicate=sizes.dp_replicate_size, dp_shard=num_shards // sizes.ep_size,
+            ep=sizes.ep_size, tp=sizes.tp_size,
+        )  # fmt: skip
     return Mesh(
         data=rows["dp"],
-        shard=shard if shard.size() > 1 else None,
+        shard=sharded(weights),
         context=rows["cp"] if sizes.cp_size > 1 else None,
         tensor=weights["tp"] if sizes.tp_size > 1 else None,
+        pipeline=weights["pp"] if num_stages > 1 else None,
+        expert=experts["ep"] if sizes.ep_size > 1 else None,
+        expert_shard=sharded(experts),
     )
 
 
