@@ -1,4 +1,4 @@
-"""The long proofs: `python -m tests.acceptance [seeds] [kills]` runs them and writes `docs/acceptance.md`.
+"""The long proofs: `python -m tests.acceptance [PART ...]` runs them and writes `docs/acceptance.md`.
 
 No part of the suite: half an hour on two cores. Each part replaces its own section of the page and leaves the other
 as it was, with its commit and date. Exit code 1 when a bar is not met; the page says which.
@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import kills, page, seeds
+from tests.acceptance import kills, page, ranks, seeds
 
 logger = logging.getLogger(__name__)
 
-PARTS = {"seeds": seeds.prove, "kills": kills.prove}
+PARTS = {"seeds": seeds.prove, "kills": kills.prove, "ranks": ranks.prove}
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 
 
