@@ -83,7 +83,7 @@ def fingerprint(
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": device() if kind.in_worker and kind.is_numeric else None,
-        "world_size": recipe.policy.parallelism.world_size,
+        "world_size": recipe.policy.parallelism.world_size if stage.kind in TRAINING_KINDS else None,
         "versions": versions(pipeline.config.python) if kind.in_worker else {},
     }
     if kind.name in REWARDED_KINDS:

@@ -1,21 +1,24 @@
 """Go on where another run stopped: `train.resume`.
 
 True takes over what an interrupted stage with the same fingerprint left, so that the result is that of a run that was
-never interrupted. A path starts from that state whatever it was trained with; its digest is in the fingerprint.
+never interrupted; or, where there is none, of a stage that differs in its mesh alone, whose result is the same but for
+the order of sums. A path starts from that state whatever it was trained with; its digest is in the fingerprint.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.checkpoint.resume import EXTRA, MANIFEST, newest_whole, problem, saved_steps, step_folder
 from cosmos_core.config.compose import source_of
 from cosmos_core.errors import ModelError
-from cosmos_core.run.files import read_json, replaced_folder
+from cosmos_core.run.files import read_json, replaced_folder, write_json
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import SAMPLES
@@ -33,9 +36,10 @@ def take_over(stage: Stage) -> None:
         return
     folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own]
     found = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    for step, folder in found:
-        if problem(folder, step, stage.fingerprint) is None:
-            _link(folder, step, stage)
+    same_mesh = [(step, folder, stage.fingerprint) for step, folder in found]
+    for step, folder, fingerprint in (*same_mesh, *_of_another_mesh(stage, found)):
+        if problem(folder, step, fingerprint) is None:
+            _link(folder, step, fingerprint, stage)
             logger.info("going on from %s", step_folder(folder, step))
             return
     others = [step_folder(folder, step) / "policy" for step, folder in found if folder.parent.name == stage.name]
@@ -73,14 +77,40 @@ def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
     return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
 
 
-def _link(folder: Path, step: int, stage: Stage) -> None:
+def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, str]]:
+    """Those that are of this very training on another mesh, with their fingerprint."""
+    ours = _without_mesh(read_json(stage.path / FINGERPRINT))
+    for step, folder in found:
+        theirs = read_json(folder.parent / FINGERPRINT)
+        if isinstance(theirs, dict) and ours and _without_mesh(theirs) == ours:
+            yield step, folder, theirs["value"]
+
+
+def _without_mesh(fingerprint: Any) -> dict[str, Any]:
+    """The ingredients but for the mesh; empty: unknown."""
+    if not isinstance(fingerprint, dict):
+        return {}
+    ingredients = copy.deepcopy(fingerprint["ingredients"])
+    ingredients.pop("world_size")
+    ingredients["config"].get("policy", {}).pop("parallelism", None)
+    found: dict[str, Any] = ingredients
+    return found
+
+
+def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
+    """Bring the checkpoint of a step, which is of `fingerprint`, into the stage as one of its own."""
     extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
     assert isinstance(extra, dict)  # its digest was right
     best = (extra.get("best") or {}).get("step", step)
-    steps = [best, step] if problem(folder, best, stage.fingerprint) is None else [step]
+    steps = [best, step] if problem(folder, best, fingerprint) is None else [step]
     for each in dict.fromkeys(steps):
         with replaced_folder(step_folder(stage.path / "checkpoints", each)) as building:
             shutil.copytree(step_folder(folder, each), building, copy_function=_link_or_copy, dirs_exist_ok=True)
+            manifest = building / "policy" / MANIFEST
+            content = read_json(manifest)
+            assert isinstance(content, dict)  # it was looked at
+            manifest.unlink()  # a link: theirs must not change
+            write_json(manifest, {**content, "fingerprint": stage.fingerprint})
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():
             shutil.copy2(folder.parent / name, stage.path / name)

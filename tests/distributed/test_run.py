@@ -6,11 +6,11 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from cosmos_core.run.files import read_json
+from cosmos_core.run.progress import read_metrics
 from tests.conftest import Workspace, processes_below, wait_until
 
 PIPELINE = """
@@ -55,7 +55,7 @@ def text(steps: int, **sizes: int) -> str:
 
 
 def run_of(workspace: Workspace) -> Path:
-    return next(path for path in sorted((workspace.path / "outputs").iterdir()) if (path / "stages").is_dir())
+    return max(path for path in (workspace.path / "outputs").iterdir() if (path / "stages").is_dir())
 
 
 def step_of(workspace: Workspace, name: str) -> int:
@@ -74,18 +74,32 @@ def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> No
     assert not processes_below(workspace.path)
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["asked to stop", "killed"])
-def test_two_ranks_end_with_their_worker(workspace: Workspace, end: signal.Signals) -> None:
+def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace: Workspace) -> None:
     workspace.write("p.toml", text(100_000, two=2))
     flow = workspace.start("run", "p.toml")
     wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
     wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
-    if end == signal.SIGTERM:
-        flow.send_signal(end)
-        assert flow.wait(120) == 75
-        saved = [path.name for path in (run_of(workspace) / "stages/two/checkpoints").iterdir()]
-        assert len(saved) == 1 and int(saved[0].removeprefix("step_")) >= 3
-    else:
-        os.kill(flow.pid, end)
-        flow.wait(10)
+    flow.send_signal(signal.SIGTERM)
+    assert flow.wait(120) == 75
+    first = run_of(workspace)
+    (saved,) = (int(path.name.removeprefix("step_")) for path in (first / "stages/two/checkpoints").iterdir())
+    assert saved >= 3
+    wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
+    smaller = ("--set", "two.policy.parallelism.dp_shard_size=1", "--set", "two.train.resume=true")
+    flow = workspace.start("run", "p.toml", *smaller)
+    wait_until(lambda: run_of(workspace) != first and step_of(workspace, "two") > saved, 240, "one rank")
+    os.kill(flow.pid, signal.SIGKILL)
+    flow.wait(10)
+    wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
+    steps = [line["step"] for line in read_metrics(run_of(workspace) / "stages/two/metrics.jsonl")]
+    assert steps[: saved + 1] == list(range(1, saved + 2))
+
+
+def test_two_ranks_end_with_their_killed_flow(workspace: Workspace) -> None:
+    workspace.write("p.toml", text(100_000, two=2))
+    flow = workspace.start("run", "p.toml")
+    wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
+    wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
+    os.kill(flow.pid, signal.SIGKILL)
+    flow.wait(10)
     wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")

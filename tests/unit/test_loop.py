@@ -23,6 +23,7 @@ from cosmos_core.data import prepare
 from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.hf import load_model
+from cosmos_core.run.files import write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.earlier import take_over
@@ -246,6 +247,26 @@ def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_ha
     assert curve(later) == curve(whole)
     shutil.rmtree(earlier.path)
     assert problem(later.path / "checkpoints", 3, later.fingerprint) is None
+
+
+def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: Path) -> None:
+    def prints(value: str, size: int, rate: float = 1e-3) -> dict[str, Any]:
+        policy = {"model_max_length": 32, "parallelism": {"dp_shard_size": size}}
+        config = {"policy": policy, "train": {"optm_lr": rate}}
+        return {"value": value, "ingredients": {"config": config, "world_size": size, "model": "m"}}
+
+    earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 3)
+    other = stage(tmp_path / "out/second/stages/sft", inputs, resume=True)
+    other.fingerprint = "0" * 64
+    write_json(earlier.path / "fingerprint.json", prints(earlier.fingerprint, 2))
+    write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1, rate=1e-4))
+    take_over(other)
+    assert not (other.path / "checkpoints").exists()
+    write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1))
+    take_over(other)
+    assert problem(other.path / "checkpoints", 3, other.fingerprint) is None
+    assert problem(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
+    assert curve(other) == curve(earlier)
 
 
 def test_the_best_step_of_the_interrupted_run_comes_along(inputs: Path, tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ class TrainConfig(Table):
     ckpt: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     resume: Annotated[bool | str, NoResult] = False
-    """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind; or
-    the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes on with `cosmos
-    resume`."""
+    """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
+    this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes
+    on with `cosmos resume`."""
     save_ckpt_at_exit: Annotated[bool, NoResult, LATER] = True
     """Save when a signal asks to stop; False: stop without."""
     signal_to_handle: Annotated[Strings, NoResult, LATER] = ("SIGUSR1",)
@@ -205,6 +205,8 @@ class TrainConfig(Table):
     def _infer_policy_type(cls, values: Any) -> Any:
         """A `train_policy` without `type` is GRPO when it has a key that only GRPO knows, as in Cosmos-RL."""
         policy = values.get("train_policy") if isinstance(values, dict) else None
+        if isinstance(policy, dict) and policy.get("type") == "dpo":
+            raise ValueError("train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'")
         if isinstance(policy, dict) and "type" not in policy:
             values = {**values, "train_policy": {**policy, "type": "grpo" if _ONLY_GRPO & set(policy) else "sft"}}
         return values
