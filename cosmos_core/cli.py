@@ -196,9 +196,10 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """The pipeline; what was not taken as it stands is told once."""
     from cosmos_core.config.capabilities import notices_of
     from cosmos_core.config.compose import load_pipeline
+    from cosmos_core.config.mesh import on_these_gpus
     from tasks.kinds import all_kinds
 
-    pipeline = load_pipeline(configs[0], overrides, tuple(all_kinds()), configs[1:])
+    pipeline = on_these_gpus(load_pipeline(configs[0], overrides, tuple(all_kinds()), configs[1:]))
     note(notices_of(pipeline))
     return pipeline
 

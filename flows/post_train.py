@@ -16,6 +16,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import Run, claim, open_or_create_run, open_run, supersede
 from cosmos_core.run.files import write_text
@@ -68,7 +69,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
                 "leave alone is reused"
             )
         return open_run(path, kinds)
-    pipeline = load_pipeline(path, overrides, tuple(kinds))
+    pipeline = on_these_gpus(load_pipeline(path, overrides, tuple(kinds)))
     # A flow run that Prefect retries goes on with the run that it began.
     note = pipeline.output_dir.expanduser().absolute() / ".cosmos" / "flow_runs" / request
     if request and not run_id and note.is_file():

@@ -5,12 +5,13 @@ from cosmos_core.types import StageKind
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
-    result_version=2,
+    result_version=3,
     is_numeric=False,
     # Only what decides about the rows: another learning rate must not tokenise again.
     recipe_tables=(
         "train.seed",
         "train.train_policy.type",
+        "train.train_policy.trainer_type",
         "train.train_policy.dataset",
         "train.train_policy.conversation_column_name",
         "train.train_policy.prompt_column_name",
@@ -21,5 +22,7 @@ KIND = StageKind(
         "rollout.max_response_length",
         "validation.dataset",
         "validation.reward_function",
+        "custom.dataset",
+        "custom.vision",
     ),
 )

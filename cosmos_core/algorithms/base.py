@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.data.images import ImageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class Sample:
     reward: float = 0.0
     rollout_logprobs: np.ndarray | None = None
     """float32, what the engine gave each token with mask 1, in order; None: nobody sampled them."""
+    reference_logprob: float = 0.0
+    """Sum over the learned tokens under the reference; 0: there is none."""
+    images: tuple[ImageRef, ...] = ()
+    """What the tokens of images stand for, in their order."""
     micro_batch: int | None = None
     """Samples with the same number go through the model together; None: `mini_batch` of like length do."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.checkpoint.disk import saving
+from cosmos_core.checkpoint.pinned import pinned_model, pinned_step
 from cosmos_core.checkpoint.prove import auto_class, prove_export
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import FOLDER, is_adapted, merged, plain_state, save_adapter
+from cosmos_core.models.processor import processor_files
 from cosmos_core.run.files import replaced_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -58,14 +61,28 @@ def export_model(
 
 
 def run(stage: Stage) -> Outcome:
-    """The program of kind `export`: the upstream model in `train.param_dtype`, proven, with a model card, and the
-    adapter that is in it, if there is one, as it was trained.
+    """The program of kind `export`: the upstream model, or a checkpoint of it, in `train.param_dtype`, proven, with a
+    model card, and the adapter that is in it, if there is one, as it was trained.
 
     Raises:
-        ModelError: the upstream folder cannot be loaded.
+        ModelError: the upstream folder or checkpoint cannot be loaded.
         StageFailed: the export does not equal the model, or the disk is full.
         Preempted: asked to stop before the proof.
     """
+    if not stage.config.checkpoint:
+        return _export(stage, _trained_step(stage))
+    stage.progress.phase("load")
+    revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", pinned_step(stage)
+    tokenizer, files = load_tokenizer(stage.model, revision), processor_files(stage.model, revision)
+    export_model(pinned_model(stage, step), tokenizer, folder, dtype=None, extra_files=files)
+    stage.model = str(folder)
+    try:
+        return _export(stage, step)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _export(stage: Stage, step: int) -> Outcome:
     dtype_name = stage.recipe.train.param_dtype
     dtype: torch.dtype = getattr(torch, dtype_name)
     revision = stage.recipe.policy.model_revision
@@ -73,11 +90,12 @@ def run(stage: Stage) -> Outcome:
     tokenizer = load_tokenizer(stage.model, revision)
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
 
-    folder = f"safetensors/step_{_trained_step(stage)}"
+    folder = f"safetensors/step_{step}"
     target = stage.path / folder
     stage.progress.phase("export")
     adapter = _adapter_files(stage)
-    extra_files = {"README.md": model_card(stage, auto_class(model.config).__name__).encode(), **adapter}
+    card = model_card(stage, auto_class(model.config).__name__).encode()
+    extra_files = {"README.md": card, **adapter, **processor_files(stage.model, revision)}
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
@@ -86,7 +104,7 @@ def run(stage: Stage) -> Outcome:
         checks.append(_prove_copy(adapter, target))
     logger.info("exported %s in %s; checks: %s", target, dtype_name, ", ".join(checks))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    info: dict[str, JsonValue] = {"model": folder, "checks": list(checks), "dtype": dtype_name}
+    info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype_name}
     if adapter:
         info["adapter"] = f"{folder}/{FOLDER}"
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
@@ -105,9 +123,10 @@ def model_card(stage: Stage, loader: str) -> str:
         f"- Fingerprint of this stage: `{stage.fingerprint}`",
         "",
     ]
-    lines += ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
+    reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
+    lines += ["```python", f"from transformers import {loader}, Auto{reader}", ""]
     lines += [f'model = {loader}.from_pretrained(path, dtype="auto")']
-    lines += ["tokenizer = AutoTokenizer.from_pretrained(path)", "```", ""]
+    lines += [f"{reader.lower()} = Auto{reader}.from_pretrained(path)", "```", ""]
     if _adapter_files(stage):
         lines += [f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.", ""]
     for name, result in sorted(stage.inputs.items()):

@@ -16,13 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from cosmos_core.checkpoint.parts import EXTRA, extra_name
 from cosmos_core.checkpoint.state import TrainState, adopt_optimizer_tensors, begin_averages, empty_tensors
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.mesh import from_first, is_first
+from cosmos_core.parallel.mesh import from_first, is_first, num_ranks, rank_number
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
-EXTRA = "extra.json"
 _STEP = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,9 @@ def newest_whole(folder: Path, fingerprint: str) -> int | None:
 def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None:
     """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
 
-    `state.extra` is replaced. The random generators are left alone: `restore_rng` is called when nothing that
-    reseeds them, such as the start of a rollout engine, is still to come.
+    `state.extra` is replaced, by what this rank saved; of another number of ranks by what the first did, without its
+    `rng`. The random generators are left alone: `restore_rng` is called when nothing that reseeds them, such as the
+    start of a rollout engine, is still to come.
 
     Raises:
         ModelError: the checkpoint is of another model, or of Cosmos-RL.
@@ -112,9 +113,18 @@ def _fill(state: TrainState, policy: Path) -> None:
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
     begin_averages(state, tensors)
-    extra = read_json(policy / EXTRA)
+    state.extra = _extra(policy)
+
+
+def _extra(policy: Path) -> dict[str, Any]:
+    saved = int((read_json(policy / MANIFEST) or {}).get("ranks", 1))
+    is_alike = saved == num_ranks()
+    extra = read_json(policy / (extra_name(rank_number()) if is_alike else EXTRA))
     assert isinstance(extra, dict)  # its digest was right
-    state.extra = extra
+    if not is_alike:
+        logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
+        extra["rng"] = None
+    return extra
 
 
 def refuse_pickled_shards(policy: Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints of a training: one transaction each, written while training goes on, the newest few kept.
 
-`step_<N>/policy/` holds safetensors shards (torch.distributed.checkpoint), `extra.json`, and `manifest.json`, written
-last. One rank; nothing here decides when to save.
+`step_<N>/policy/` holds a safetensors file and a JSON file of each rank, and `manifest.json`, written last. Each rank
+writes its own part of every tensor, hashes it, and tells the first, which makes the checkpoint of them. Nothing here
+decides when to save.
 """
 
 from __future__ import annotations
@@ -15,30 +16,33 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BEST, Best
 from cosmos_core.checkpoint.disk import saving
-from cosmos_core.checkpoint.resume import EXTRA, MANIFEST, saved_steps, step_folder
+from cosmos_core.checkpoint.parts import Part, own_parts, write_parts
+from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
-from cosmos_core.parallel.fsdp import on_first
+from cosmos_core.errors import StageFailed
 from cosmos_core.parallel.mesh import from_first, is_alone, is_first
-from cosmos_core.run.files import read_json, replaced_folder, sha256, write_json, write_text
+from cosmos_core.run.files import read_json, replaced_folder, write_json
 
-# DCP builds the whole of a file in memory before it writes it.
-_FILE_BYTES = 2 << 30
-_UNFINISHED = re.compile(r"\.(step_\d+)\.\d+\.(tmp|old)")
+_UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
+_SLOWEST_RANK = timedelta(hours=6)
+"""How much longer than another a rank may take to write its part."""
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints in one folder; the only writer there."""
+    """Saves and finds the checkpoints in one folder, the only writer there; on every rank, with the same calls."""
 
     def __init__(
         self,
@@ -49,13 +53,16 @@ class Checkpointer:
         asynchronous: bool,
         on_saved: Callable[[int], None] | None = None,
     ) -> None:
-        """`max_keep` -1 keeps all. The thread that wrote a checkpoint calls `on_saved(step)` when it is complete."""
+        """`max_keep` -1 keeps all. Where a checkpoint was completed, on the first rank, its writer calls
+        `on_saved(step)`."""
         self._folder = folder
         self._fingerprint = fingerprint
         self._max_keep = max_keep
         self._on_saved = on_saved
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
+        # Of the writers alone: they talk while the training does.
+        self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             _settle_unfinished(folder)
@@ -69,17 +76,15 @@ class Checkpointer:
             StageFailed: this save, or the asynchronous one before, met a full or broken disk.
         """
         self.wait()
-        tensors = {name: tensor.detach() for name, tensor in named_tensors(state).items()}
-        if not is_alone():
-            tensors = on_first(tensors)
-            if not is_first():
-                return
+        if is_first():
+            shutil.rmtree(self._parts(step), ignore_errors=True)
+        parts = own_parts({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra = json.dumps(state.extra)
         if self._writer is None:
-            self._write(step, tensors, extra, best)
+            self._write(step, parts, extra, best)
         else:
             # The snapshot: the optimizer changes the live tensors in place while the writer reads.
-            copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            copies = {name: Part(part.tensor.to("cpu", copy=True), part.offsets) for name, part in parts.items()}
             self._pending = self._writer.submit(self._write, step, copies, extra, best)
 
     def wait(self) -> None:
@@ -124,31 +129,67 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor], extra: str, best: Best | None) -> None:
-        target = step_folder(self._folder, step)
-        with (
-            saving(f"checkpoint {target.name} in {self._folder}", self._what_is_left),
-            replaced_folder(target) as building,
-        ):
-            policy = building / "policy"
-            policy.mkdir()
-            _write_tensors(policy, tensors)
-            write_text(policy / EXTRA, extra)
-            written = sorted(policy.iterdir())
-            manifest = {
-                "step": step,
-                "fingerprint": self._fingerprint,
-                "created": time.time(),
-                "versions": {"torch": torch.__version__, "numpy": np.__version__},
-                "files": {file.name: {"size": file.stat().st_size, "sha256": sha256(file)} for file in written},
-            }
-            write_json(policy / MANIFEST, manifest)
-        logger.info("saved checkpoint %s", target)
+    def _write(self, step: int, parts: dict[str, Part], extra: str, best: Best | None) -> None:
+        """Write this rank's part; on the first, make a checkpoint of all parts when they are on the disk.
+
+        Raises:
+            StageFailed: the disk of any rank is full or broken: the same on all.
+        """
+        written: Any = None
+        try:
+            with saving(self._name(step), self._what_is_left):
+                written = write_parts(self._parts(step), parts, extra)
+        except StageFailed as error:
+            written = error
+        of_all = self._of_all_ranks(written)
+        failed = next((each for each in of_all if isinstance(each, StageFailed)), None)
+        if not is_first():
+            if failed:
+                raise failed
+            return
+        try:
+            if failed:
+                raise failed
+            with saving(self._name(step), self._what_is_left):
+                self._commit(step, of_all)
+        finally:
+            shutil.rmtree(self._parts(step), ignore_errors=True)
         with saving(f"{BEST} in {self._folder.parent}", self._what_is_left):
             self.name_best(best)
         self._prune(step, best)
         if self._on_saved is not None:
             self._on_saved(step)
+
+    def _commit(self, step: int, written: list[dict[str, Any]]) -> None:
+        """Move the files of all ranks to their place, with a manifest."""
+        target = step_folder(self._folder, step)
+        with replaced_folder(target) as building:
+            policy = building / "policy"
+            self._parts(step).rename(policy)
+            manifest = {
+                "step": step,
+                "fingerprint": self._fingerprint,
+                "created": time.time(),
+                "versions": {"torch": torch.__version__, "numpy": np.__version__},
+                "ranks": len(written),
+                "files": {name: record for files in written for name, record in files.items()},
+            }
+            write_json(policy / MANIFEST, manifest)
+        logger.info("saved checkpoint %s", target)
+
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def _parts(self, step: int) -> Path:
+        """Where the ranks write."""
+        return self._folder / f".step_{step}.parts.tmp"
+
+    def _name(self, step: int) -> str:
+        return f"checkpoint step_{step} in {self._folder}"
 
     def _prune(self, newest: int, best: Best | None) -> None:
         """Delete what `max_keep` does not cover, when the checkpoint just written reads back whole.
@@ -174,17 +215,6 @@ class Checkpointer:
     def _what_is_left(self) -> str:
         whole = resume.newest_whole(self._folder, self._fingerprint)
         return "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
-
-
-def _write_tensors(policy: Path, tensors: dict[str, torch.Tensor]) -> None:
-    file_of, index, size = {}, 1, 0
-    for name, tensor in tensors.items():
-        if size and size + tensor.nbytes > _FILE_BYTES:
-            index, size = index + 1, 0
-        file_of[name] = index
-        size += tensor.nbytes
-    writer = dcp.HuggingFaceStorageWriter(str(policy), fqn_to_index_mapping=file_of, save_distributed=True)
-    dcp.save(tensors, storage_writer=writer, no_dist=True)
 
 
 def _settle_unfinished(folder: Path) -> None:

@@ -7,6 +7,7 @@ and the learning rate is a pure function of the step.
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib
 import random
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from cosmos_core.errors import ModelError
+from cosmos_core.parallel.mesh import gathered
 from cosmos_core.types import JsonValue
 
 _MODEL = "model."
@@ -46,14 +48,16 @@ def named_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-    """Where a checkpoint with the tensors `saved` is read into: live weights and averages, new optimizer tensors.
+    """Where what this rank has of a checkpoint with the tensors `saved` is read into: live weights and averages, new
+    optimizer tensors. All ranks must call this.
 
     Raises:
         ModelError: the checkpoint and the model do not have the same tensors.
     """
     targets = _model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
-    wanted = {name: tensor.shape for name, tensor in targets.items()}
+    stages = gathered({name: tensor.shape for name, tensor in targets.items()})
+    wanted = {name: shape for stage in stages for name, shape in stage.items()}
     found = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
     if wanted != found:
         differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
@@ -62,8 +66,8 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
             f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
         )
     for name, (shape, dtype) in saved.items():
-        if name.startswith(_OPTIMIZER):
-            parameter = parameters[name.removeprefix(_OPTIMIZER).partition(".")[2]]
+        parameter = parameters.get(name.removeprefix(_OPTIMIZER).partition(".")[2])
+        if name.startswith(_OPTIMIZER) and parameter is not None:
             like = parameter if parameter.shape == shape else torch.empty(shape)
             targets[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
     return targets | {name: average for name, average in _averages(state).items() if name in saved}
@@ -117,6 +121,14 @@ def restore_rng(captured: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, text in enumerate(captured["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(text), device)
+
+
+def seed_rng(*numbers: int) -> None:
+    """Begin the random generators anew, at a place that these numbers choose."""
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[:4]))
+    torch.manual_seed(int.from_bytes(digest[:7]))
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ import logging
 import multiprocessing as mp
 import os
 import signal
-import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -57,7 +56,7 @@ class Place:
     rank: int
     size: int
     address: str
-    """Of the first rank's machine."""
+    """Of the machine of the process that started the ranks, which keeps the store where they meet."""
     port: int
     device: int
     """Number of its GPU among those that its process sees."""
@@ -74,16 +73,15 @@ def process_group(place: Place) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(place.device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=place.rank, world_size=place.size)
+    store = dist.TCPStore(place.address, place.port, place.size)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
     yield
     dist.destroy_process_group()  # not after an error: the others would fail of that before ours is told
 
 
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def open_store(address: str, size: int) -> dist.TCPStore:
+    """Where ranks meet, at a port that is held from now on; `address` is this machine's."""
+    return dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False)
 
 
 def _answer(program: Program, stop: threading.Event, place: Place) -> tuple[bool, Any]:
@@ -114,11 +112,11 @@ def _listen(pipe: Connection, stop: threading.Event) -> None:
 
 
 def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
-    context, port = mp.get_context("spawn"), free_port()
+    context, store = mp.get_context("spawn"), open_store("127.0.0.1", size)
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        place = Place(rank, size, "127.0.0.1", port, rank)
+        place = Place(rank, size, "127.0.0.1", store.port, rank)
         process = context.Process(target=_local_main, args=(theirs, program, place))
         process.start()
         theirs.close()
@@ -164,12 +162,6 @@ class _Member:
     def __init__(self) -> None:
         self._stop = threading.Event()
 
-    def place(self) -> tuple[str, int]:
-        """Address of the machine and a free port there."""
-        import ray
-
-        return ray.util.get_node_ip_address(), free_port()
-
     def run(self, program: Program, place: Place) -> tuple[bool, Any]:
         """The program's answer on this rank."""
         return _answer(program, self._stop, place)
@@ -206,9 +198,10 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
             ).remote()
             for rank in range(size)
         ]
-        address, port = ray.get(members[0].place.remote())
+        address = ray.util.get_node_ip_address()
+        store = open_store(address, size)
         calls = [
-            member.run.remote(program, Place(rank, size, address, port, 0))  # Ray shows it one GPU
+            member.run.remote(program, Place(rank, size, address, store.port, 0))  # Ray shows it one GPU
             for rank, member in enumerate(members)
         ]
         return _followed(ray, members, calls, should_stop)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing
-from cosmos_core.config.mesh import filled
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Only, mark, set_fields, status
 from cosmos_core.errors import ConfigError
@@ -30,16 +29,15 @@ def check_capabilities(pipeline: Pipeline) -> None:
                 f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path"
             )
         recipe = pipeline.recipes[stage.name]
-        for problem in (*_of_recipe(recipe, stage.kind), *_of_mesh(recipe, stage.kind, pipeline.config.gpus)):
+        for problem in (*_of_recipe(recipe, stage.kind), *_of_mesh(recipe, stage.kind)):
             raise ConfigError(f"{where}: {problem}")
 
 
 def notices_of(pipeline: Pipeline) -> list[str]:
     """What is accepted but not taken as it stands, once each."""
     recipes = pipeline.recipes.values()
-    inert = [
-        line for recipe in recipes for line in (*_without_effect(recipe), *_of_local_data(recipe), *_of_ranks(recipe))
-    ]
+    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_reference)
+    inert = [line for recipe in recipes for notices in found for line in notices(recipe)]
     return list(dict.fromkeys((*pipeline.notices, *inert)))
 
 
@@ -58,6 +56,27 @@ def _of_ranks(recipe: Recipe) -> Iterator[str]:
         yield (
             f"train.train_batch_per_replica = {train.train_batch_per_replica}: rows of an optimizer step, of all "
             f"{ranks} data-parallel ranks together (Cosmos-RL: of each)"
+        )
+
+
+def _of_stages(recipe: Recipe) -> Iterator[str]:
+    """A pipeline in which most ranks wait most of the time."""
+    mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
+    if mini_batch < mesh.pp_size * mesh.pp_micro_batch_size and mesh.pp_size > 1:
+        yield (
+            f"train.train_policy.mini_batch = {mini_batch}: rows that go through the pipeline between two waits, fewer "
+            f"than pp_size x pp_micro_batch_size = {mesh.pp_size} x {mesh.pp_micro_batch_size}; raise it to keep the "
+            f"ranks busy"
+        )
+
+
+def _of_reference(recipe: Recipe) -> Iterator[str]:
+    """DPO that means something else than in Cosmos-RL."""
+    policy = recipe.train.train_policy
+    if policy.type == "sft" and policy.trainer_type == "dpo" and "reference_free" not in policy.dpo.model_fields_set:
+        yield (
+            "train.train_policy.dpo.reference_free = false: answers are compared with those of the model that the "
+            "stage starts from (Cosmos-RL's DPO has no reference)"
         )
 
 
@@ -95,6 +114,12 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
                 f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in "
                 f"policy.model_max_length = {recipe.policy.model_max_length}; lower it"
             )
+    if train.fp8.enable_fp8 and recipe.policy.lora is not None:
+        yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
+    if train.fp8.enable_fp8 and train.param_dtype != "bfloat16":
+        yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {train.param_dtype!r}"
+    if train.train_policy.trainer_type == "dpo" and recipe.validation.reward_function:
+        yield "validation.reward_function: DPO's held-out rows are pairs, and no answers are generated; leave it out"
     if isinstance(train.optm_lr, tuple):
         yield f"train.optm_lr = {_toml(train.optm_lr)}: a model is one part here; give rates by module path"
     if isinstance(train.optm_impl, tuple):
@@ -105,22 +130,26 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
         yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
 
 
-def _of_mesh(recipe: Recipe, kind: str, gpus: int | None) -> Iterator[str]:
+def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
     """What a training on several ranks cannot do."""
     mesh = recipe.policy.parallelism
     if kind not in TRAINING_KINDS:
         return
-    if mesh.dp_shard_size == -1 and (size := filled(recipe, gpus).policy.parallelism.dp_shard_size) > 1:
-        yield f"policy.parallelism.dp_shard_size = -1: this version wants the number; set it to {size}"
     if mesh.world_size == 1:
         return
     where = f"policy.parallelism has {mesh.world_size} ranks"
     if kind == "rl":
         yield f"{where}: this version trains by rollouts on one; set all sizes to 1"
-    if recipe.policy.lora is not None:
-        yield f"{where}: this version trains LoRA on one; set all sizes to 1"
     if recipe.train.compile and mesh.tp_size > 1:
         yield f"{where}: train.compile = true excludes tp_size = {mesh.tp_size} in this version; set it to false"
+    kernels = {
+        "train.fp8.enable_fp8": recipe.train.fp8.enable_fp8,
+        "policy.enable_liger_kernel": recipe.policy.enable_liger_kernel,
+    }
+    for key in (key for key, is_set in kernels.items() if is_set):
+        for axis in ("tp_size", "cp_size", "pp_size", "ep_size"):
+            if getattr(mesh, axis) > 1:
+                yield f"{key} = true excludes policy.parallelism.{axis} = {getattr(mesh, axis)} here; set it to 1"
 
 
 def _toml(value: object) -> str:

@@ -16,7 +16,9 @@ import tomli_w
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
+from cosmos_core.config.graph import in_order
 from cosmos_core.config.load import MAX_FILE_BYTES, TableT, Values, excess, fit, merge, parse, printable, without_none
+from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
@@ -26,7 +28,10 @@ from cosmos_core.registry import suggestion
 
 TRAINING_KINDS = ("sft", "rl")
 STAGE_PREFIX = "stage:"
-_KEYS_OF_KINDS = {"entry": ("custom",), "arguments": ("custom",), "require": ("gate",), "target": ("gate", "upload")}
+_KEYS_OF_KINDS = {
+    "entry": ("custom",), "arguments": ("custom",), "require": ("gate",), "target": ("gate", "upload"),
+    "checkpoint": ("export",),
+}  # fmt: skip
 _REQUIRED = (
     ("custom", "entry", '"module:function" or "path/file.py:function"'),
     ("gate", "require", '["METRIC >= NUMBER"]'),
@@ -186,6 +191,7 @@ def _stages_of_recipe(recipe: Recipe) -> tuple[StageConfig, ...]:
 
 def _check_stages(pipeline: Pipeline, kinds: Sequence[str]) -> None:
     names = [stage.name for stage in pipeline.stages]
+    trainings = [stage.name for stage in pipeline.stages if stage.kind in TRAINING_KINDS]
     for stage in pipeline.stages:
         where = f"{pipeline.source}: stage {stage.name!r}"
         if names.count(stage.name) > 1:
@@ -193,6 +199,8 @@ def _check_stages(pipeline: Pipeline, kinds: Sequence[str]) -> None:
         if stage.kind not in kinds:
             raise ConfigError(f"{where}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
         _check_kind(where, stage, pipeline.recipes[stage.name])
+        if stage.checkpoint and source_of(stage.model) not in trainings:
+            raise ConfigError(f'{where}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
         for upstream in stage.after:
             if upstream not in names:
                 raise ConfigError(
@@ -228,16 +236,10 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe) -> None:
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
     """Topological order that keeps the file's order where it can; a cycle is an error that shows it."""
-    done: list[StageConfig] = []
-    waiting = list(pipeline.stages)
-    while waiting:
-        names = {stage.name for stage in done}
-        ready = [stage for stage in waiting if set(stage.after) <= names]
-        if not ready:
-            raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(_cycle(waiting))}")
-        done.append(ready[0])
-        waiting.remove(ready[0])
-    ordered = _with_stages(pipeline, done)
+    try:
+        ordered = _with_stages(pipeline, in_order(pipeline.stages))
+    except ValueError as error:
+        raise ConfigError(f"{pipeline.source}: {error}") from error
     complete = []
     for stage in ordered.stages:
         inputs = list(stage.after)
@@ -271,16 +273,6 @@ def _with_stages(pipeline: Pipeline, stages: Sequence[StageConfig]) -> Pipeline:
     return replace(pipeline, config=pipeline.config.model_copy(update={"stages": tuple(stages)}))
 
 
-def _cycle(stages: Sequence[StageConfig]) -> list[str]:
-    after = {stage.name: stage.after for stage in stages}
-    path = [stages[0].name]
-    while True:
-        following = next(name for name in after[path[-1]] if name in after)
-        if following in path:
-            return [*path[path.index(following) :], following][::-1]
-        path.append(following)
-
-
 def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     """Give every training or validating stage a `data = "stage:..."` that names a prepare stage."""
     stages: list[StageConfig] = []
@@ -291,6 +283,8 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             stages.append(stage)
             continue
         trained = by_name.get(source_of(stage.model) or "")
+        if trained is not None and trained.kind == "export":
+            trained = by_name.get(source_of(trained.model) or "")
         if stage.kind == "validate" and not stage.data and trained is not None and trained.kind in TRAINING_KINDS:
             prepared = (
                 source_of(trained.data) if _prepares(by_name, source_of(trained.data)) else f"{trained.name}-data"
@@ -379,14 +373,18 @@ def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
             update["reward_function"] = {entry(name): weight for name, weight in table.reward_function.items()}
         return _changed(table, **update)
 
-    policy = _changed(recipe.policy, model_name_or_path=absolute(recipe.policy.model_name_or_path))
+    lora = recipe.policy.lora
+    if lora is not None and lora.lora_path:
+        lora = _changed(lora, lora_path=absolute(lora.lora_path))
+    policy = _changed(recipe.policy, model_name_or_path=absolute(recipe.policy.model_name_or_path), lora=lora)
     resume = recipe.train.resume
     train = _changed(
         recipe.train,
         train_policy=located(recipe.train.train_policy),
         resume=absolute(resume) if isinstance(resume, str) else resume,
     )
-    return _changed(recipe, train=train, policy=policy, validation=located(recipe.validation))
+    custom = located_media(recipe.custom, absolute)
+    return _changed(recipe, train=train, policy=policy, validation=located(recipe.validation), custom=custom)
 
 
 def _changed(table: TableT, **values: Any) -> TableT:

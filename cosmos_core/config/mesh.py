@@ -7,7 +7,9 @@ is not checked here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
@@ -58,6 +60,33 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
         except ConfigError as error:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
     return taken
+
+
+def on_these_gpus(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with dp_shard_size = -1 of its supervised trainings as a number: what the other sizes leave of
+    `pipeline.gpus`, or of the GPUs of this machine; without GPUs it stays, and means 1.
+
+    Raises:
+        ConfigError: the other sizes do not divide that.
+    """
+    gpus = pipeline.config.gpus or visible_gpus()
+    recipes = dict(pipeline.recipes)
+    for stage in pipeline.stages:
+        if stage.kind == "sft":
+            try:
+                recipes[stage.name] = filled(recipes[stage.name], gpus)
+            except ConfigError as error:
+                raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+    return replace(pipeline, recipes=recipes)
+
+
+def visible_gpus() -> int | None:
+    """How many there are, without importing torch: the driver's own list; None: no GPU."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in {"", "-1"}]) or None
+    cards = Path("/proc/driver/nvidia/gpus")
+    return len(list(cards.iterdir())) or None if cards.is_dir() else None
 
 
 def filled(recipe: Recipe, gpus: int | None) -> Recipe:
@@ -120,8 +149,21 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
     if mesh.dp_shard_size > 0:
         shards = mesh.dp_shard_size * mesh.cp_size
         _divides(f"{where}.ep_size", mesh.ep_size, "ranks of dp_shard_size x cp_size", shards)
-    if isinstance(layers, int) and mesh.pp_size > layers:
+    if isinstance(layers, int):
+        _check_stages(where, mesh, layers)
+
+
+def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
+    """Every pipeline stage has a layer."""
+    if mesh.pp_size > layers:
         raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
+    if (stages := mesh.num_stages(layers)) > layers:
+        sizes = range(mesh.pp_layers_per_stage + 1, layers + 1)
+        nearest = next(size for size in sizes if mesh.derived(pp_layers_per_stage=size).num_stages(layers) <= layers)
+        raise ConfigError(
+            f"{where}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {stages} stages of the model's {layers} "
+            f"layers; the nearest is {nearest}"
+        )
 
 
 def _divides(key: str, size: int, what: str, count: Any) -> None:

@@ -15,12 +15,12 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.data.messages import Message, SkippedRow
+from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
 
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RefusedRow(SkippedRow):
@@ -50,7 +50,7 @@ def conversation_tokens(
     """
     if isinstance(conversation, str):
         return _plain_tokens(tokenizer, conversation)
-    if not any(_says_something(message) for message in conversation if message["role"] == "assistant"):
+    if not any(says_something(message) for message in conversation if message["role"] == "assistant"):
         raise SkippedRow(where, "without an assistant turn to learn")
     full = render(tokenizer, conversation, where)
 
@@ -61,7 +61,7 @@ def conversation_tokens(
     spans = None if is_long else prefix_spans(render_part, conversation, full)
     if spans is None and (marked := _marked_tokens(tokenizer, conversation)):
         return marked
-    closing = _added_tokens(tokenizer)
+    closing = added_tokens(tokenizer)
     if spans is None:
         spans = skeleton_spans(render_part, conversation, full, closing)
     if spans is None and is_long:
@@ -72,6 +72,30 @@ def conversation_tokens(
             "{% generation %} and {% endgeneration %} around them in the tokenizer's chat template"
         )
     return _masked_tokens(tokenizer, full, [trimmed(span, full, closing) for span in spans], where)
+
+
+def last_turns(tokens: tuple[list[int], list[int]], count: int) -> tuple[list[int], list[int]]:
+    """The tokens with only the last `count` runs of learned ones still learned: an answer without its prompt."""
+    ids, mask = tokens
+    starts = [i for i, bit in enumerate(mask) if bit and mask[i - 1 : i] != [1]]
+    first = starts[-count]
+    return ids, [0] * first + mask[first:]
+
+
+def continued_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, where: str
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of plain text of which the answer, with the end token behind it, is learned.
+
+    A token that reaches from the prompt into the answer belongs to the answer.
+
+    Raises:
+        DataError: the tokenizer cannot say which characters a token covers, and tokens cross the border.
+    """
+    plain, _ = _plain_tokens(tokenizer, prompt + answer)
+    ids, mask = _masked_tokens(tokenizer, prompt + answer, [(len(prompt), len(prompt) + len(answer))], where)
+    start = next(i for i in range(len(plain)) if plain[i : i + len(ids)] == ids)
+    return plain, [0] * start + mask + [1] * (len(plain) - start - len(ids))
 
 
 def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tuple[list[int], list[int]]:
@@ -144,8 +168,9 @@ def render(
     return text
 
 
-def _says_something(message: Message) -> bool:
-    return bool(message["content"].strip()) or len(message) > len(("role", "content"))
+def says_something(message: Message) -> bool:
+    """Whether a turn has words, or what else a chat template may render."""
+    return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
@@ -164,7 +189,7 @@ def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[i
 
 def _marked_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]] | None:
     """What the template itself marks with {% generation %}; None when it marks nothing."""
-    if not tokenizer.is_fast or not _GENERATION_MARK.search(tokenizer.get_chat_template()):
+    if not tokenizer.is_fast or not GENERATION_MARK.search(tokenizer.get_chat_template()):
         return None
     encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
@@ -210,6 +235,6 @@ def _masked_piecewise(
 
 
 @lru_cache(maxsize=4)  # read for every row, and slow to gather
-def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Tokens that stand for themselves in the text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -1,4 +1,4 @@
-"""What a row means: a conversation to learn, or a prompt with its reference answer.
+"""What a row means: a conversation to learn, a prompt with its reference answer, or a prompt with two answers.
 
 Understood are OpenAI (`role`, `content`) and ShareGPT or LLaVA (`from`, `value`) turns, plain text, and two columns
 such as `question` and `answer`. Nothing is rendered or tokenised here (`conversation.py`).
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from cosmos_core.errors import DataError
 
@@ -17,14 +18,17 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
 
+_TEXT_ALONE = "this version learns from text alone where the model has no image processor, or answers are generated"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
+_COMPARED_PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
 }  # fmt: skip
+IMAGE_MARK = re.compile("<image>")
 # At either end of a turn, where LLaVA puts it; in the middle of a sentence it is a word like any other.
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
@@ -40,7 +44,17 @@ class SkippedRow(DataError):
         return f"{self.args[0]}: skipped, {self.reason}"
 
 
-def read_conversation(row: Row, where: str, column: str = "", system_prompt: str = "") -> list[Message] | str:
+class Preference(NamedTuple):
+    """Two answers to a prompt; all three are turns, or all are plain text."""
+
+    prompt: list[Message] | str
+    chosen: list[Message] | str
+    rejected: list[Message] | str
+
+
+def read_conversation(
+    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+) -> list[Message] | str:
     """The conversation of a row; a string is plain text, which has no turns.
 
     Args:
@@ -48,6 +62,7 @@ def read_conversation(row: Row, where: str, column: str = "", system_prompt: str
         where: its place, for messages.
         column: looked at first; a row without it may have another of the known columns.
         system_prompt: put first when there is no system turn.
+        with_images: content may be a list of parts, `text` and `image`, and may say <image> (`images.py`).
 
     Raises:
         DataError: no known column, an unknown role, or content that is not text.
@@ -57,13 +72,14 @@ def read_conversation(row: Row, where: str, column: str = "", system_prompt: str
     if found is not None:
         value = row[found] if found == "text" else _decoded(row[found])
         if not isinstance(value, str):
-            return _with_system(_turns(value, found, where), system_prompt)
+            return _with_system(_turns(value, found, where, with_images), system_prompt)
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
     for question, answer in _PAIR_COLUMNS:
         if row.get(question) is not None and row.get(answer) is not None:
-            asked, answered = _as_turns(row, question, "user", where), _as_turns(row, answer, "assistant", where)
+            asked = _as_turns(row, question, "user", where, with_images)
+            answered = _as_turns(row, answer, "assistant", where, with_images)
             return _with_system(asked + answered, system_prompt)
     raise DataError(
         f"{where}: no conversation among the columns {_columns(row)}; "
@@ -111,6 +127,83 @@ def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "
     return _ask(conversation, _reference(row, ""), where)
 
 
+def read_preference(row: Row, where: str, column: str = "", system_prompt: str = "") -> Preference:
+    """Prompt, chosen and rejected answer of a row, each as text or as turns.
+
+    Without a column of prompts the prompt is what `chosen` and `rejected` begin with alike: the same turns, or the same
+    text, which then is plain and has no turns. Turns that begin with the prompt do not repeat it.
+
+    Args:
+        row: one row of a data set.
+        where: its place, for messages.
+        column: of the prompt, looked at first; a row without it may have `prompt` or another of the known columns.
+        system_prompt: put before turns that have no system turn.
+
+    Raises:
+        DataError: `chosen`, `rejected` or the prompt is missing or of a wrong form.
+        SkippedRow: there is nothing to compare.
+    """
+    one, other = _compared(row, "chosen", where), _compared(row, "rejected", where)
+    if one == other:
+        raise SkippedRow(where, "with equal chosen and rejected")
+    found = next((c for c in (column, *_COMPARED_PROMPT_COLUMNS) if row.get(c) is not None), None)
+    if found is None and isinstance(one, str) and isinstance(other, str):
+        return _plain_preference(one, other, where)
+    chosen, rejected = _answer_turns(one), _answer_turns(other)
+    if "assistant" in {chosen[0]["role"], rejected[0]["role"]}:
+        prompt = [] if found is None else _as_turns(row, found, "user", where)
+    else:
+        prompt = chosen[: _num_shared(chosen, rejected)]
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
+        raise SkippedRow(where, "whose chosen and rejected answer different prompts")
+    if not prompt and found is None:
+        raise DataError(
+            f"{where}: no prompt among the columns {_columns(row)}; name it `prompt`, or set "
+            "train.train_policy.conversation_column_name"
+        )
+    if not any(turn["role"] != "assistant" and turn["content"].strip() for turn in prompt):
+        raise SkippedRow(where, "without a prompt")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to answer")
+    if not all(turns[-1]["content"].strip() or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
+        raise SkippedRow(where, "with an empty answer")
+    return Preference(_with_system(prompt, system_prompt), _merged(chosen), _merged(rejected))
+
+
+def _compared(row: Row, name: str, where: str) -> list[Message] | str:
+    value = row.get(name)
+    if value is None:
+        raise DataError(
+            f"{where}: no {name!r} among the columns {_columns(row)}; leave the row out, or give both answers"
+        )
+    value = _decoded(value)
+    if isinstance(value, str):
+        return _content(value, where)
+    return _turns([value] if isinstance(value, dict) else value, name, where)
+
+
+def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
+    prompt = chosen[: _num_shared(chosen, rejected)]
+    if not prompt.strip():
+        raise DataError(
+            f"{where}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; give "
+            "one, or set train.train_policy.conversation_column_name"
+        )
+    if prompt in {chosen, rejected}:
+        raise SkippedRow(where, "with an empty answer")
+    return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+
+
+def _answer_turns(answer: list[Message] | str) -> list[Message]:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+
+
+def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Turns, or characters, that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
         reference = turns[-1]["content"] if reference is None else reference
@@ -128,11 +221,11 @@ def _reference(row: Row, column: str) -> str | None:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _as_turns(row: Row, column: str, role: str, where: str) -> list[Message]:
+def _as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
     value = _decoded(row[column])
-    return (
-        [{"role": role, "content": _content(value, where)}] if isinstance(value, str) else _turns(value, column, where)
-    )
+    if isinstance(value, str):
+        return [{"role": role, "content": _content(value, where, with_images)}]
+    return _turns(value, column, where, with_images)
 
 
 def _decoded(value: Any) -> Any:
@@ -146,15 +239,17 @@ def _decoded(value: Any) -> Any:
     return turns if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns) else value
 
 
-def _turns(value: Any, column: str, where: str) -> list[Message]:
+def _turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
     if not isinstance(value, list):
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
     if not value:
         raise SkippedRow(where, "empty")
-    return [_turn(turn, f"{where}, turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
+    return [
+        _turn(turn, f"{where}, turn {number} of {column!r}", with_images) for number, turn in enumerate(value, start=1)
+    ]
 
 
-def _turn(turn: Any, where: str) -> Message:
+def _turn(turn: Any, where: str, with_images: bool) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
     # Arrow gives each turn every key that any turn has, with None for what it lacks.
@@ -163,22 +258,43 @@ def _turn(turn: Any, where: str) -> Message:
     if role not in _ROLES:
         raise DataError(f"{where}: unknown role {role!r}; known: {', '.join(_ROLES)}")
     if "role" not in turn:
-        return {"role": _ROLES[role], "content": _content(turn.get("value"), where)}
-    content = _content(turn.get("content", "" if "tool_calls" in turn else None), where)
+        return {"role": _ROLES[role], "content": _content(turn.get("value"), where, with_images)}
+    content = _content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
     return {**turn, "role": _ROLES[role], "content": content}
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, with_images: bool = False) -> Any:
+    if with_images and isinstance(content, list) and any(_shows_image(part) for part in content):
+        return [_part(part, where) for part in content]
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; this version learns from text alone")
-    if mark := _MEDIA_MARK.search(content):
+        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ALONE}")
+    mark = _MEDIA_MARK.search(content)
+    if mark and not (with_images and (mark[1] or mark[2]) == "image"):
         raise DataError(
-            f"{where}: the turn shows an {mark[1] or mark[2]}, and this version learns from text alone; take rows "
-            f"without {mark[0].strip()}"
+            f"{where}: the turn shows an {mark[1] or mark[2]}, and {_TEXT_ALONE}; take rows without {mark[0].strip()}"
         )
     return content
+
+
+def _shows_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in {"image", "image_url"}
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    """A part of a turn: `{"type": "text", "text": ...}`, or `type` = `image` and what names the image."""
+    if _shows_image(part):
+        return {**part, "type": "image"}
+    if isinstance(part, dict) and part.get("type") in {None, "text"} and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise DataError(f"{where}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
+
+
+def texts_of(message: Message) -> list[str]:
+    """The words of a turn, those between two images apart."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def alternating(turns: list[Message]) -> Iterator[list[Message]]:
@@ -193,10 +309,17 @@ def _merged(turns: list[Message]) -> list[Message]:
     for turn in turns:
         last = merged[-1] if merged else {}
         if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() == {"role", "content"}:
-            merged[-1] = {**turn, "content": f"{last['content']}\n\n{turn['content']}"}
+            merged[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
         else:
             merged.append(turn)
     return merged
+
+
+def _put_together(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
 
 
 def _with_system(turns: list[Message], system_prompt: str) -> list[Message]:

@@ -19,31 +19,44 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.conversation import RefusedRow, conversation_tokens, cut, tokenize_prompt
+from cosmos_core.data.conversation import (
+    RefusedRow,
+    continued_tokens,
+    conversation_tokens,
+    cut,
+    last_turns,
+    tokenize_prompt,
+)
+from cosmos_core.data.images import placed_images, read_image, refuse_images
 from cosmos_core.data.messages import (
     Message,
     SkippedRow,
     alternating,
     read_conversation,
     read_held_out,
+    read_preference,
     read_prompt,
 )
-from cosmos_core.data.prepared import SCHEMAS, RowKind, split_path
+from cosmos_core.data.prepared import SCHEMAS, RowKind, split_path, visual_schema
 from cosmos_core.data.rows import Row, Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
+from cosmos_core.data.visual import cut_visual, visual_tokens
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.models.processor import load_processor, processor_files
 from cosmos_core.run.files import replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -62,6 +75,14 @@ class Job:
     kind: RowKind
     max_tokens: int
     """Sequences are cut to this; a longer prompt is left out."""
+    model: str
+    root: Path | None
+    """What paths of images are relative to; None: the model reads text alone."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of the file."""
+        return visual_schema(self.root) if self.kind == "sequences" and self.root else SCHEMAS[self.kind]
 
 
 def run(stage: Stage) -> Outcome:
@@ -74,11 +95,11 @@ def run(stage: Stage) -> Outcome:
     """
     stage.progress.phase("prepare")
     splits = _splits(stage)
-    jobs = {split: _job(stage.recipe, split) for split in splits}
-    total = sum(len(rows) for rows in splits.values())
     load_tokenizer(stage.model, stage.recipe.policy.model_revision)  # its errors come before any process is started
+    jobs = {split: _job(stage, split, rows) for split, rows in splits.items()}
+    total = sum(len(rows) for rows in splits.values())
     statistics: dict[str, dict[str, Any]] = {}
-    notices: list[JsonValue] = []
+    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
     done = 0
     with replaced_folder(stage.path / "data") as folder:
         for split, rows in splits.items():
@@ -104,7 +125,7 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
         DataError: nothing is left to write.
     """
     counts = Counts(job.kind)
-    with pa.ipc.new_file(path, SCHEMAS[job.kind]) as file, closing(_tokenised(stage, job, rows)) as chunks:
+    with pa.ipc.new_file(path, job.schema) as file, closing(_tokenised(stage, job, rows)) as chunks:
         for chunk in chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
@@ -121,7 +142,10 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
 def _splits(stage: Stage) -> dict[str, Rows]:
     """Rows to train on, and held-out rows when there are any."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    if stage.data is None:
+    annotations = media_of(stage.recipe).annotation_path
+    if stage.data is None and annotations:
+        train = load_rows(DatasetConfig(name=annotations), "custom.dataset.annotation_path")
+    elif stage.data is None:
         train = load_rows(policy.dataset, "train.train_policy.dataset")
     else:
         train = load_rows(DatasetConfig(name=str(stage.data)), f"stage {stage.name!r}: data")
@@ -136,11 +160,20 @@ def _splits(stage: Stage) -> dict[str, Rows]:
     return {_TRAIN: train}
 
 
-def _job(recipe: Recipe, split: str) -> Job:
-    validation, max_length = recipe.validation, recipe.policy.model_max_length
+def _job(stage: Stage, split: str, rows: Rows) -> Job:
+    recipe, validation = stage.recipe, stage.recipe.validation
+    max_length = recipe.policy.model_max_length
     is_rl = isinstance(recipe.train.train_policy, GrpoConfig)
+    media = media_of(recipe)
+    root: Path | None = Path(media.media_path).expanduser().absolute() if media.media_path else rows.folder
+    if not processor_files(stage.model, recipe.policy.model_revision):
+        root = None
+    if recipe.train.train_policy.trainer_type == "dpo":
+        return Job(recipe, "pairs", max_length, stage.model, root)
     if not is_rl and not (split == _VALIDATION and validation.reward_function):
-        return Job(recipe, "sequences", max_length)
+        if _processor(stage.model, recipe.policy.model_revision, media.pixels) is None:
+            root = None
+        return Job(recipe, "sequences", max_length, stage.model, root)
     longest_answer = recipe.rollout.max_response_length
     if split == _VALIDATION:
         longest_answer = validation.max_response_length or longest_answer
@@ -149,7 +182,7 @@ def _job(recipe: Recipe, split: str) -> Job:
             f"max_response_length = {longest_answer} ({'validation' if split == _VALIDATION else 'rollout'}) leaves no "
             f"room for a prompt in policy.model_max_length = {max_length}; lower the one or raise the other"
         )
-    return Job(recipe, "prompts", max_length - longest_answer)
+    return Job(recipe, "prompts", max_length - longest_answer, stage.model, root)
 
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
@@ -205,29 +238,94 @@ class _Record(NamedTuple):
     """One a column of the file; the last is the place of the row."""
     is_cut: bool
     is_merged: bool
+    num_images: int = 0
+    num_image_tokens: int = 0
 
 
 def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, piece: list[tuple[str, Row]]) -> Chunk:
     """Tokenise rows, given with their places, into one record batch."""
-    make = _prompt if job.kind == "prompts" else _sequence
+    make = {"prompts": _prompt, "pairs": _pair, "sequences": _sequence}[job.kind]
     records: list[_Record] = []
     skipped = []
     for where, row in piece:
+        if job.root is not None and job.kind != "sequences":
+            refuse_images(row, where)
         try:
             records.append(make(tokenizer, job, row, where))
         except SkippedRow as skip:
             skipped.append((skip.reason, where))
     merged = [record.values[-1] for record in records if record.is_merged]
-    return Chunk(_batch(records, job.kind), sum(record.is_cut for record in records), skipped, merged)
+    return Chunk(
+        _batch(records, job.schema),
+        sum(record.is_cut for record in records),
+        skipped,
+        merged,
+        num_images=sum(record.num_images for record in records),
+        num_image_tokens=sum(record.num_image_tokens for record in records),
+    )
 
 
 def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     policy = job.recipe.train.train_policy
     assert not isinstance(policy, GrpoConfig)
-    conversation = read_conversation(row, where, policy.conversation_column_name, policy.system_prompt)
+    column, system_prompt = policy.conversation_column_name, policy.system_prompt
+    conversation = read_conversation(row, where, column, system_prompt, with_images=job.root is not None)
     _check_characters(conversation, where)
+    if job.root is not None:
+        if not isinstance(conversation, str):
+            return _visual_sequence(job, conversation, row, where)
+        placed_images([], row, where)  # plain text has no turn to show one
     tokens, is_merged = _accepted(lambda turns: conversation_tokens(tokenizer, turns, where), conversation)
-    return _Record((*cut(tokens, job.max_tokens, where), where), len(tokens[0]) > job.max_tokens, is_merged)
+    values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
+    if job.root is not None:
+        values = (*values, [])
+    return _Record((*values, where), len(tokens[0]) > job.max_tokens, is_merged)
+
+
+def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> _Record:
+    processor = _processor(job.model, job.recipe.policy.model_revision, media_of(job.recipe).pixels)
+    assert processor is not None and job.root is not None
+    placed, sources = placed_images(conversation, row, where)
+    found = [read_image(source, job.root, where) for source in sources]
+    refs, images = [ref._asdict() for ref, _ in found], [image for _, image in found]
+    tokens, is_merged = _accepted(lambda turns: visual_tokens(processor, turns, images, where), placed)
+    ids, mask = cut_visual(tokens, job.max_tokens, where)
+    is_cut = len(tokens.ids) > job.max_tokens
+    return _Record((ids, mask, refs, where), is_cut, is_merged, len(refs), tokens.num_image_tokens)
+
+
+@lru_cache(maxsize=1)
+def _processor(model: str, revision: str | None, pixels: tuple[tuple[str, int], ...]) -> ProcessorMixin | None:
+    return load_processor(model, revision, pixels)
+
+
+def _pair(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    policy = job.recipe.train.train_policy
+    assert not isinstance(policy, GrpoConfig)
+    prompt, *answers = read_preference(row, where, policy.conversation_column_name, policy.system_prompt)
+    _check_characters([prompt, *answers], where)
+    values: list[list[int]] = []
+    is_cut = is_merged = False
+    for answer in answers:
+        tokens, merged = _answer_tokens(tokenizer, prompt, answer, where)
+        is_cut, is_merged = is_cut or len(tokens[0]) > job.max_tokens, is_merged or merged
+        values += cut(tokens, job.max_tokens, where)
+    if values[0] == values[2]:
+        up_to = " up to policy.model_max_length" if is_cut else ""
+        raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
+    return _Record((*values, where), is_cut, is_merged)
+
+
+def _answer_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Message] | str, answer: list[Message] | str, where: str
+) -> tuple[tuple[list[int], list[int]], bool]:
+    """The prompt with one answer, of which alone something is learned; whether turns were put together."""
+    if isinstance(prompt, str):
+        assert isinstance(answer, str)
+        return continued_tokens(tokenizer, prompt, answer, where), False
+    assert not isinstance(answer, str)
+    count = sum(turn["role"] == "assistant" for turn in answer)
+    return _accepted(lambda turns: last_turns(conversation_tokens(tokenizer, turns, where), count), [*prompt, *answer])
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
@@ -266,7 +364,6 @@ def _check_characters(content: Any, where: str) -> None:
         raise SkippedRow(where, "with half a character (a lone surrogate)") from None
 
 
-def _batch(records: list[_Record], kind: RowKind) -> pa.RecordBatch:
-    schema = SCHEMAS[kind]
+def _batch(records: list[_Record], schema: pa.Schema) -> pa.RecordBatch:
     arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,6 +1,6 @@
-"""Reading what the `prepare` stage wrote: memory-mapped sequences to learn, or prompts to answer.
+"""Reading what the `prepare` stage wrote: memory-mapped sequences to learn, pairs to compare, or prompts to answer.
 
-One Arrow IPC file a split, `train.arrow` and perhaps `validation.arrow`; the schema's metadata says which of the two
+One Arrow IPC file a split, `train.arrow` and perhaps `validation.arrow`; the schema's metadata says which of these
 kinds of rows it holds. Making these files is `prepare.py`; batches and their order are elsewhere.
 """
 
@@ -14,15 +14,26 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 
+from cosmos_core.data.images import ImageRef
 from cosmos_core.errors import DataError
 from cosmos_core.types import Prompt
 
-RowKind = Literal["sequences", "prompts"]
+RowKind = Literal["sequences", "pairs", "prompts"]
 
 SCHEMAS: dict[RowKind, pa.Schema] = {
     "sequences": pa.schema(
         {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "place": pa.string()},
         metadata={b"rows": b"sequences"},
+    ),
+    "pairs": pa.schema(
+        {
+            "chosen_ids": pa.list_(pa.int32()),
+            "chosen_mask": pa.list_(pa.uint8()),
+            "rejected_ids": pa.list_(pa.int32()),
+            "rejected_mask": pa.list_(pa.uint8()),
+            "place": pa.string(),
+        },
+        metadata={b"rows": b"pairs"},
     ),
     "prompts": pa.schema(
         {
@@ -34,6 +45,18 @@ SCHEMAS: dict[RowKind, pa.Schema] = {
         metadata={b"rows": b"prompts"},
     ),
 }
+
+
+_IMAGES = pa.field(
+    "images", pa.list_(pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()}))
+)
+_VISUAL = pa.schema([*list(SCHEMAS["sequences"])[:2], _IMAGES, SCHEMAS["sequences"].field("place")])
+_ROOT = b"images below"
+
+
+def visual_schema(root: Path) -> pa.Schema:
+    """Of sequences that may show images; `root` is what their paths are relative to."""
+    return _VISUAL.with_metadata({b"rows": b"sequences", _ROOT: str(root).encode()})
 
 
 def split_path(folder: Path, split: str) -> Path:
@@ -49,13 +72,20 @@ def has_split(folder: Path, split: str) -> bool:
 class Sequences:
     """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied out of the mapped file."""
 
-    def __init__(self, batches: list[pa.RecordBatch], path: Path) -> None:
-        self._bounds = [_offsets(batch, "input_ids") for batch in batches]
-        self._ids = [_values(batch, "input_ids") for batch in batches]
-        self._masks = [_values(batch, "loss_mask") for batch in batches]
+    def __init__(
+        self, batches: list[pa.RecordBatch], path: Path, ids: str = "input_ids", mask: str = "loss_mask"
+    ) -> None:
+        """`ids` and `mask` name the columns."""
+        self._bounds = [_offsets(batch, ids) for batch in batches]
+        self._ids = [_values(batch, ids) for batch in batches]
+        self._masks = [_values(batch, mask) for batch in batches]
         for batch, bounds in zip(batches, self._bounds, strict=True):
-            if not np.array_equal(bounds, _offsets(batch, "loss_mask")):
-                raise _damaged(path, "loss_mask and input_ids differ in length")
+            if not np.array_equal(bounds, _offsets(batch, mask)):
+                raise _damaged(path, f"{mask} and {ids} differ in length")
+        self._images = [batch.column("images") for batch in batches if "images" in batch.schema.names]
+        self.has_images = any(len(column.values) for column in self._images)
+        """Whether any row shows one."""
+        self._root = Path((batches[0].schema.metadata or {}).get(_ROOT, b"").decode()) if batches else Path()
         self._starts = _row_starts(batches)
         self.lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(bounds) for bounds in self._bounds)])
         """Tokens of each row, int64."""
@@ -67,6 +97,26 @@ class Sequences:
         batch, row = _locate(self._starts, index)
         start, end = self._bounds[batch][row : row + 2]
         return self._ids[batch][start:end].astype(np.int64), self._masks[batch][start:end].copy()
+
+    def images(self, index: int) -> tuple[ImageRef, ...]:
+        """The images of a row, in the order of their places in it; paths are absolute."""
+        if not self.has_images:
+            return ()
+        batch, row = _locate(self._starts, index)
+        refs = [ImageRef(**image) for image in self._images[batch][row].as_py()]
+        return tuple(ref if ref.path is None else ref._replace(path=str(self._root / ref.path)) for ref in refs)
+
+
+class Pairs:
+    """Answers to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, of which nothing is learned."""
+
+    def __init__(self, batches: list[pa.RecordBatch], path: Path) -> None:
+        self.path = path
+        self.chosen = Sequences(batches, path, "chosen_ids", "chosen_mask")
+        self.rejected = Sequences(batches, path, "rejected_ids", "rejected_mask")
+
+    def __len__(self) -> int:
+        return len(self.chosen)
 
 
 class Prompts(Sequence[Prompt]):
@@ -100,23 +150,43 @@ def open_sequences(folder: Path, split: str) -> Sequences:
     """The sequences of a split, memory-mapped.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds prompts.
+        DataError: there is no such split, the file is damaged, or it holds other rows.
     """
     path = split_path(folder, split)
     return Sequences(_open(path, "sequences"), path)
+
+
+def open_pairs(folder: Path, split: str) -> Pairs:
+    """The pairs of a split, memory-mapped.
+
+    Raises:
+        DataError: there is no such split, the file is damaged, or it holds other rows.
+    """
+    path = split_path(folder, split)
+    return Pairs(_open(path, "pairs"), path)
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
     """The prompts of a split, memory-mapped.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds sequences.
+        DataError: there is no such split, the file is damaged, or it holds other rows.
     """
     return Prompts(_open(split_path(folder, split), "prompts"))
 
 
+def shows_images(folder: Path) -> bool:
+    """Whether any row of any split shows an image.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    splits = [file.stem for file in folder.glob("*.arrow") if rows_kind(folder, file.stem) == "sequences"]
+    return any(open_sequences(folder, split).has_images for split in splits)
+
+
 def rows_kind(folder: Path, split: str) -> str:
-    """What a split holds, `sequences` or `prompts`, from the head of its file.
+    """What a split holds, `sequences`, `pairs` or `prompts`, from the head of its file.
 
     Raises:
         DataError: there is no such split, or the file is damaged.
@@ -143,12 +213,16 @@ def _open(path: Path, kind: RowKind) -> list[pa.RecordBatch]:
         raise _damaged(path, str(error).splitlines()[0]) from error
     found = (reader.schema.metadata or {}).get(b"rows", b"").decode()
     if found != kind:
-        written_for = {"sequences": "to learn (SFT)", "prompts": "to answer (RL, validation by reward)"}
+        written_for = {
+            "sequences": "to learn (SFT)",
+            "pairs": "to compare (DPO)",
+            "prompts": "to answer (RL, validation by reward)",
+        }
         raise DataError(
             f"{path} holds {found or 'unknown rows'}, but {kind} {written_for[kind]} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
-    if not reader.schema.equals(SCHEMAS[kind]):
+    if not reader.schema.equals(SCHEMAS[kind]) and not (kind == "sequences" and reader.schema.equals(_VISUAL)):
         raise _damaged(path, f"its columns are {', '.join(reader.schema.names)}")
     return batches
 

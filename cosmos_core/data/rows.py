@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +46,9 @@ class Part:
 class Rows(Sequence[Row]):
     """Parts one after another, or a selection of their rows; nothing is copied."""
 
-    def __init__(self, parts: Sequence[Part], selection: np.ndarray | None = None) -> None:
+    def __init__(self, parts: Sequence[Part], selection: np.ndarray | None = None, folder: Path = Path()) -> None:
+        """`folder`: what paths in the rows are relative to."""
+        self.folder = folder
         self._parts = parts
         self._starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
         self._selection = selection
@@ -74,7 +76,8 @@ class Rows(Sequence[Row]):
 
     def select(self, indices: np.ndarray) -> Rows:
         """A view of these rows, in this order."""
-        return Rows(self._parts, indices if self._selection is None else self._selection[indices])
+        chosen = indices if self._selection is None else self._selection[indices]
+        return Rows(self._parts, chosen, self.folder)
 
     def _locate(self, index: int) -> tuple[Part, int]:
         if not -len(self) <= index < len(self):
@@ -108,7 +111,8 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
     for part in parts:
         if not len(part.values):
             raise DataError(f"{part.name}: file holds no rows; {key}.name needs at least one")
-    return Rows(parts)
+    folder = path if path.is_dir() else path.parent
+    return Rows(parts, folder=folder.absolute() if path.exists() else Path.cwd())
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -264,7 +268,30 @@ def _arrow(path: Path) -> Part:
 def _columns(table: pa.Table) -> Sequence[Row]:
     import datasets  # seconds to import, and JSON Lines do without
 
-    return cast(Sequence[Row], datasets.Dataset(table))
+    return _undecoded(datasets.Dataset(table))
+
+
+class _Undecoded(Sequence[Row]):
+    """Rows with images as they are stored, path and bytes: not every row that is looked at needs its pixels."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        found: list[Row] = self._dataset[index].to_pylist()
+        return found if isinstance(index, slice) else found[0]
+
+
+def _undecoded(dataset: Any) -> Sequence[Row]:
+    has_images = "Image(" in str(dataset.features)
+    return _Undecoded(dataset) if has_images else cast(Sequence[Row], dataset)
 
 
 def _saved_part(path: Path, split: str, key: str) -> Part:
@@ -277,7 +304,7 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:
         raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")
-    return Part(cast(Sequence[Row], splits[split]), f"{path.name}[{split}]")
+    return Part(_undecoded(splits[split]), f"{path.name}[{split}]")
 
 
 def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
@@ -292,7 +319,7 @@ def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
             f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {_first_line(error)}; "
             "check the name, the split and the network, or give a local path"
         ) from error
-    return Part(cast(Sequence[Row], loaded), f"{dataset.name}[{split}]")
+    return Part(_undecoded(loaded), f"{dataset.name}[{split}]")
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jinja2.exceptions import TemplateError
 
-from cosmos_core.data.messages import Message
+from cosmos_core.data.messages import Message, texts_of
 
 Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
@@ -48,7 +48,8 @@ def skeleton_spans(
     words = [f"{unused}{k}x" for k in range(len(turns))]
     hollow = list(messages)
     for i, word in zip(turns, words, strict=True):
-        hollow[i] = {**messages[i], "content": word}
+        is_text = isinstance(messages[i]["content"], str)
+        hollow[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
     try:
         fixed = _split_at(render(hollow, False), words)
         ending = _split_at(render(hollow[: turns[-1] + 1], False), words)
@@ -112,7 +113,7 @@ def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None
 
 
 def _last_words(before: list[Message]) -> str:
-    return str(before[-1]["content"]).strip() if before else ""
+    return texts_of(before[-1])[-1].strip() if before and texts_of(before[-1]) else ""
 
 
 def _head(part: str, asked: str, closing: str, prompt: str) -> str:

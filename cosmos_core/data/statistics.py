@@ -9,6 +9,13 @@ import pyarrow as pa
 
 from cosmos_core.data.prepared import RowKind
 
+_IDS: dict[RowKind, tuple[str, ...]] = {
+    "sequences": ("input_ids",), "pairs": ("chosen_ids", "rejected_ids"), "prompts": ("prompt_ids",),
+}  # fmt: skip
+_MASKS: dict[RowKind, tuple[str, ...]] = {
+    "sequences": ("loss_mask",), "pairs": ("chosen_mask", "rejected_mask"), "prompts": (),
+}  # fmt: skip
+
 
 class Chunk(NamedTuple):
     """Some rows, tokenised."""
@@ -20,6 +27,8 @@ class Chunk(NamedTuple):
     """Reason and place of each row that was left out."""
     merged: list[str]
     """Places of rows whose turns were put together, because the chat template refuses them as they are."""
+    num_images: int = 0
+    num_image_tokens: int = 0
 
 
 class Counts:
@@ -30,18 +39,22 @@ class Counts:
         self._lengths: list[np.ndarray] = []
         self._num_labels = 0
         self._num_cut = 0
+        self._images: dict[str, int] = {"images": 0, "image_tokens": 0}
         self._skipped: dict[str, list[str]] = {}
         self._merged: list[str] = []
 
     def add(self, chunk: Chunk) -> None:
         """The rows behind those so far."""
-        self._lengths.append(np.diff(chunk.batch.column(0).offsets.to_numpy()))
+        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in _IDS[self._kind]]
+        self._lengths.append(np.sum(lengths, axis=0))
         self._num_cut += chunk.num_cut
         self._merged += chunk.merged
+        self._images["images"] += chunk.num_images
+        self._images["image_tokens"] += chunk.num_image_tokens
         for reason, place in chunk.skipped:
             self._skipped.setdefault(reason, []).append(place)
-        if self._kind == "sequences":
-            self._num_labels += int(chunk.batch.column("loss_mask").values.to_numpy().sum(dtype=np.int64))
+        for name in _MASKS[self._kind]:
+            self._num_labels += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
     @property
     def num_rows(self) -> int:
@@ -83,4 +96,5 @@ class Counts:
             "skipped_rows": self.num_skipped,
             "skipped": {reason: {"rows": len(at), "first": at[0]} for reason, at in self._skipped.items()},
             "merged_rows": len(self._merged),
+            **(self._images if self._images["images"] else {}),
         }  # fmt: skip

@@ -54,7 +54,10 @@ def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], 
         table.add_column(column, justify="right")
     for column in ("row length", "steps", "tokens", "GPUs", "nodes"):
         table.add_column(column, justify="right")
-    notes = ["weights: with copies in param_dtype and the reference model; rollout: weights of the engine and KV cache"]
+    notes = [
+        "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
+        "engine and KV cache"
+    ]
     for name, sizes in found:
         if isinstance(sizes, str):
             notes.append(f"{name}: {sizes}")
@@ -74,14 +77,14 @@ def _cells(sizes: dict[str, Any]) -> list[str]:
     return [
         _short(sizes["parameters"]),
         _short(sizes["trainable"]),
-        _gib(memory["weights"] + (memory["casts"] or 0) + memory["reference"]),
+        _gib(memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]),
         _gib(memory["gradients"]),
         _gib(memory["optimizer"]),
         _gib(memory["activations"]),
         f"{'' if is_known else '> '}{_gib(sizes['peak'])}",
         _gib(rollout),
         f"{sizes['sequence_length']:,}",
-        "?" if sizes["steps"] is None else f"{'' if sizes['rows'] is not None else '<= '}{sizes['steps']:,}",
+        "?" if sizes["steps"] is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{sizes['steps']:,}",
         tokens,
     ]
 

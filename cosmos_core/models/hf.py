@@ -19,7 +19,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,8 +33,9 @@ from transformers.initialization import no_init_weights
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.lora import merged, plain_state
+from cosmos_core.models.recompute import Recompute, recompute
 
-_KEY = "policy.model_name_or_path"
+KEY = "policy.model_name_or_path"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -44,11 +45,11 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     Raises:
         ModelError: there is no such folder, it has no tokenizer, or the Hub id cannot be had.
     """
-    source, options = _source(model, revision)
+    source, options = source_of(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         # Without this check transformers makes an empty tokenizer out of config.json alone.
         raise ModelError(
-            f"{_KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
+            f"{KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
         )
     if isinstance(source, Path):
         _check_json(source / "tokenizer.json", model)
@@ -64,9 +65,9 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     Raises:
         ModelError: there is no such folder, its config.json is missing or wrong, or the Hub id cannot be had.
     """
-    source, options = _source(model, revision)
+    source, options = source_of(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise ModelError(f"{_KEY} = {model!r}: the folder has no config.json; give a folder in Hugging Face format")
+        raise ModelError(f"{KEY} = {model!r}: the folder has no config.json; give a folder in Hugging Face format")
     try:
         return AutoConfig.from_pretrained(str(source), **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -74,15 +75,20 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def load_model(
-    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: bool = False
+    model: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """The model of a folder or Hub id in evaluation mode, every tensor of it accounted for.
+    """The model of a folder or Hub id in evaluation mode on `device` (None: CPU), every tensor of it accounted for.
 
     Raises:
         ModelError: no such model, a damaged file, a tensor that is missing, left over, of the wrong shape or not
             finite, or an architecture that does not generate text.
     """
-    source, options = _source(model, revision)
+    source, options = source_of(model, revision)
     config = load_config(model, revision)
     cls = _model_class(config, model)
     options |= _attention(cls, config)
@@ -90,25 +96,25 @@ def load_model(
         loaded, info = cls.from_pretrained(
             str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    except SafetensorError as error:
-        raise ModelError(f"{_KEY} = {model!r}: {_damaged_file(source)} is damaged ({error}); copy it again") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _load_error("weights", model, error) from error
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise unreadable(model, error) from error
     except RuntimeError as error:
         if "automatic conversion of the weights" not in str(error):
             raise
-        raise ModelError(
-            f"{_KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
-            "or of another shape; the weights do not belong to this config.json"
-        ) from error
-    _audit(loaded, info, model)
+        raise mixed_up(model) from error
+    audit(loaded, info, model)
+    for name, tensor in loaded.state_dict().items():
+        if problem := not_finite(name, tensor):
+            raise ModelError(f"{KEY} = {model!r}: {problem}")
     # The rollout engine loads the same revision; transformers does not always say which one it took.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
-    return _with_checkpointing(loaded, gradient_checkpointing)
+    nn.Module.to(loaded, device)
+    recompute(loaded, gradient_checkpointing)
+    return loaded
 
 
 def model_without_weights(
-    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: bool = False
+    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
 ) -> PreTrainedModel:
     """What `load_model` gives, from config.json alone; call it where tensors have no data: meta device, fake mode.
 
@@ -124,7 +130,8 @@ def model_without_weights(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _load_error("architecture", model, error) from error
     built.tie_weights()  # which comes with the initialisation
-    return _with_checkpointing(built.eval(), gradient_checkpointing)
+    recompute(built, gradient_checkpointing)
+    return built.eval()
 
 
 def check_weights(model: str) -> None:
@@ -138,13 +145,13 @@ def check_weights(model: str) -> None:
         return
     files = sorted(folder.glob("*.safetensors"))
     if not files and not list(folder.glob("pytorch_model*.bin")):
-        raise ModelError(f"{_KEY} = {model!r}: the folder has no weights (*.safetensors); copy them again")
+        raise ModelError(f"{KEY} = {model!r}: the folder has no weights (*.safetensors); copy them again")
     for file in files:
         try:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ModelError(f"{_KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
+            raise ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
@@ -253,7 +260,7 @@ def _model_class(config: PretrainedConfig, model: str) -> Any:
     if cls is None:
         return AutoModelForCausalLM
     if not cls.can_generate():
-        raise ModelError(f"{_KEY} = {model!r}: {name} does not generate text; give a causal language model")
+        raise ModelError(f"{KEY} = {model!r}: {name} does not generate text; give a causal language model")
     return cls
 
 
@@ -263,15 +270,12 @@ def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
 
 
-def _with_checkpointing(model: PreTrainedModel, is_wanted: bool) -> PreTrainedModel:
-    if is_wanted:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.config.use_cache = False
-    return model
+def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
+    """Refuse a model of which a part was not in the files, or the other way round: transformers only warns.
 
-
-def _audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
-    """Refuse a model of which a part was not in the files, or the other way round: transformers only warns."""
+    Raises:
+        ModelError: tensors are missing, left over, of another shape, or not tied where config.json says so.
+    """
     mismatched = {entry[0] for entry in info["mismatched_keys"]}
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
     problems = {
@@ -284,10 +288,31 @@ def _audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
     if info.get("error_msgs"):
         found.append("; ".join(info["error_msgs"]))
     if found:
-        raise ModelError(f"{_KEY} = {model!r}: {'; '.join(found)}; the weights do not belong to this config.json")
-    for name, tensor in loaded.state_dict().items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ModelError(f"{_KEY} = {model!r}: tensor {name} holds NaN or infinity; take an undamaged checkpoint")
+        raise ModelError(f"{KEY} = {model!r}: {'; '.join(found)}; the weights do not belong to this config.json")
+
+
+def unreadable(model: str, error: Exception) -> ModelError:
+    """What to raise when the weight files of a model cannot be read."""
+    if not isinstance(error, SafetensorError):
+        return _load_error("weights", model, error)
+    file = _damaged_file(source_of(model, None)[0])
+    return ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again")
+
+
+def mixed_up(model: str) -> ModelError:
+    """What to raise when transformers cannot make one tensor of several."""
+    return ModelError(
+        f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
+        "or of another shape; the weights do not belong to this config.json"
+    )
+
+
+def not_finite(name: str, tensor: Tensor) -> str:
+    """What is wrong with a tensor of which a value is not finite; nothing with any other."""
+    # The extremes tell as much as isfinite(), which needs more memory than the tensor has.
+    if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
+        return ""
+    return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"
 
 
 def _some(names: set[str]) -> str:
@@ -306,14 +331,18 @@ def _damaged_file(source: Path | str) -> str:
     return f"a weight file of {source}"
 
 
-def _source(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """An existing folder, or a Hub id with the arguments to fetch it."""
+def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
+    """An existing folder, or a Hub id with the arguments to fetch it.
+
+    Raises:
+        ModelError: it can be neither.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists():
         problem = "is a file, not a folder" if path.exists() else "does not exist"
-        raise ModelError(f"{_KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
+        raise ModelError(f"{KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
     return model, {"revision": revision, "local_files_only": not _hub_is_reachable()}
 
 
@@ -338,14 +367,14 @@ def _check_json(file: Path, model: str) -> None:
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{_KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
+        raise ModelError(f"{KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
 
 
 def _load_error(what: str, model: str, error: Exception) -> ModelError:
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     if not Path(model).expanduser().exists() and not _hub_is_reachable():
         return ModelError(
-            f"{_KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
+            f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
             f"has no {what} of that name; give a local folder or download the model first"
         )
-    return ModelError(f"{_KEY} = {model!r}: cannot load the {what}: {reason}")
+    return ModelError(f"{KEY} = {model!r}: cannot load the {what}: {reason}")

@@ -26,21 +26,24 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
+from cosmos_core.models.adapter import load_weights, saved_settings
 from cosmos_core.registry import suggestion
 
 FOLDER = "lora"
 """Where an export has the adapter, beside the merged weights."""
 _NAME = "default"
 _KEY = "policy.lora"
-_TAKES_FROM_BASE = ("pissa", "olora")
+TAKES_FROM_BASE = ("pissa", "olora")
 """Starts that move a part of the base weights into the adapter."""
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Put a new adapter into the model, and freeze everything else. Draws from torch's generator.
+    """Put an adapter into the model, a new one or that of `lora_path`, and freeze everything else. Draws from torch's
+    generator.
 
     Raises:
         ConfigError: a name matches nothing, or the model cannot be adapted like that.
+        ModelError: the adapter in `lora_path` is missing, or of another model.
     """
     if lora.init_lora_weights == "eva":
         raise ConfigError(f"{_KEY}.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true")
@@ -55,10 +58,12 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
             "name it in modules_to_save, which trains it whole"
         )
     keeps_ties = any(name.endswith(saved) for name in tied for saved in lora.modules_to_save or ())
+    config = _peft_config(model, lora, keeps_ties) if lora.lora_path is None else saved_settings(lora)
+    config.base_model_name_or_path, config.revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
     try:
         with warnings.catch_warnings():  # what PEFT warns of is checked here
             warnings.simplefilter("ignore")
-            peft.inject_adapter_in_model(_peft_config(model, lora, keeps_ties), model, _NAME)
+            peft.inject_adapter_in_model(config, model, _NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
             raise ConfigError(
@@ -70,7 +75,9 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check(f"{_KEY}.{key}", patterns or {}, adapted, r"(.*\.)?({})", are_patterns=True)
     _check_head(model, lora)
-    if str(lora.init_lora_weights).startswith(_TAKES_FROM_BASE):
+    if lora.lora_path is not None and not next(model.parameters()).is_meta:
+        load_weights(model, lora)
+    if str(lora.init_lora_weights).startswith(TAKES_FROM_BASE):
         for layer in adapted.values():
             for side in ("A", "B"):
                 start = getattr(layer, f"lora_{side}")[_NAME].weight.detach().clone()
@@ -144,8 +151,6 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> 
     build: Any = peft.LoraConfig  # its annotations are narrower than what it takes
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=model.name_or_path,
-        revision=getattr(model.config, "_commit_hash", None),
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,

@@ -32,10 +32,11 @@ _PROBE, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 
 
-def enable_packing(model: PreTrainedModel) -> str:
+def enable_packing(model: PreTrainedModel, roots: Sequence[nn.Module] = ()) -> str:
     """Make `model` understand rows end to end (`cu_seq_lens_q`, restarting `position_ids`).
 
-    Returns why it cannot, and leaves the model as it was; an empty string: it can.
+    `roots`: of a model that is split over ranks, the modules to call in its place; all ranks must call this. Returns
+    why it cannot, and leaves the model as it was; an empty string: it can.
     """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -47,7 +48,7 @@ def enable_packing(model: PreTrainedModel) -> str:
     if has_no_data(model):
         _set_attention(model, _NAMES[plain])
         return ""
-    if _is_exact(model, plain):
+    if _is_exact(model, plain, roots):
         return ""
     _set_attention(model, plain)
     return "packed sequences have other logits than separate ones"
@@ -152,14 +153,17 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _is_exact(model: PreTrainedModel, plain: str) -> bool:
-    """Whether packed rows have the logits that separate rows have under attention `plain`; leaves it packed."""
+def _is_exact(model: PreTrainedModel, plain: str, roots: Sequence[Any]) -> bool:
+    """Whether packed rows have the logits, or the last hidden states of each root, that separate rows have under
+    attention `plain`; leaves it packed."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE]
 
     def logits(rows: Sequence[Any], *, packed: bool) -> Tensor:
         inputs = {name: value.to(model.device) for name, value in rows_of(rows, 0, packed=packed).inputs.items()}
+        if roots:
+            return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
         found: Tensor = model(**inputs, use_cache=False).logits[0]
         return found
 

@@ -51,7 +51,8 @@ class Scorer(nn.Module):
         """Log-probabilities of the chosen tokens, and a figure of each on request (without gradient): N each.
 
         Args:
-            inputs: of the model, with `input_ids` BT; with `shift_labels` BT, the token after each, where rows go on
+            inputs: of the model, with `input_ids` BT; with `inputs_embeds` BTH in their place for the model, where an
+                earlier stage of a pipeline has them; with `shift_labels` BT, the token after each, where rows go on
                 elsewhere: then places are those of the BT grid.
             chosen_N: places of the chosen tokens in the flat BS grid of predicted tokens: place b * S + s is token
                 s + 1 of row b, given those before it.
@@ -61,9 +62,8 @@ class Scorer(nn.Module):
             expected: what the loss will answer to every log-probability, if that is known; a wrong guess costs time
                 and changes nothing.
         """
-        inputs = dict(inputs)
         is_piece = "shift_labels" in inputs
-        labels_BS = inputs.pop("shift_labels") if is_piece else inputs["input_ids"][:, 1:]
+        labels_BS = inputs["shift_labels"] if is_piece else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[chosen_N]
         hidden_BTH, head, parameters = self._body(inputs)
         hidden_BSH = hidden_BTH if is_piece else hidden_BTH[:, :-1]
@@ -73,6 +73,15 @@ class Scorer(nn.Module):
         score = _Score(head, temperature, dtype, figure, expected, chunk)
         logprobs_N, figure_N = _ChunkedScore.apply(score, hidden_NH, labels_N, *weights)
         return logprobs_N, None if figure is None else figure_N
+
+    def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        """What the head is applied to, or the next stage of a pipeline: BTH."""
+        found: Tensor = self.model.base_model(**_of_model(inputs), use_cache=False).last_hidden_state
+        return found
+
+    def probe(self, inputs: dict[str, Tensor]) -> Tensor:
+        """`hidden`, called from outside: FSDP brings the weights."""
+        return self.hidden(inputs)
 
     @property
     def vocabulary(self) -> int:
@@ -84,9 +93,8 @@ class Scorer(nn.Module):
         if self._has_plain_head is None:
             self._has_plain_head = self._probe()
         if not self._has_plain_head:
-            return self.model(**inputs, use_cache=False).logits, _identity, []
-        hidden_BTH = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        return hidden_BTH, self._head, list(self.model.get_output_embeddings().parameters())
+            return self.model(**_of_model(inputs), use_cache=False).logits, _identity, []
+        return self.hidden(inputs), self._head, list(self.model.get_output_embeddings().parameters())
 
     def _head(self, hidden_NH: Tensor) -> Tensor:
         """The output embedding and what the families do after it."""
@@ -122,6 +130,12 @@ class Scorer(nn.Module):
 def has_no_data(model: nn.Module) -> bool:
     """Whether the weights are shapes alone, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
+
+
+def _of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what is for the scorer alone."""
+    own = {"shift_labels", *(["input_ids"] if "inputs_embeds" in inputs else [])}
+    return {name: tensor for name, tensor in inputs.items() if name not in own}
 
 
 def _identity(logits_NV: Tensor) -> Tensor:

@@ -242,8 +242,11 @@ def _time(row: dict[str, Any]) -> str | Text:
 
 
 def _metrics(row: dict[str, Any]) -> str | Text:
-    shown = wording.table_metrics(row.get("metrics") or {})
-    return Text("  ".join(f"{key} {wording.number(value)}" for key, value in shown.items()))
+    shown, best = wording.table_metrics(row.get("metrics") or {}), row.get("best")
+    words = [f"{key} {wording.number(value)}" for key, value in shown.items()]
+    if best:
+        words.append(f"best {wording.family(best['metric'])} {wording.number(best['value'])} at step {best['step']}")
+    return Text("  ".join(words))
 
 
 def _ratio(step: Any, total: Any) -> str:

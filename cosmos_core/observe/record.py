@@ -58,6 +58,12 @@ class StageRecord:
         return dict(self.result.get("info") or {})
 
     @cached_property
+    def best(self) -> dict[str, Any]:
+        """The best step by validation so far: `step`, `metric`, `value`; empty: none was validated."""
+        found = self.info.get("best") or _read_dict(self.path / "best.json")
+        return found if isinstance(found, dict) and {"step", "metric", "value"} <= found.keys() else {}
+
+    @cached_property
     def curves(self) -> list[dict[str, Any]]:
         """Lines of `metrics.jsonl`."""
         return [line for line in read_metrics(self.path / "metrics.jsonl") if isinstance(line, dict)]
@@ -121,7 +127,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def rows(run: RunRecord) -> list[dict[str, Any]]:
-    """One dict a stage for the tables of `console`: stage, kind, state, attempt, step, total, seconds, metrics."""
+    """One dict a stage for the tables of `console`: name, kind, state, position, seconds, metrics, best step."""
     return [
         {
             "stage": stage.name,
@@ -132,6 +138,7 @@ def rows(run: RunRecord) -> list[dict[str, Any]]:
             "total": stage.progress.get("total", stage.state.get("total")),
             "seconds": stage.seconds,
             "metrics": stage.metrics,
+            "best": stage.best,
         }
         for stage in run.stages
     ]
@@ -160,9 +167,8 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 
 def loading_line(model: Path) -> str:
     """The Python line that loads the model with the public library."""
-    return (
-        f"from transformers import AutoModelForCausalLM; model = AutoModelForCausalLM.from_pretrained({str(model)!r})"
-    )
+    loader = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
+    return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 
 
 def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]]) -> StageRecord:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cosmos_core.parallel.mesh import Mesh, is_first
+from cosmos_core.parallel.mesh import Mesh, gathered, is_first
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> None:
-    """Shard `model`, block by block, inside `root`, the module that is called.
+    """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
 
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
     its backward pass, because the head is applied and differentiated apart from the model's own forward.
@@ -28,9 +29,12 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> None:
     if mesh.shard is None:
         return
     names = set(model._no_split_modules or ())
+    # Experts of one rank that no other has.
+    own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
     for block in [module for module in model.modules() if type(module).__name__ in names]:
-        fully_shard(block, mesh=mesh.shard)
-    fully_shard(root, mesh=mesh.shard, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh.shard, ignored_params=own)
+    fully_shard(root, mesh=mesh.shard, reshard_after_forward=False, ignored_params=own)
+    register_fsdp_forward_method(root, "probe")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -44,13 +48,36 @@ def reshard(root: nn.Module) -> None:
 
 
 def on_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies on the first rank's CPU, one tensor at a time; nothing on the others. All ranks must call this."""
+    """Full copies on the first rank's CPU, one tensor at a time; nothing on the others. All ranks must call this.
+
+    What the first rank has no part of, like the layers of another pipeline stage, it is sent by the first that has.
+    """
+    owners: dict[str, int] = {}
+    for rank, names in enumerate(gathered(list(tensors))):
+        for name in names:
+            owners.setdefault(name, rank)
     found = {}
-    for name, tensor in tensors.items():
+    for name, owner in owners.items():
+        tensor = tensors.get(name)
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first():
-            found[name] = full.detach().to("cpu", copy=True)
+            found[name] = _received(owner) if full is None else full.detach().to("cpu", copy=True)
+        elif owner == dist.get_rank() and full is not None:
+            _send(full.detach().cpu().contiguous())
     return found
+
+
+def _send(tensor: Tensor) -> None:
+    dist.send_object_list([(tensor.shape, tensor.dtype)], dst=0)
+    dist.send(tensor, dst=0)
+
+
+def _received(source: int) -> Tensor:
+    about: list[Any] = [None]
+    dist.recv_object_list(about, src=source)
+    tensor = torch.empty(about[0][0], dtype=about[0][1])
+    dist.recv(tensor, src=source)
+    return tensor
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -88,16 +115,21 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def clip_sharded(gradients: Sequence[Tensor], max_norm: float) -> float:
     """Scale gradients of which each rank holds a part, as `clip_gradients` does; the norm before that."""
-    norm = _norm(gradients)
+    norm = norm_of(gradients)
+    scale(gradients, norm, max_norm)
+    return float(norm)
+
+
+def scale(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients whose norm is `norm` down to `max_norm`; not at all where that is 0, or the norm not finite."""
     if max_norm > 0 and torch.isfinite(norm):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             _local(gradient).mul_(factor.to(gradient.dtype))
-    return float(norm)
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """2-norm over all of them, each element counted once: the same on every rank."""
+def norm_of(gradients: Iterable[Tensor]) -> Tensor:
+    """2-norm over all of them, each element counted once: the same on every rank that has a part."""
     squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], Tensor] = {}
     for gradient in gradients:
         mesh: DeviceMesh | None = None

@@ -21,6 +21,8 @@ T = TypeVar("T")
 class Mesh:
     """This rank's place among the others."""
 
+    sizes: ParallelismConfig
+    """What was asked for."""
     data: DeviceMesh
     """Ranks with samples of their own: dp_replicate x dp_shard."""
     shard: DeviceMesh | None
@@ -41,9 +43,13 @@ class Mesh:
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks with samples of their own, in the order of `share`."""
+        """The values of all ranks with samples of their own, in the order of `share`; of a pipeline those of its last
+        stage, which alone sees the end of a sample."""
         found: list[Any] = [None] * self.data.size()
         dist.all_gather_object(found, value, group=self.data.get_group())
+        if self.pipeline:
+            group = self.pipeline.get_group()
+            dist.broadcast_object_list(found, src=dist.get_global_rank(group, self.pipeline.size() - 1), group=group)
         return found
 
 
@@ -71,6 +77,7 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
             ep=sizes.ep_size, tp=sizes.tp_size,
         )  # fmt: skip
     return Mesh(
+        sizes=sizes,
         data=rows["dp"],
         shard=sharded(weights),
         context=rows["cp"] if sizes.cp_size > 1 else None,
@@ -84,6 +91,16 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
 def is_alone() -> bool:
     """Whether this is the only rank; an engine of vLLM makes a process group of one."""
     return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def rank_number() -> int:
+    """Of all ranks, from 0."""
+    return 0 if is_alone() else dist.get_rank()
+
+
+def num_ranks() -> int:
+    """Of the whole process group."""
+    return 1 if is_alone() else dist.get_world_size()
 
 
 def is_first() -> bool:
@@ -101,10 +118,20 @@ def from_first(value: T) -> T:
     return answer
 
 
+def gathered(value: T) -> list[T]:
+    """The values of all ranks, in their order."""
+    if is_alone():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on any rank; all of them get the same answer."""
-    if is_alone():
-        return flag
-    found: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(found, flag)
-    return any(found)
+    return any(gathered(flag))
+
+
+def first_problem(problem: str | None) -> str | None:
+    """The first rank's that has one; all of them get the same answer."""
+    return next((each for each in gathered(problem) if each), None)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -61,18 +63,29 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
-        style = next((plan[pattern] for pattern in plan if _matches(pattern, name)), None)
-        if style is None or module in tied:
+        style = next((plan[pattern] for pattern in plan if matches(pattern, name)), None)
+        if style is None or module in tied or next(module.parameters(), None) is None:  # of another pipeline stage
             continue
         if style not in _STYLES:
             raise ModelError(
                 f"policy.parallelism.tp_size = {mesh.size()}: {name} of {type(model).__name__} is split by "
                 f"{style!r}, which this version cannot; set it to 1 and raise dp_shard_size"
             )
-        parallelize_module(module, mesh, _STYLES[style]())
+        for part in _parts(module, style):
+            parallelize_module(part, mesh, _STYLES[style]())
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _parts(module: nn.Module, style: str) -> list[nn.Module]:
+    """What is split of a module: with an adapter the base and that factor which has the dimension that is split."""
+    if isinstance(module, LoraLayer):
+        return [module.base_layer, *(module.lora_A if style == "rowwise" else module.lora_B).values()]
+    if isinstance(module, ModulesToSaveWrapper):
+        return [module.original_module, *module.modules_to_save.values()]
+    return [module]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a plan means the module of that name."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 

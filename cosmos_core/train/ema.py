@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from cosmos_core.config.schema.train import TrainConfig
 
@@ -19,7 +20,7 @@ class MovingAverage:
     def __init__(self, model: torch.nn.Module, train: TrainConfig) -> None:
         self._decay = train.ema_decay
         self._interval = max(1, train.ema_update_step_interval)
-        self._weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.tensors = {name: weight.to(torch.float32, copy=True) for name, weight in self._weights.items()}
         """By the name of the parameter; part of a checkpoint."""
 
@@ -28,8 +29,14 @@ class MovingAverage:
         if (step + 1) % self._interval:
             return
         decay = min((1 + step) / (10 + step), self._decay)
-        for name, average in self.tensors.items():
-            average.lerp_(self._weights[name].to(average.dtype), 1 - decay)
+        for name, weight in self._weights.items():
+            average = self.tensors[name]
+            average.lerp_(weight.to(average.dtype), 1 - decay)
+
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        """As they are now: at its first forward pass FSDP moves those that it has read in parts."""
+        return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     @contextmanager
     def in_the_model(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +16,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.prepared import Pairs, Sequences, open_pairs, open_sequences
 from cosmos_core.data.rows import load_rows, split_rows
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import model_without_weights
+from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import total_steps
-from cosmos_core.train.memory import Memory, held_memory, step_memory
+from cosmos_core.train.feeds import balanced_steps, micro_batch_tokens, total_steps
+from cosmos_core.train.memory import Memory, eight_bit_moments, held_memory, step_memory
 from cosmos_core.train.rank import Rank
 from cosmos_core.types import Outcome
 
@@ -50,11 +54,22 @@ class Estimate:
     """Tokens of the longest row, prompt and answer together."""
     rows: int | None
     steps: int | None
+    is_steps_bound: bool
+    """`steps` is an upper bound: the rows, or the lengths that fill its batches, are not known."""
     tokens: int | None
     """Seen in all steps."""
     is_tokens_bound: bool
     """`tokens` is an upper bound: lengths of rows or answers are not known."""
     notes: tuple[str, ...]
+
+
+class _Course(NamedTuple):
+    """Of a whole training."""
+
+    steps: int | None
+    tokens: int | None
+    is_bound: bool
+    """`steps` is an upper bound."""
 
 
 class _Rows(NamedTuple):
@@ -63,6 +78,8 @@ class _Rows(NamedTuple):
     number: int | None
     longest: int | None = None
     mean: float | None = None
+    of_a_row: int = 1
+    """Sequences of a row; those of a pair are two."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -88,13 +105,16 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
-    rows = _prepared_rows(prepared) if prepared else _Rows(_count_rows(recipe))
+    rows = _prepared_rows(recipe, prepared) if prepared else _Rows(_count_rows(recipe), of_a_row=_of_a_row(recipe))
     length = int(_row_length(recipe, rows.longest))
     limit = recipe.train.max_num_steps
     notes = []
     if rows.number is None:
         known = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
         notes.append(f"steps and tokens: {known}, because the rows are not on this machine yet")
+    course = _course(recipe, rows, prepared)
+    if course.is_bound and rows.number is not None:
+        notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
     built, memory, trouble = _trace(recipe, model, length, progress)
     notes += trouble
     kv_cache: int | None = 0
@@ -103,8 +123,6 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         if kv_cache is None:
             notes.append(f"KV cache: unknown, because {built.config.model_type} has layers without keys and values")
     parameters = sum(p.numel() for p in built.parameters())
-    steps = _steps(recipe, rows.number)
-    mean = _row_length(recipe, rows.mean)
     return Estimate(
         parameters=parameters,
         trainable=sum(p.numel() for p in built.parameters() if p.requires_grad),
@@ -114,8 +132,9 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         kv_cache=kv_cache,
         sequence_length=length,
         rows=rows.number,
-        steps=steps,
-        tokens=None if steps is None else round(steps * recipe.train.train_batch_per_replica * mean),
+        steps=course.steps,
+        is_steps_bound=course.is_bound,
+        tokens=course.tokens,
         is_tokens_bound=rows.mean is None or isinstance(recipe.train.train_policy, GrpoConfig),
         notes=tuple(notes),
     )
@@ -145,18 +164,22 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
     """One rank's share, as FSDP, context, tensor and pipeline parallelism would split it.
 
-    Activations are not divided by the pipeline: its first stage holds as many micro-batches as there are stages.
+    Of a pipeline the first rank has its share of the layers, and the activations of as many micro-batches as are
+    under way there.
     """
-    mesh = recipe.policy.parallelism
+    mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
+    under_way = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
+    rows = min(mini_batch, under_way[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    activations = memory.activations
+    activations, ways = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return Memory(
         weights=-(-memory.weights // ranks),
         gradients=-(-memory.gradients // ranks),
         optimizer=-(-memory.optimizer // ranks),
         reference=-(-memory.reference // ranks),
         casts=None if memory.casts is None else -(-memory.casts // ranks),
-        activations=None if activations is None else -(-activations // (mesh.cp_size * mesh.tp_size)),
+        activations=None if activations is None else -(-activations * rows // ways),
+        average=-(-memory.average // ranks),
     )
 
 
@@ -165,7 +188,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
     train, policy = recipe.train, recipe.policy
     has_reference = isinstance(train.train_policy, GrpoConfig) and train.train_policy.kl_beta > 0
 
-    def build(checkpointing: bool) -> PreTrainedModel:
+    def build(checkpointing: Recompute) -> PreTrainedModel:
         return model_without_weights(
             model,
             revision=policy.model_revision,
@@ -181,14 +204,26 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
         for each in filter(None, (built, frozen)):
             _pretend_data(each)
         try:
-            memory = step_memory(Rank(built, train, 0, progress), frozen, train, length)
+            # What torchao compiles cannot be traced; its moments are counted.
+            wide = train.derived(optm_name=train.optm_name.removesuffix("8bit"))
+            memory = step_memory(Rank(built, wide, 0, progress), frozen, wide, length)
         except Exception as error:
             # A model's code may do anything to tensors without data; then its memory is unknown, the rest is not.
             logger.info("the step cannot be traced", exc_info=True)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
-            return built, sharded(held_memory(built, frozen), recipe), [unknown]
-    return built, sharded(memory, recipe), []
+            return built, sharded(_as_held(held_memory(built, frozen), built, train), recipe), [unknown]
+    return built, sharded(_as_held(memory, built, train), recipe), []
+
+
+def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
+    """With what the step itself does not show: moments in eight bits, and the moving average."""
+    if train.optm_name.endswith("8bit"):
+        memory = replace(memory, optimizer=eight_bit_moments(model))
+    if train.ema_enable:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        memory = replace(memory, average=trained * torch.float32.itemsize)
+    return memory
 
 
 def _pretend_data(model: PreTrainedModel) -> None:
@@ -206,14 +241,24 @@ def _pretend_data(model: PreTrainedModel) -> None:
                     tensors[name] = moved[id(tensor)]
 
 
-def _prepared_rows(folder: Path) -> _Rows:
+def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    return _Rows(statistics["rows"], statistics["length"]["max"], statistics["length"]["mean"])
+    longest, of_a_row = statistics["length"]["max"], _of_a_row(recipe)
+    if of_a_row == 2:
+        pairs = open_pairs(folder, "train")
+        longest = int(max(pairs.chosen.lengths.max(), pairs.rejected.lengths.max()))
+    return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / of_a_row, of_a_row)
+
+
+def _of_a_row(recipe: Recipe) -> int:
+    return 2 if recipe.train.train_policy.trainer_type == "dpo" else 1
 
 
 def _count_rows(recipe: Recipe) -> int | None:
     """Rows to train on of a local dataset; None for one that would have to be downloaded or is yet to be made."""
     dataset = recipe.train.train_policy.dataset
+    if annotations := media_of(recipe).annotation_path:
+        dataset = dataset.derived(name=annotations, split=("train",))
     if not dataset.name or not Path(dataset.name).expanduser().exists():
         return None
     rows = load_rows(dataset, "train.train_policy.dataset")
@@ -230,12 +275,40 @@ def _row_length(recipe: Recipe, tokens: float | None) -> float:
     return longest if tokens is None else min(longest, tokens + answer)
 
 
-def _steps(recipe: Recipe, num_rows: int | None) -> int | None:
-    if num_rows is None:
-        return recipe.train.max_num_steps
-    batch = recipe.train.train_batch_per_replica
-    is_rl = isinstance(recipe.train.train_policy, GrpoConfig)
-    return total_steps(recipe, batch // recipe.rollout.n_generation if is_rl else batch, num_rows)
+def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
+    """How far the training goes."""
+    train, policy = recipe.train, recipe.train.train_policy
+    if not isinstance(policy, GrpoConfig) and policy.enable_dp_load_balancing:
+        return _balanced_course(recipe, prepared)
+    if rows.number is None:
+        steps = train.max_num_steps
+    else:
+        batch = train.train_batch_per_replica
+        is_rl = isinstance(policy, GrpoConfig)
+        steps = total_steps(recipe, batch // recipe.rollout.n_generation if is_rl else batch, rows.number)
+    of_a_step = train.train_batch_per_replica * rows.of_a_row * _row_length(recipe, rows.mean)
+    return _Course(steps, None if steps is None else round(steps * of_a_step), rows.number is None)
+
+
+def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
+    """With batches that are filled by tokens: planned as the feed does, or the most that the budget allows."""
+    assert recipe.train.max_num_steps is not None  # the schema asks for it
+    if prepared is None:
+        steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
+        assert not isinstance(policy, GrpoConfig)
+        of_a_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
+        return _Course(steps, steps * of_a_step, True)
+    rows: Sequences | Pairs
+    if _of_a_row(recipe) == 2:
+        rows = open_pairs(prepared, "train")
+        lengths = rows.chosen.lengths + rows.rejected.lengths
+    else:
+        rows = open_sequences(prepared, "train")
+        lengths = rows.lengths
+    plan = balanced_steps(rows, recipe)
+    assert plan is not None
+    places = [place for step in range(plan.total_steps) for batch in plan.micro_batches(step) for place in batch]
+    return _Course(plan.total_steps, int(lengths[places].sum()), False)
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:

@@ -19,7 +19,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
-from cosmos_core.data.prepared import Prompts, Sequences
+from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rollout.base import Engine
@@ -54,7 +54,7 @@ def _drops_last(recipe: Recipe) -> bool:
     return isinstance(policy, GrpoConfig) or policy.dataloader_drop_last
 
 
-def balanced_steps(rows: Sequences, recipe: Recipe) -> BalancedSteps | None:
+def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | None:
     """Steps of micro-batches filled by tokens; None: a batch is a number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
     if isinstance(policy, GrpoConfig) or not policy.enable_dp_load_balancing:
@@ -62,10 +62,10 @@ def balanced_steps(rows: Sequences, recipe: Recipe) -> BalancedSteps | None:
     assert train.max_num_steps is not None  # the schema asks for it
     seed, shuffle = policy.dataloader_seed, policy.dataloader_shuffle
     return BalancedSteps(
-        rows.lengths,
+        _pair_lengths(rows, is_packed=train.sequence_packing) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(seed, epoch, len(rows), shuffle),
         Budget(
-            policy.load_balanced_max_tokens_for_batch or policy.mini_batch * recipe.policy.model_max_length,
+            micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
             is_packed=train.sequence_packing,
             prefers_closest=policy.load_balanced_batching_strategy == "prefer_closest",
@@ -74,6 +74,21 @@ def balanced_steps(rows: Sequences, recipe: Recipe) -> BalancedSteps | None:
         num_epochs=train.epoch,
         max_steps=train.max_num_steps,
     )
+
+
+def _pair_lengths(pairs: Pairs, *, is_packed: bool) -> np.ndarray:
+    """Tokens that each pair takes in a micro-batch: both answers are padded to the longer one, unless packed."""
+    lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths])
+    return lengths.sum(0) if is_packed else 2 * lengths.max(0)
+
+
+def micro_batch_tokens(recipe: Recipe) -> int:
+    """The budget of a micro-batch that is filled by tokens."""
+    policy = recipe.train.train_policy
+    assert not isinstance(policy, GrpoConfig)
+    of_a_row = 2 if policy.trainer_type == "dpo" else 1
+    rows = policy.mini_batch * of_a_row
+    return policy.load_balanced_max_tokens_for_batch or rows * recipe.policy.model_max_length
 
 
 class SequenceFeed:
@@ -95,14 +110,64 @@ class SequenceFeed:
         """The rows of this step."""
         if self._balanced:
             batches = enumerate(self._balanced.micro_batches(step))
-            chosen = [Sample(*self._rows[place], micro_batch=number) for number, batch in batches for place in batch]
+            chosen = [self._sample(place, micro_batch=number) for number, batch in batches for place in batch]
             return chosen, {"epoch": self._balanced.epochs_done(step)}
         policy = self._policy
         places = batch_positions(
             policy.dataloader_seed, step, self._batch, len(self._rows), policy.dataloader_shuffle, self._drop_last
         )
-        found = [Sample(*self._rows[int(place)]) for place in places]
+        found = [self._sample(int(place)) for place in places]
         return found, {"epoch": (step + 1) / self.steps_per_epoch}
+
+    def _sample(self, place: int, micro_batch: int | None = None) -> Sample:
+        return Sample(*self._rows[place], images=self._rows.images(place), micro_batch=micro_batch)
+
+
+class PairFeed:
+    """Prepared pairs: of each the chosen sample and behind it the rejected one, in the same micro-batch."""
+
+    def __init__(self, pairs: Pairs, recipe: Recipe) -> None:
+        self._pairs, self._recipe = pairs, recipe
+        self._lengths = _pair_lengths(pairs, is_packed=False)
+        self._batch, self._drop_last = recipe.train.train_batch_per_replica, _drops_last(recipe)
+        self._balanced = balanced_steps(pairs, recipe)
+        if self._balanced:
+            self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
+        else:
+            self.steps_per_epoch = batches_per_epoch(self._batch, len(pairs), self._drop_last)
+            self.total_steps = total_steps(recipe, self._batch, len(pairs))
+        self.reference: np.ndarray | None = None
+        """Log-probability of each chosen and rejected answer; None: there is no reference."""
+
+    @property
+    def places(self) -> np.ndarray:
+        """The pairs that any step trains on, in the order of the file."""
+        steps = range(self.total_steps)
+        return np.unique([place for step in steps for batch in self._micro_batches(step) for place in batch])
+
+    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """The pairs of this step."""
+        found = []
+        for number, batch in enumerate(self._micro_batches(step)):
+            for place in batch:
+                for answer, rows in enumerate((self._pairs.chosen, self._pairs.rejected)):
+                    reference = 0.0 if self.reference is None else float(self.reference[place, answer])
+                    found.append(Sample(*rows[place], reference_logprob=reference, micro_batch=number))
+        epoch = self._balanced.epochs_done(step) if self._balanced else (step + 1) / self.steps_per_epoch
+        return found, {"epoch": epoch}
+
+    def _micro_batches(self, step: int) -> list[list[int]]:
+        """Pairs of like length together, in micro-batches small enough that each data-parallel rank gets one."""
+        if self._balanced:
+            return self._balanced.micro_batches(step)
+        policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
+        places = batch_positions(
+            policy.dataloader_seed, step, self._batch, len(self._pairs), policy.dataloader_shuffle, self._drop_last
+        )
+        ordered = sorted(places.tolist(), key=lambda place: -self._lengths[place])
+        num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
+        size = min(policy.mini_batch, -(-len(ordered) // num_ranks))
+        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 class RolloutFeed:

@@ -18,7 +18,7 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.best import Best, best_of
 from cosmos_core.checkpoint.resume import load_from
 from cosmos_core.checkpoint.save import Checkpointer
-from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
+from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.stage import Stage
@@ -139,7 +139,7 @@ class Loop:
             )
         if start:
             # Last of all set-up: starting an engine draws from and reseeds every generator.
-            restore_rng(_table(state.extra["rng"]))
+            self._restore_rng(start, state.extra["rng"])
         if own:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
@@ -148,6 +148,13 @@ class Loop:
         self.stage.metrics.cut_back(start)
         self.stage.progress.step(start, self.feed.total_steps)
         return start
+
+    def _restore_rng(self, step: int, saved: JsonValue) -> None:
+        if saved is not None:
+            restore_rng(_table(saved))
+        else:  # ranks that share a sample draw alike
+            mesh = self.rank.mesh
+            seed_rng(self.stage.seed, step, mesh.data.get_local_rank() if mesh else 0)
 
     def _save(self, step: int) -> None:
         self.stage.progress.phase("save")

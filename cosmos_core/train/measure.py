@@ -12,17 +12,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from cosmos_core.algorithms.aggregate import means
 from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.dpo import Compared, Denominators, preference_loss
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.prepared import Prompts, Sequences, has_split, open_prompts, open_sequences, rows_kind
+from cosmos_core.data.prepared import (
+    Pairs,
+    Prompts,
+    Sequences,
+    has_split,
+    open_pairs,
+    open_prompts,
+    open_sequences,
+    rows_kind,
+)
 from cosmos_core.errors import DataError
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rollout.base import Engine
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.rank import Rank
+from cosmos_core.train.reference import PIECE, pair_logprobs
 from cosmos_core.types import Sampling, ScoredGroup
 
 SAMPLES = "samples.jsonl"
@@ -35,7 +48,8 @@ def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, progress: Prog
     loss_sum, num_top, num_tokens = 0.0, 0.0, 0
     for start in range(0, len(rows), size):
         progress.beat()
-        samples = [Sample(*rows[i]) for i in range(start, min(start + size, len(rows)))]
+        places = range(start, min(start + size, len(rows)))
+        samples = [Sample(*rows[i], images=rows.images(i)) for i in places]
         logprob, top = rank.evaluate(samples, size=size)
         loss_sum, num_top = loss_sum - logprob, num_top + top
         num_tokens += sum(sample.num_learned for sample in samples)
@@ -46,6 +60,29 @@ def sequence_figures(rank: Rank, rows: Sequences, recipe: Recipe, progress: Prog
         "validation/token_accuracy": num_top / max(1, num_tokens),
         "validation/tokens": float(num_tokens),
     }
+
+
+def pair_figures(
+    rank: Rank, pairs: Pairs, reference: np.ndarray | None, recipe: Recipe, progress: Progress
+) -> dict[str, float]:
+    """Loss, mean rewards, and the share of pairs whose chosen answer has the higher one, of all held-out pairs.
+
+    `reference` are their log-probabilities under it; None: there is none.
+    """
+    policy = recipe.train.train_policy
+    assert not isinstance(policy, GrpoConfig)
+    size = recipe.validation.batch_size or policy.mini_batch
+    found = []
+    for start in range(0, len(pairs), PIECE):
+        progress.beat()
+        found.append(pair_logprobs(rank, pairs, np.arange(start, min(start + PIECE, len(pairs))), size))
+    logprobs = np.concatenate(found)
+    against = np.zeros_like(logprobs) if reference is None else reference
+    columns = [torch.from_numpy(column) for column in (*logprobs.T, *against.T)]
+    chosen_tokens = float(sum(pairs.chosen[i][1][1:].sum() for i in range(len(pairs))))
+    loss, metrics = preference_loss(Compared(*columns), policy.dpo, Denominators(len(pairs), chosen_tokens))
+    figures = {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs))}
+    return {f"validation/{name}": value for name, value in figures.items()}
 
 
 def answer_figures(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
@@ -140,7 +177,7 @@ def reward_runner(stage: Stage, weights: dict[str, float]) -> RewardRunner:
     return RewardRunner(weights, timeout_seconds=seconds, custom=stage.recipe.custom, beat=stage.progress.beat)
 
 
-def held_out(folder: Path) -> Prompts | Sequences:
+def held_out(folder: Path) -> Prompts | Pairs | Sequences:
     """The held-out rows of prepared data.
 
     Raises:
@@ -151,6 +188,7 @@ def held_out(folder: Path) -> Prompts | Sequences:
             f"{folder} has no held-out rows; name validation.dataset, or split some off with "
             f"train.train_policy.dataset.test_size"
         )
-    if rows_kind(folder, "validation") == "prompts":
+    kind = rows_kind(folder, "validation")
+    if kind == "prompts":
         return open_prompts(folder, "validation")
-    return open_sequences(folder, "validation")
+    return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")

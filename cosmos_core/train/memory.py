@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from cosmos_core.algorithms.base import Algorithm, Sample
+from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.algorithms.grpo_updates import Grpo
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -46,6 +47,8 @@ class Memory:
     """Copies of weights in `param_dtype` that autocast made and autograd keeps; None: unknown, with activations."""
     activations: int | None
     """What autograd keeps beside these, and everything short-lived: logits, their gradient, the optimizer's terms."""
+    average: int = 0
+    """The moving average of the trained weights."""
 
     @property
     def total(self) -> int:
@@ -55,6 +58,7 @@ class Memory:
             + self.gradients
             + self.optimizer
             + self.reference
+            + self.average
             + (self.casts or 0)
             + (self.activations or 0)
         )
@@ -73,9 +77,22 @@ def held_memory(model: PreTrainedModel, frozen: PreTrainedModel | None) -> Memor
     )
 
 
-def step_memory(rank: Rank, frozen: PreTrainedModel | None, train: TrainConfig, length: int) -> Memory:
-    """The peak of a step after the first, every row `length` tokens long; under the fake mode that made the models.
+def eight_bit_moments(model: PreTrainedModel) -> int:
+    """Bytes of both moments as torchao keeps them: a byte a value with a scale for each 256 and a table of codes; as
+    wide as the weight where there are few values, or they do not divide."""
+    found = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            count = parameter.numel()
+            is_small = count < 4096 or count % 256
+            found += 2 * (parameter.nbytes if is_small else count + 4 * (count // 256) + 4 * 256)
+    return found
 
+
+def step_memory(rank: Rank, frozen: PreTrainedModel | None, train: TrainConfig, length: int) -> Memory:
+    """The peak of a step after the first, every row (each answer of a pair) `length` tokens long.
+
+    To be called under the fake mode that made the models.
     Two micro-batches where the step has more than one: the second meets the gradients of the first.
     """
     policy = train.train_policy
@@ -87,6 +104,9 @@ def step_memory(rank: Rank, frozen: PreTrainedModel | None, train: TrainConfig, 
     ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
     count = min(2 * policy.mini_batch, train.train_batch_per_replica)
     samples = [Sample(ids, mask, advantage=1.0, reward=1.0) for _ in range(count)]
+    if policy.type == "sft" and policy.trainer_type == "dpo":
+        algorithm = Dpo(policy.dpo)
+        samples = [replace(one, micro_batch=i // policy.mini_batch) for i, one in enumerate(samples) for _ in range(2)]
     live = _LiveBytes()
     with live, live.refusing_values_in(rank.model):
         live.hold("weights", _state(rank.model))

@@ -22,16 +22,19 @@ GLOBAL = "global"
 """In `optm_lr`, stands for all modules that are not named."""
 
 
-def build_optimizer(model: torch.nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: torch.nn.Module, train: TrainConfig, *, whole: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
     Each module path of `optm_lr` has groups of its own. Parameters of one dimension (biases, norms) are apart from
-    the others, without weight decay.
+    the others, without weight decay. `whole`: what `model` is a part of, if it is.
 
     Raises:
-        ConfigError: nothing that is trained lies below a module path.
+        ConfigError: nothing that is trained lies below a module path, or in the model.
     """
     rates = _rates(train)
+    _check_paths(whole or model, rates)
     groups = []
     for path, trained in _parameters_by_path(model, rates).items():
         common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
@@ -40,6 +43,8 @@ def build_optimizer(model: torch.nn.Module, train: TrainConfig) -> torch.optim.O
                 {**common, "params": [p for p in alike if p.ndim > 1], "weight_decay": train.optm_weight_decay},
                 {**common, "params": [p for p in alike if p.ndim <= 1], "weight_decay": 0.0},
             ]
+    if not any(group["params"] for group in groups):
+        raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     return _class(train.optm_name)(
         [group for group in groups if group["params"]],
         lr=rates[GLOBAL],
@@ -140,10 +145,14 @@ def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> d
         leading = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in known)]
         path = max(leading, key=lambda path: path.count("."), default=GLOBAL)
         found.setdefault(path, []).append(parameter)
+    return found
+
+
+def _check_paths(model: torch.nn.Module, paths: Mapping[str, float]) -> None:
+    found = _parameters_by_path(model, paths)
     for path in [path for path in paths if path not in found]:
         modules = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
             f"train.optm_lr: no weight is trained with the rate of {path!r}; give the path of a module that is trained"
             + ("" if path in modules else suggestion(path, modules))
         )
-    return found

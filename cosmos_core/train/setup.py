@@ -15,33 +15,50 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.algorithms.base import LogProbs, Sample
+from cosmos_core.algorithms.base import Algorithm, LogProbs, Sample
+from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.algorithms.grpo_updates import Grpo
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.data.prepared import Prompts, open_prompts, open_sequences
-from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.data.prepared import Pairs, Prompts, Sequences, open_pairs, open_prompts, open_sequences, shows_images
+from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer, named_weights
+from cosmos_core.models.kernels import use_fp8, use_liger, without_fp8
 from cosmos_core.models.lora import FOLDER, is_adapted
+from cosmos_core.models.processor import Vision, load_processor, processor_files
+from cosmos_core.models.stand_in import reads_base
+from cosmos_core.models.streamed import load_later
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.rollout.base import Engine
 from cosmos_core.rollout.choose import make_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
-from cosmos_core.train.feeds import RolloutFeed, SequenceFeed
+from cosmos_core.train.feeds import Feed, PairFeed, RolloutFeed, SequenceFeed
 from cosmos_core.train.loop import Loop, Measure
-from cosmos_core.train.measure import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
+from cosmos_core.train.measure import (
+    SAMPLES,
+    Answers,
+    held_out,
+    pair_figures,
+    reward_runner,
+    reward_weights,
+    sequence_figures,
+)
 from cosmos_core.train.rank import Rank
+from cosmos_core.train.reference import FOLDER as REFERENCE
+from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
@@ -70,15 +87,16 @@ def run_rl(stage: Stage) -> Outcome:
 
 
 def train_sft(stage: Stage) -> Trained:
-    """Supervised fine-tuning to its last step."""
-    rows = open_sequences(prepared_folder(stage), "train")
+    """Supervised fine-tuning, or by preferences, to its last step."""
+    is_compared = stage.recipe.train.train_policy.trainer_type == "dpo"
+    rows = (open_pairs if is_compared else open_sequences)(prepared_folder(stage), "train")
     rank, tokenizer = open_rank(stage)
-    feed = SequenceFeed(rows, stage.recipe)
+    feed, algorithm = _supervised(stage, rank, rows)
     with ExitStack() as stack:
         checkpointer = _checkpointer(stage, stack)
         measure = _measure(stage, rank, tokenizer, stack)
         loop = Loop(
-            stage, rank, feed, Sft(), checkpointer, measure=measure, average=_average(stage, rank),
+            stage, rank, feed, algorithm, checkpointer, measure=measure, average=_average(stage, rank),
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
@@ -134,21 +152,57 @@ def open_rank(stage: Stage) -> tuple[Rank, PreTrainedTokenizerBase]:
     tokenizer = load_tokenizer(stage.model, policy.model_revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so which id pads does not matter
-    model = load_model(
+    vision = _vision(stage)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = open_mesh(policy.parallelism, device.type)
+    load = load_later if mesh and not reads_base(policy.lora) else load_model
+    if mesh and load is load_model:
+        logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
+    model = load(
         stage.model,
         revision=policy.model_revision,
         dtype=getattr(torch, train.master_dtype),
+        device=device,
         gradient_checkpointing=policy.model_gradient_checkpointing,
     )
     check_row_length(model.config, policy.model_max_length)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _move(model, device)
+    if policy.enable_liger_kernel:
+        use_liger(model)
     if stage.config.kind != "validate":  # it measures what these tables have made already
         choose_trained(model, policy)
+        if train.fp8.enable_fp8:
+            use_fp8(model, train.fp8)
     if train.compile:
         _compile_blocks(model)
-    mesh = open_mesh(policy.parallelism, device.type)
-    return Rank(model, train, int(tokenizer.pad_token_id), stage.progress, mesh), tokenizer
+    return Rank(model, train, int(tokenizer.pad_token_id), stage.progress, mesh, vision), tokenizer
+
+
+def _vision(stage: Stage) -> Vision | None:
+    """What reads the images of the prepared rows; None: no row shows one.
+
+    Raises:
+        ConfigError: the recipe spreads such rows in a way that this version cannot.
+        ModelError: the processor cannot be loaded.
+    """
+    if stage.data is None or not shows_images(stage.data):
+        return None
+    sizes = stage.recipe.policy.parallelism
+    for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
+        if getattr(sizes, key) > 1:
+            raise ConfigError(
+                f"policy.parallelism.{key} = {getattr(sizes, key)}: this version shards models that are shown images "
+                f"by dp_shard_size and dp_replicate_size alone; set {key} = 1"
+            )
+    policy = stage.recipe.train.train_policy
+    if not isinstance(policy, GrpoConfig) and policy.enable_dp_load_balancing:
+        raise ConfigError(
+            "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
+            "their length; set it to false"
+        )
+    processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_of(stage.recipe).pixels)
+    if processor is None:
+        raise ModelError(f"{stage.model}: the prepared rows show images, and the model has no processor to read them")
+    return Vision(processor)
 
 
 @contextmanager
@@ -176,15 +230,28 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
         return Outcome()
     stage.progress.phase("export")
     place = f"safetensors/step_{trained.step}"
-    export_model(trained.model, trained.tokenizer, stage.path / place, dtype=None)
+    extra_files = processor_files(stage.model, stage.recipe.policy.model_revision)
+    without_fp8(trained.model)
+    export_model(trained.model, trained.tokenizer, stage.path / place, dtype=None, extra_files=extra_files)
     checks = prove_export(trained.model, stage.path / place, dtype=None, tokenizer=trained.tokenizer)
-    samples = (SAMPLES,) if (stage.path / SAMPLES).exists() else ()
+    others = [name for name in (SAMPLES, REFERENCE) if (stage.path / name).exists()]
     info: dict[str, JsonValue] = {"model": place, "step": trained.step, "checks": list(checks)}
     if is_adapted(trained.model):
         info["adapter"] = f"{place}/{FOLDER}"
     if trained.best is not None:
         info["best"] = asdict(trained.best)
-    return Outcome(outputs=(place, *samples), metrics=trained.metrics, info=info)
+    return Outcome(outputs=(place, *others), metrics=trained.metrics, info=info)
+
+
+def _supervised(stage: Stage, rank: Rank, rows: Sequences | Pairs) -> tuple[Feed, Algorithm]:
+    """What is read and what is learned of it; the weights are those that the stage starts from."""
+    if isinstance(rows, Sequences):
+        return SequenceFeed(rows, stage.recipe), Sft()
+    policy = stage.recipe.train.train_policy
+    assert not isinstance(policy, GrpoConfig)
+    feed = PairFeed(rows, stage.recipe)
+    feed.reference = reference_logprobs(stage, rank, rows, "train", feed.places)
+    return feed, Dpo(policy.dpo)
 
 
 def _average(stage: Stage, rank: Rank) -> MovingAverage | None:
@@ -226,6 +293,9 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
             return answers.measure(step)
 
         return measure
+    if isinstance(rows, Pairs):
+        reference = reference_logprobs(stage, rank, rows, "validation", np.arange(len(rows)))
+        return lambda step: pair_figures(rank, rows, reference, stage.recipe, stage.progress)
     return lambda step: sequence_figures(rank, rows, stage.recipe, stage.progress)
 
 
@@ -242,10 +312,13 @@ def _reference(stage: Stage, rank: Rank, policy: GrpoConfig) -> LogProbs | None:
     if not policy.kl_beta:
         return None
     train = stage.recipe.train
-    frozen = load_model(
-        stage.model, revision=stage.recipe.policy.model_revision, dtype=getattr(torch, train.master_dtype)
+    load = load_later if rank.mesh else load_model
+    frozen = load(
+        stage.model,
+        revision=stage.recipe.policy.model_revision,
+        dtype=getattr(torch, train.master_dtype),
+        device=rank.model.device,
     )
-    _move(frozen, rank.model.device)
     frozen.requires_grad_(False)
 
     def logprobs(samples: Sequence[Sample]) -> list[Tensor]:
@@ -254,17 +327,13 @@ def _reference(stage: Stage, rank: Rank, policy: GrpoConfig) -> LogProbs | None:
     return logprobs
 
 
-def _move(model: torch.nn.Module, device: torch.device) -> None:
-    model.to(device)
-
-
 def _compile_blocks(model: PreTrainedModel) -> None:
     """torch.compile each transformer block.
 
     Raises:
         ConfigError: there is no C++ compiler for a model on CPU.
     """
-    if model.device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         raise ConfigError(
             "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
         )

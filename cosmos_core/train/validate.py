@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import json
 
-from cosmos_core.data.prepared import Prompts
+from cosmos_core.data.prepared import Pairs, Prompts
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.measure import SAMPLES, Answers, held_out, reward_runner, reward_weights, sequence_figures
+from cosmos_core.train.measure import (
+    SAMPLES,
+    Answers,
+    held_out,
+    pair_figures,
+    reward_runner,
+    reward_weights,
+    sequence_figures,
+)
+from cosmos_core.train.reference import handed_on
 from cosmos_core.train.setup import open_engine, open_rank, prepared_folder
 from cosmos_core.types import Outcome
 
@@ -23,6 +32,9 @@ def run(stage: Stage) -> Outcome:
         ):
             metrics = Answers(rows, engine, rewards, stage).measure(0)
         outputs: tuple[str, ...] = (SAMPLES,)
+    elif isinstance(rows, Pairs):
+        metrics = pair_figures(rank, rows, handed_on(stage, rows, "validation"), stage.recipe, stage.progress)
+        outputs = ()
     else:
         metrics = sequence_figures(rank, rows, stage.recipe, stage.progress)
         outputs = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.base import Algorithm, Sample
+from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.algorithms.grpo_updates import Grpo
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ModelError
+from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
+from cosmos_core.models.stand_in import reads_base
+from cosmos_core.models.streamed import load_later
 from cosmos_core.parallel.fsdp import on_first
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
 
 VOCABULARY = 260
+_ADAPTER = {"r": 4, "init_lora_weights": False}  # not at zero, where half of the gradients are
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "adapter": {"lora": {**_ADAPTER, "target_modules": "all-linear"}},
+    "adapter on attention": {"lora": {**_ADAPTER, "target_modules": ["q_proj", "v_proj", "o_proj"]}},
+    "adapter and norm": {"lora": {**_ADAPTER, "target_modules": ["q_proj"], "modules_to_save": ["model.norm"]}},
+    "adapter and embedding": {"lora": {**_ADAPTER, "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}},
+    "adapter taken from the base": {"lora": {**_ADAPTER, "init_lora_weights": "pissa", "target_modules": ["q_proj"]}},
+    "attention": {"freeze_pattern": ["mlp", "embed", "norm"]},
+    "not experts": {"freeze_pattern": ["experts"]},
+}
+"""What of the model, as `[policy]` says it."""
 LENGTHS = (5, 19, 8, 13, 21, 11, 7)
 """Seven: not every rank has as many."""
 
@@ -33,7 +51,7 @@ LENGTHS = (5, 19, 8, 13, 21, 11, 7)
 class Case:
     """One way to compute the same update."""
 
-    mesh: tuple[tuple[str, int], ...] = ()
+    mesh: tuple[tuple[str, int | str], ...] = ()
     mini_batch: int = 8
     packed: bool = False
     algorithm: str = "sft"
@@ -42,6 +60,8 @@ class Case:
     dtype: str = "float64"
     checkpointing: bool = False
     model: str = "tied"
+    trained: str = "all"
+    """A key of `TRAINED`."""
 
     @property
     def name(self) -> str:
@@ -49,6 +69,7 @@ class Case:
         mesh = "-".join(f"{axis.removesuffix('_size')}{size}" for axis, size in self.mesh) or "one rank"
         flags = [word for word, is_set in (("packed", self.packed), ("recomputed", self.checkpointing)) if is_set]
         flags += [self.model] if self.model != "tied" else []
+        flags += [self.trained] if self.trained != "all" else []
         masked = [f"{self.masked} masked"] if self.masked else []
         return ", ".join([mesh, f"{self.mini_batch} rows", self.algorithm, *flags, *masked, self.dtype])
 
@@ -67,9 +88,19 @@ def samples(masked: int) -> list[Sample]:
     return found
 
 
+def pairs(found: list[Sample], mini_batch: int) -> list[Sample]:
+    """Three pairs: not every rank has as many."""
+    return [
+        replace(sample, micro_batch=i // 2 // mini_batch, reference_logprob=-float(sample.num_learned))
+        for i, sample in enumerate(found[:6])
+    ]
+
+
 def recipe(case: Case) -> Recipe:
     """What the case says in TOML."""
     policy: dict[str, Any] = {"type": case.algorithm, "mini_batch": case.mini_batch}
+    if case.algorithm == "dpo":
+        policy |= {"type": "sft", "trainer_type": "dpo", "dpo": {"loss_type": ["sigmoid", "bco_pair", "sft"]}}
     if case.algorithm == "grpo":
         policy |= {"mu_iterations": 1, "batch_size_per_optimize": 4}
     train = {
@@ -84,17 +115,30 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     config = recipe(case).train
     mesh = open_mesh(ParallelismConfig.model_validate(dict(case.mesh)), "cpu")
-    loaded = load_model(str(models / case.model), dtype=torch.float32, gradient_checkpointing=case.checkpointing)
+    trained = PolicyConfig.model_validate(TRAINED[case.trained])
+    load = load_later if mesh and not reads_base(trained.lora) else load_model
+    loaded = load(
+        str(models / case.model), dtype=torch.float32, device=torch.device("cpu"),
+        gradient_checkpointing=case.checkpointing,
+    )  # fmt: skip
     loaded = loaded.to(getattr(torch, case.dtype))
+    if case.dtype == "float64" and loaded._can_set_experts_implementation():
+        loaded.set_experts_implementation("eager")  # the grouped product knows no float64
+    choose_trained(loaded, trained)
     rank = Rank(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
     rank._dtype = getattr(torch, case.dtype)
     policy = config.train_policy
-    algorithm = Grpo(policy, None) if isinstance(policy, GrpoConfig) else Sft()
+    batch = samples(case.masked)
+    algorithm: Algorithm = Grpo(policy, None) if isinstance(policy, GrpoConfig) else Sft()
+    if not isinstance(policy, GrpoConfig) and case.algorithm == "dpo":
+        batch, algorithm = pairs(batch, case.mini_batch), Dpo(policy.dpo)
     logprobs = partial(rank.logprobs, temperature=algorithm.temperature)
+    evaluated = dict(zip(("logprob", "num_top"), rank.evaluate(batch, size=3), strict=True))
     rank.set_learning_rate(5, 10)
     figures: dict[str, float] = {}
-    for update in algorithm.updates(samples(case.masked), logprobs):
+    for update in algorithm.updates(batch, logprobs):
         figures = rank.update(update, temperature=algorithm.temperature, with_entropy=algorithm.with_entropy)
+    figures |= evaluated
     gradients: dict[str, Tensor] = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
     whole = rank.whole_model()
     weights = {} if whole is None else {name: p.detach().clone() for name, p in whole.named_parameters()}
@@ -102,10 +146,14 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
 
 
 def run_cases(cases: list[Case], models: Path, scratch: Path, stop: threading.Event) -> None:
-    """Every case on one rank of a group; the first rank writes the answers."""
+    """Every case on one rank of a group; the first rank writes the answers, or why there are none."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for index, case in enumerate(cases):
-        found = computed(case, models, scratch)
+        try:
+            found = computed(case, models, scratch)
+        except ModelError as error:
+            (scratch / f"{index}.txt").write_text(str(error))
+            continue
         if found["gradients"]:
             torch.save(found, scratch / f"{index}.pt")

@@ -22,7 +22,7 @@ from cosmos_core.train.setup import run_sft
 from tests.distributed import members
 
 
-def recipe(**mesh: int) -> Recipe:
+def recipe(**mesh: int | str) -> Recipe:
     policy = {"type": "sft", "mini_batch": 3, "conversation_column_name": "messages"}
     train = {
         "param_dtype": "float32", "compile": False, "optm_lr": 1e-3, "train_batch_per_replica": 9, "max_num_steps": 5,
@@ -35,17 +35,17 @@ def recipe(**mesh: int) -> Recipe:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")
-    arithmetic.make(stage(folder / "task"), train_rows=64, heldout_rows=16, hidden_size=64, layers=1)
+    arithmetic.make(stage(folder / "task"), train_rows=64, heldout_rows=16, hidden_size=64, layers=3)
     prepare.run(stage(folder / "rows", folder / "task/model", folder / "task/data"))
     return folder
 
 
-def stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh: int) -> Stage:
+def stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh: int | str) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
     return Stage(path, StageConfig(name=path.name, kind="sft"), recipe(**mesh), str(model), data, {}, "f" * 64)
 
 
-def sft(task: Path, path: Path, **mesh: int) -> Stage:
+def sft(task: Path, path: Path, **mesh: int | str) -> Stage:
     return stage(path, task / "task/model", task / "rows/data", **mesh)
 
 
@@ -123,3 +123,30 @@ def test_a_training_that_began_on_one_rank_ends_on_two(task: Path, tmp_path: Pat
     assert outcome.outputs == ("safetensors/step_5",)
     assert any(check.startswith("reload") for check in outcome.info["checks"])
     assert_like(two, alone)
+
+
+def test_a_training_goes_through_pipelines_and_ends_on_one_rank(
+    task: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    path = tmp_path / "sft"
+    with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):
+        WorkerGroup(2, "local").run(partial(members.train, sft(task, path, pp_size=2), 2, tmp_path))
+    four = sft(task, path, pp_size=2, pp_schedule="1F1B", dp_shard_size=2)
+    with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
+        WorkerGroup(4, "local").run(partial(members.train, four, 3, tmp_path))
+    one = sft(task, path)
+    run_sft(one)
+    assert_like(one, alone)
+
+
+def test_a_training_that_began_on_one_rank_ends_in_a_pipeline(
+    task: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    path = tmp_path / "sft"
+    with pytest.raises(Preempted, match="stopped after step 3 of 5"):
+        WorkerGroup(1, "local").run(partial(members.train, sft(task, path), 3, tmp_path))
+    three = sft(task, path, pp_size=3, pp_schedule="GPipe")
+    outcome = WorkerGroup(3, "local").run(partial(members.train, three, None, tmp_path))
+    assert outcome.outputs == ("safetensors/step_5",)
+    assert any(check.startswith("reload") for check in outcome.info["checks"])
+    assert_like(three, alone)

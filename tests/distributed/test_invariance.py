@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ TP2 = (("tp_size", 2),)
 TP2_DP2 = (("dp_shard_size", 2), ("tp_size", 2))
 CP2, CP2_DP2, CP4 = (("cp_size", 2),), (("cp_size", 2), ("dp_shard_size", 2)), (("cp_size", 4),)
 DDP = (("dp_replicate_size", 2),)
+GPIPE, ONE_F, PP2 = ((("pp_size", 2), ("pp_schedule", name)) for name in ("GPipe", "1F1B", "Interleaved1F1B"))
+PP4 = (("pp_size", 4), ("pp_schedule", "1F1B"))
 
 TWO = [
     *(Case(mesh, mini_batch, packed) for mesh in (DP2,) for mini_batch in (1, 2, 4) for packed in (False, True)),
@@ -26,24 +29,45 @@ TWO = [
     Case(DP2, 4, masked=3),
     Case(DP2, 8, masked=3, packed=True),
     Case(DP2, 2, algorithm="grpo"),
+    Case(DP2, 1, algorithm="dpo"),
+    Case(DP2, 2, algorithm="dpo", packed=True),
     Case(DP2, 2, checkpointing=True),
     Case(DP2, 2, dtype="float32"),
     Case(DP2, 2, model="untied"),
     *(Case(TP2, mini_batch, packed) for mini_batch in (1, 4) for packed in (False, True)),
     Case(TP2, 2, model="untied"),
     Case(TP2, 2, algorithm="grpo", model="untied"),
+    Case(TP2, 2, algorithm="dpo"),
     Case(TP2, 2, dtype="float32"),
     *(Case(CP2, mini_batch, True) for mini_batch in (1, 2, 4)),
     Case(CP2, 2, masked=3),
     Case(CP2, 2, algorithm="grpo", model="untied"),
+    Case(CP2, 1, algorithm="dpo"),
     Case(CP2, 2, checkpointing=True),
     Case(CP2, 2, dtype="float32"),
+    *(
+        Case(mesh, mini_batch, packed, model="deep")
+        for mesh in (GPIPE, ONE_F, PP2)
+        for mini_batch in (1, 2, 4)
+        for packed in (False, True)
+    ),
+    *(Case(mesh, 4, model="untied") for mesh in (GPIPE, ONE_F, PP2)),
+    *(Case(mesh, 8, masked=3, packed=mesh is PP2, model="deep") for mesh in (GPIPE, ONE_F, PP2)),
+    Case((*PP2, ("pp_micro_batch_size", 2)), 8, model="deep"),
+    Case(PP2, 4, checkpointing=True, model="deep"),
+    Case(PP2, 4, dtype="float32", model="deep"),
+    Case(PP2, 2, algorithm="grpo", model="deep"),
+    Case(PP2, 2, algorithm="dpo", model="deep"),
+    Case(PP2, 4, trained="adapter", model="deep"),
+    Case(ONE_F, 4, trained="attention", model="deep"),
 ]
 FOUR = [
     *(Case(mesh, mini_batch, packed) for mesh in (DP4, HSDP) for mini_batch in (1, 2) for packed in (False, True)),
     Case(DP4, 4, masked=2),
     Case(HSDP, 2, masked=2, packed=True),
     Case(HSDP, 2, algorithm="grpo"),
+    Case(HSDP, 1, algorithm="dpo"),
+    Case(CP2_DP2, 1, algorithm="dpo"),
     Case(DP4, 1, algorithm="grpo", packed=True),
     Case(DP4, 2, dtype="float32"),
     Case(TP2_DP2, 2),
@@ -54,6 +78,23 @@ FOUR = [
     Case(CP2_DP2, 4, masked=3),
     Case(CP4, 2),
     Case((("cp_size", 2), ("tp_size", 2)), 2, model="untied"),
+    *(
+        Case((*mesh, *DP2), mini_batch, packed, model="deep")
+        for mesh in (GPIPE, ONE_F, PP2)
+        for mini_batch in (1, 4)
+        for packed in (False, True)
+    ),
+    *(Case((*mesh, *DP2), 4, model="untied") for mesh in (GPIPE, ONE_F, PP2)),
+    *(Case((*mesh, *DP2), 4, masked=3, packed=mesh is PP2, model="deep") for mesh in (GPIPE, ONE_F, PP2)),
+    Case((*PP2, *DP2), 4, checkpointing=True, model="deep"),
+    Case((*PP2, *DP2), 4, dtype="float32", model="deep"),
+    Case((*PP2, *DP2), 2, algorithm="grpo", model="deep"),
+    Case((*PP2, *DDP), 2, model="deep"),
+    Case((*PP2, *TP2), 2, model="deep"),
+    Case((*PP2, *TP2), 2, packed=True, trained="adapter", model="untied"),
+    Case((*PP2, *CP2), 2, model="deep"),
+    Case(PP4, 4, model="deep"),
+    Case(PP4, 2, packed=True, model="deep"),
 ]
 BAR = {"float64": 1e-9, "float32": 1e-5}
 
@@ -62,11 +103,11 @@ BAR = {"float64": 1e-9, "float32": 1e-5}
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models")
-    for name in ("tied", "untied"):
+    for name in ("tied", "untied", "deep"):
         config = Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=name == "tied",
-            initializer_range=0.2,
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=5 if name == "deep" else 2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+            tie_word_embeddings=name != "untied", initializer_range=0.2,
         )  # fmt: skip
         Qwen3ForCausalLM(config).save_pretrained(folder / name)
     return folder
@@ -93,7 +134,7 @@ def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     found: dict[Case, dict[str, Any]] = {}
 
     def compute(case: Case) -> dict[str, Any]:
-        plain = Case(mini_batch=4, algorithm=case.algorithm, masked=case.masked, dtype=case.dtype, model=case.model)
+        plain = replace(case, mesh=(), mini_batch=4, packed=False, checkpointing=False)
         if plain not in found:
             found[plain] = computed(plain, models, tmp_path_factory.mktemp("alone"))
         return found[plain]

@@ -36,7 +36,7 @@ ckpt = { enable_checkpoint = true, save_freq = 1000 }
 name = "task"
 kind = "custom"
 entry = "cosmos_core.data.arithmetic:make"
-arguments = { train_rows = 64, heldout_rows = 16, hidden_size = 64, layers = 1 }
+arguments = { train_rows = 64, heldout_rows = 16, hidden_size = 64, layers = 2 }
 """
 STAGE = """
 [[pipeline.stages]]
@@ -47,6 +47,7 @@ model = "stage:task"
 data = "stage:task"
 overrides.policy.parallelism.dp_shard_size = SIZE
 """
+STAGES = ("one", "two", "layers")
 
 
 def text(steps: int, **sizes: int) -> str:
@@ -64,13 +65,15 @@ def step_of(workspace: Workspace, name: str) -> int:
 
 
 def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> None:
-    workspace.write("p.toml", text(4, one=1, two=2))
+    stages = STAGE.replace("NAME", "layers").replace("dp_shard_size = SIZE", "pp_size = 2")
+    workspace.write("p.toml", text(4, one=1, two=2) + stages)
     workspace.cosmos("run", "p.toml")
-    exports = [run_of(workspace) / "stages" / name / "safetensors/step_4/model.safetensors" for name in ("one", "two")]
-    one, two = map(load_file, exports)
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-6, msg=name)
+    folder = run_of(workspace) / "stages"
+    one, *others = [load_file(folder / f"{name}/safetensors/step_4/model.safetensors") for name in STAGES]
+    for other in others:
+        assert one.keys() == other.keys()
+        for name, weight in one.items():
+            torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-6, msg=name)
     assert not processes_below(workspace.path)
 
 

@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.models.lora import save_adapter
 from cosmos_core.train.setup import open_rank
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -92,3 +93,16 @@ def test_a_stage_that_validates_adds_no_adapter_to_what_it_measures(folder: Path
     recipe = Change("policy.lora.r", 4, ADAPTED).after
     rank, _ = open_rank(stage_of(tmp_path / "stage", recipe, kind="validate", model=folder))
     assert facts(rank.model)["modules"] == set()
+
+
+@changes(Change("policy.lora.lora_path", "first", ADAPTED))
+def test_it_changes_which_adapter_is_begun_with(
+    change: Change, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    random = Change("policy.lora.r", 4, {**ADAPTED, "policy.lora.init_lora_weights": False}).after
+    save_adapter(model_of(random, folder, tmp_path), tmp_path / "first")
+    before, after = (facts(model_of(side, folder, tmp_path)) for side in (change.before, change.after))
+    assert {name: after[name] for name in after if after[name] != before[name]} == {
+        "ranks": {4}, "scales": {2.0}, "starts at zero": False,
+    }  # fmt: skip

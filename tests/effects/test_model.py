@@ -128,11 +128,18 @@ def test_it_changes_the_rows_of_a_forward_pass(
     assert train_passes(change.after, model, tmp_path) == expected
 
 
+class Rows(list[Any]):
+    """Prepared rows without images."""
+
+    def images(self, index: int) -> tuple[str, ...]:
+        return ()
+
+
 @changes(Change("validation.batch_size", 8, EAGER))
 def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, model: Path, tmp_path: Path) -> None:
     def passes(recipe: Recipe) -> list[int]:
         rank = rank_of(recipe, model, tmp_path)
-        rows: Any = [(sample.input_ids, sample.loss_mask) for sample in samples()]
+        rows: Any = Rows((sample.input_ids, sample.loss_mask) for sample in samples())
         rank.logprobs(samples(1), 1.0)
         passes = Passes(rank.model)
         sequence_figures(rank, rows, recipe, Progress(tmp_path / "progress.json"))

@@ -33,6 +33,9 @@ class Rows:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return np.full(self.lengths[index], index), np.ones(self.lengths[index], dtype=np.uint8)
 
+    def images(self, index: int) -> tuple[str, ...]:
+        return ()
+
 
 def micro_batches(recipe: Recipe) -> list[dict[int | None, list[int]]]:
     """The rows of each micro-batch of each step."""

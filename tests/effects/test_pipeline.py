@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from cosmos_core.checkpoint.pinned import pinned_step
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import merge
 from cosmos_core.config.mesh import check_meshes
@@ -42,6 +43,8 @@ def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
     entry = values.get("pipeline", {}).pop("stages", None)
     if entry is not None:
         first = {"name": "first", "kind": "custom", "entry": f"{PROGRAM}:other"}
+        if "checkpoint" in entry:
+            first = {"name": "first", "kind": "sft", "overrides": nested(SFT)}
         second = {"name": "second", "after": "first", **entry}
         values = merge(values, {"pipeline": {"stages": [second, first]}})
     folder.mkdir(exist_ok=True)
@@ -115,7 +118,7 @@ def test_it_changes_the_mesh(change: Change, expected: dict[str, int], tmp_path:
 @changes((Change("pipeline.gpus_per_node", 4, {**MESH, "pipeline.gpus": 16}), "4"))
 def test_it_changes_the_nodes_of_an_estimate(change: Change, expected: str, tmp_path: Path) -> None:
     names = ("parameters", "trainable", "peak", "kv_cache", "sequence_length", "rows", "steps", "tokens")
-    parts = ("weights", "casts", "reference", "gradients", "optimizer", "activations")
+    parts = ("weights", "casts", "reference", "gradients", "optimizer", "activations", "average")
     sizes = {**dict.fromkeys(names), "parameters": 1, "trainable": 1, "sequence_length": 1, "notes": [],
              "memory": dict.fromkeys(parts, 0)}  # fmt: skip
 
@@ -195,7 +198,9 @@ def test_it_changes_how_often_a_stage_is_tried(change: Change, tmp_path: Path) -
 
 def second(found: Pipeline, folder: Path) -> Stage:
     """The stage as a program of the front half gets it."""
-    inputs = {"first": {"metrics": {"loss": 2.0}}} if found.stage("second").kind == "gate" else {}
+    inputs = (
+        {} if found.stage("second").kind == "upload" else {"first": {"metrics": {"loss": 2.0}, "path": str(folder)}}
+    )
     return Stage(folder / "stages/second", found.stage("second"), Recipe(), str(folder / "model"), None, inputs, "f")
 
 
@@ -216,3 +221,15 @@ def test_it_changes_where_a_model_is_published(change: Change, tmp_path: Path) -
     before, after = (upload.run(second(side, tmp_path)).info["published"] for side in sides(change, tmp_path))
     assert [Path(str(place)).parent for place in (before, after)] == [tmp_path / "here", tmp_path / "there"]
     assert (Path(str(after)) / "config.json").read_text() == "{}"
+
+
+@changes(Change("pipeline.stages.checkpoint", "2", {"pipeline.stages.kind": "export",
+                                                    "pipeline.stages.checkpoint": "4",
+                                                    "pipeline.stages.model": "stage:first"}))  # fmt: skip
+def test_it_changes_which_checkpoint_is_exported(change: Change, tmp_path: Path) -> None:
+    before, after = sides(change, tmp_path)
+    for step in (2, 4):
+        (tmp_path / f"checkpoints/step_{step}/policy").mkdir(parents=True)
+        manifest = {"step": step, "files": {}}
+        (tmp_path / f"checkpoints/step_{step}/policy/manifest.json").write_text(json.dumps(manifest))
+    assert [pinned_step(second(side, tmp_path)) for side in (before, after)] == [4, 2]

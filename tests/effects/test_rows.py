@@ -109,8 +109,8 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
 def test_it_changes_what_is_asked_of_the_hub(
     change: Change, expected: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hub(name: str, subset: str | None, *, revision: str | None, split: str) -> list[dict[str, str]]:
-        return [{"text": f"{name} {subset} {revision} {split}"}]
+    def hub(name: str, subset: str | None, *, revision: str | None, split: str) -> datasets.Dataset:
+        return datasets.Dataset.from_list([{"text": f"{name} {subset} {revision} {split}"}])
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     split, text = expected

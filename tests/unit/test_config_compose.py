@@ -225,6 +225,11 @@ BAD_GRAPHS = [
      "stage 'a': arguments has a meaning only with kind = 'custom'"),
     (stages(custom("a", 'require = "x > 1"')), "stage 'a': require has a meaning only with kind = 'gate'"),
     (stages(custom("a", 'target = "out"')), "stage 'a': target has a meaning only with kind = 'gate' or 'upload'"),
+    (stages(custom("a", 'checkpoint = "best"')), "stage 'a': checkpoint has a meaning only with kind = 'export'"),
+    (stages(custom("m"), 'name = "e"\nkind = "export"\nafter = "m"\nmodel = "stage:m"\ncheckpoint = "best"'),
+     "stage 'e': checkpoint = 'best' needs model = \"stage:NAME\" of a training"),
+    (stages('name = "e"\nkind = "export"\ncheckpoint = "0"'),
+     "stage 'e': checkpoint = '0' must be 'best' or the number of a train step"),
     (stages('name = "a"\nkind = "gate"'), "stage 'a': kind 'gate' needs require = [\"METRIC >= NUMBER\"]"),
     (stages('name = "a"\nkind = "upload"\ntarget = "out"'), "stage 'a': kind 'upload' needs model = \"stage:NAME\""),
     (stages(custom("m"), 'name = "a"\nkind = "upload"\nafter = "m"\nmodel = "stage:m"'),
@@ -328,40 +333,6 @@ def test_asking_for_a_stage_that_is_not_there_suggests_one(tmp_path: Path) -> No
     assert str(caught.value) == f"{tmp_path}/recipe.toml: no stage 'grop' in this pipeline; did you mean 'grpo'?"
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("sft.work_pool=gpus", "stage 'sft': work_pool = 'gpus': this version runs every stage on the flow's machine; "
-         "leave it out"),
-        ("policy.parallelism.pp_size=2", "stage 'rows': policy.parallelism.pp_size = 2: not in this version; set it "
-         "to 1"),
-        ("grpo.policy.parallelism.tp_size=2", "stage 'grpo': policy.parallelism has 2 ranks: this version trains by "
-         "rollouts on one; set all sizes to 1"),
-        ("sft.policy.parallelism.dp_shard_size=2; sft.policy.lora.r=4", "stage 'sft': policy.parallelism has 2 ranks: "
-         "this version trains LoRA on one; set all sizes to 1"),
-        ("pipeline.gpus=8; sft.policy.parallelism.dp_shard_size=-1", "stage 'sft': policy.parallelism.dp_shard_size = "
-         "-1: this version wants the number; set it to 8"),
-        ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
-         "groups; make it a multiple of rollout.n_generation = 3"),
-        ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
-         "give rates by module path"),
-        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare answers of one "
-         "group; make it at least 2"),
-        ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
-         "prompt in policy.model_max_length = 2048; lower it"),
-    ],
-)  # fmt: skip
-def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_before_a_run(
-    tmp_path: Path, setting: str, said: str
-) -> None:
-    from cosmos_core.config.capabilities import check_capabilities
-
-    pipeline = load(tmp_path, CHAIN, *setting.split("; "))
-    with pytest.raises(ConfigError) as caught:
-        check_capabilities(pipeline)
-    assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
-
-
 def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None:
     doubt = (
         "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: log-probabilities "
@@ -372,12 +343,6 @@ def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None
     assert load(tmp_path, CHAIN).notices == ()
 
 
-def test_the_whole_world_on_one_rank_is_one_rank(tmp_path: Path) -> None:
-    from cosmos_core.config.capabilities import check_capabilities
-
-    check_capabilities(load(tmp_path, CHAIN, "policy.parallelism.dp_shard_size=-1"))
-
-
 def test_every_configuration_in_the_repository_loads() -> None:
     files = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
     assert files
@@ -385,11 +350,12 @@ def test_every_configuration_in_the_repository_loads() -> None:
         assert load_pipeline(file, (), tuple(all_kinds())).stages
 
 
-def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> None:
-    from cosmos_core.config.capabilities import notices_of
-
-    assert notices_of(load(tmp_path, SFT)) == []
-    assert notices_of(load(tmp_path, SFT, "policy.parallelism.dp_shard_size=2")) == [
-        "train.train_batch_per_replica = 8: rows of an optimizer step, of all 2 data-parallel ranks together "
-        "(Cosmos-RL: of each)"
-    ]
+def test_a_checkpoint_is_measured_on_the_rows_of_its_training(tmp_path: Path) -> None:
+    chain = (
+        SFT_STAGE,
+        'name = "e"\nkind = "export"\nafter = "s"\nmodel = "stage:s"\ncheckpoint = "best"',
+        'name = "v"\nkind = "validate"\nafter = "e"\nmodel = "stage:e"',
+    )
+    pipeline = load(tmp_path, stages(*chain))
+    assert [stage.name for stage in pipeline.stages] == ["s-data", "s", "e", "v"]
+    assert pipeline.stage("v").data == "stage:s-data"

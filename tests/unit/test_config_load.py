@@ -101,7 +101,12 @@ WRONG = [
         "train.train_batch_per_replica=6",
         "train: train_batch_per_replica = 6 must be a multiple of train_policy.mini_batch = 4",
     ),
-    ("train.train_policy.type='dpo'", "train.train_policy.type = 'dpo': must be one of 'sft', 'grpo'"),
+    ("train.train_policy.type='ppo'", "train.train_policy.type = 'ppo': must be one of 'sft', 'grpo'"),
+    ("train.train_policy.type='dpo'", "train: train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'"),
+    (
+        "train.train_policy={type='sft', dpo={beta=1.0}}",
+        "train.train_policy: dpo needs trainer_type = 'dpo', not 'sft'; set it or leave dpo out",
+    ),
     ("train.train_policy=3", "train.train_policy = 3: must be a table"),
     (
         "train.train_policy.dataset.test_size=1.5",
@@ -276,10 +281,10 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
              if status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
-        "DatasetConfig.name", "HeldOutConfig.name", "PolicyConfig.model_name_or_path",  # content counts
+        "DatasetConfig.name", "HeldOutConfig.name", "PolicyConfig.model_name_or_path", "LoraConfig.lora_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
-        "TrainConfig.resume",  # the content of what it names counts
+        "TrainConfig.resume",  # of these five the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SFTDataConfig.dataloader_num_workers",
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "LoggingConfig.logger",

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.config.mesh import check_mesh, model_facts
+from cosmos_core.config.capabilities import notices_of
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.mesh import check_mesh, model_facts, on_these_gpus
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
+from tasks.kinds import all_kinds
+from tests.unit.test_config_load import SFT, load
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "num_hidden_layers": 28}
 MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_hidden_layers": 48}
@@ -59,6 +63,8 @@ def test_a_mesh_takes_the_product_of_its_sizes_and_rollouts_beside_it(recipe: Re
         ({"tp_size": 4, "cp_size": 4}, QWEN,
          "cp_size = 4 does not divide the 7 attention heads of tp_size = 4; the nearest is 1"),
         ({"pp_size": 29}, QWEN, "pp_size = 29: the model has 28 layers; the nearest is 28"),
+        ({"pp_size": 8, "pp_layers_per_stage": 1}, QWEN,
+         "pp_layers_per_stage = 1 makes 32 stages of the model's 28 layers; the nearest is 2"),
         ({"ep_size": 2, "dp_shard_size": 2}, QWEN, "ep_size = 2: the model has no experts; set it to 1"),
         ({"ep_size": 3, "dp_shard_size": 3}, MOE, "ep_size = 3 does not divide the 128 experts; the nearest is 2"),
         ({"ep_size": 8, "dp_shard_size": 4}, MOE,
@@ -112,3 +118,38 @@ def test_the_facts_are_those_of_the_text_model(tmp_path: Path) -> None:
     assert model_facts(tmp_path) == QWEN
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     assert model_facts(tmp_path) == MOE
+
+
+@pytest.mark.parametrize(
+    ("setting", "visible", "size"),
+    [("pipeline.gpus=4", "0", 4), ("pipeline.name=p", "0,1,2", 3), ("pipeline.name=p", "", -1)],
+    ids=["said", "seen", "none"],
+)
+def test_the_whole_world_is_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, visible: str, size: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "a.toml").write_text(
+        '[policy.parallelism]\ndp_shard_size = -1\n[train]\ntrain_policy = { type = "sft" }\n'
+    )
+    pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", [setting], tuple(all_kinds())))
+    assert {name: recipe.policy.parallelism.dp_shard_size for name, recipe in pipeline.recipes.items()} == {
+        "prepare": -1, "sft": size, "export": -1,
+    }  # fmt: skip
+
+
+def test_a_world_that_the_other_sizes_do_not_divide_names_the_stage(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        '[policy.parallelism]\ndp_shard_size = -1\ntp_size = 3\n[train]\ntrain_policy = { type = "sft" }\n'
+    )
+    with pytest.raises(ConfigError, match=r"a\.toml: stage 'sft': policy\.parallelism\.dp_shard_size = -1: 8 GPUs"):
+        on_these_gpus(load_pipeline(tmp_path / "a.toml", ["pipeline.gpus=8"], tuple(all_kinds())))
+
+
+def test_a_pipeline_whose_ranks_mostly_wait_is_told(tmp_path: Path) -> None:
+    four = ("policy.parallelism.pp_size=4", "policy.parallelism.pp_micro_batch_size=2")
+    assert notices_of(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=8")) == []
+    assert notices_of(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=4")) == [
+        "train.train_policy.mini_batch = 4: rows that go through the pipeline between two waits, fewer than pp_size x "
+        "pp_micro_batch_size = 4 x 2; raise it to keep the ranks busy"
+    ]

@@ -10,18 +10,22 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import prepare
+from cosmos_core.data.prepared import open_pairs, open_sequences
 from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
 from cosmos_core.run.plan import Decision
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import Estimate, estimate, kv_cache_bytes, sharded
-from cosmos_core.train.memory import Memory
+from cosmos_core.train.feeds import Feed, PairFeed, SequenceFeed
+from cosmos_core.train.memory import Memory, eight_bit_moments
 from tasks.kinds import all_kinds
+from tests.effects.change import stage_of
 from tests.unit.tiny_model import save_tiny_model
 
 SFT = {"type": "sft", "mini_batch": 2}
@@ -29,7 +33,7 @@ GRPO = {"type": "grpo", "mini_batch": 2, "reward_function": "exact_match"}
 ROLLOUT = {"n_generation": 4, "batch_size": 2, "max_response_length": 24}
 
 
-def recipe(train_policy: dict[str, Any], *, mesh: dict[str, int] | None = None, **train: Any) -> Recipe:
+def recipe(train_policy: dict[str, Any], *, mesh: dict[str, Any] | None = None, **train: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "policy": {"model_max_length": 64, "parallelism": mesh or {}},
@@ -88,20 +92,29 @@ def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
 def test_more_activations_without_checkpointing_and_with_longer_micro_batches(tiny: Path) -> None:
     small = of(tiny, recipe(SFT)).memory.activations
     wide = of(tiny, recipe({**SFT, "mini_batch": 4})).memory.activations
-    kept = recipe(SFT)
-    kept = kept.model_copy(update={"policy": kept.policy.model_copy(update={"model_gradient_checkpointing": False})})
-    every = of(tiny, kept).memory.activations
-    assert small and wide and every
+    config = recipe(SFT)
+    every, some = (
+        of(tiny, config.derived(policy=config.policy.derived(model_gradient_checkpointing=how))).memory.activations
+        for how in (False, "selective")
+    )
+    assert small and wide and every and some
     assert 1.5 * small < wide < 2.1 * small  # the gradients of a micro-batch do not grow with it
-    assert every > small
+    assert every > some > small
 
 
 def test_a_mesh_divides_what_it_shards() -> None:
     mesh = {"dp_shard_size": 4, "tp_size": 2, "cp_size": 1, "pp_size": 2, "dp_replicate_size": 3}
     memory = Memory(weights=1600, gradients=1601, optimizer=3200, reference=16, casts=800, activations=1000)
-    assert sharded(memory, recipe(SFT, mesh=mesh)) == Memory(100, 101, 200, 1, 50, 500)
+    assert sharded(memory, recipe(SFT, mesh=mesh)) == Memory(100, 101, 200, 1, 50, 250)
     unknown = Memory(weights=1600, gradients=1600, optimizer=3200, reference=0, casts=None, activations=None)
     assert sharded(unknown, recipe(SFT, mesh=mesh)) == Memory(100, 100, 200, 0, None, None)
+
+
+@pytest.mark.parametrize(("schedule", "rows"), [("1F1B", 4), ("Interleaved1F1B", 7), ("GPipe", 8)])
+def test_a_pipeline_keeps_the_activations_of_the_rows_that_are_under_way(schedule: str, rows: int) -> None:
+    memory = Memory(weights=0, gradients=0, optimizer=0, reference=0, casts=0, activations=3200)
+    mesh = {"pp_size": 4, "pp_schedule": schedule}
+    assert sharded(memory, recipe({**SFT, "mini_batch": 8}, mesh=mesh)).activations == 3200 // 4 * rows // 8
 
 
 @pytest.mark.parametrize(
@@ -135,6 +148,61 @@ def write_statistics(folder: Path, rows: int, longest: int, mean: float) -> Path
     statistics = {"train": {"rows": rows, "length": {"max": longest, "mean": mean}}}
     (folder / "statistics.json").write_text(json.dumps(statistics))
     return folder
+
+
+def test_an_average_and_moments_in_eight_bits_are_counted(tiny: Path) -> None:
+    plain, averaged, small = (
+        of(tiny, recipe(SFT, **train)).memory for train in ({}, {"ema_enable": True}, {"optm_name": "AdamW8bit"})
+    )
+    assert averaged.average == plain.gradients and averaged.total == plain.total + plain.gradients
+    assert plain.average == small.average == 0
+    assert small.activations == plain.activations and small.optimizer < 0.4 * plain.optimizer
+
+
+def test_moments_in_eight_bits_take_what_torchao_keeps(tiny: Path) -> None:
+    optim = pytest.importorskip("torchao.optim", reason="needs the package torchao")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    optimizer = optim.AdamW8bit(model.parameters())
+    moments = [optimizer._new_buffer(p, signed) for p in model.parameters() for signed in (True, False)]
+    kept = [[each.codes, each.scale, each.qmap] if hasattr(each, "codes") else [each] for each in moments]
+    assert eight_bit_moments(model) == sum(tensor.nbytes for tensors in kept for tensor in tensors)
+
+
+def balanced(tiny: Path, folder: Path, **policy: Any) -> tuple[Recipe, Path]:
+    """A recipe whose batches are filled by tokens, and its prepared rows."""
+    rows = folder / "rows.jsonl"
+    texts = ["ab" * (1 + i % 9) for i in range(40)]
+    rows.write_text("".join(json.dumps({"text": t, "chosen": f"{t}yes", "rejected": f"{t}no"}) + "\n" for t in texts))
+    values = {**SFT, "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 48, **policy}
+    config = recipe({**values, "dataset": {"name": str(rows)}}, max_num_steps=99, epoch=2)
+    prepare.run(stage_of(folder / "prepare", config, kind="prepare", model=tiny))
+    return config, folder / "prepare/data"
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_steps_of_batches_filled_by_tokens_are_those_that_the_feed_takes(
+    tiny: Path, tmp_path: Path, trainer: str
+) -> None:
+    config, data = balanced(tiny, tmp_path, trainer_type=trainer)
+    feed: Feed = (
+        PairFeed(open_pairs(data, "train"), config)
+        if trainer == "dpo"
+        else SequenceFeed(open_sequences(data, "train"), config)
+    )
+    lengths = [len(sample.input_ids) for step in range(feed.total_steps) for sample in feed.samples(step)[0]]
+    found, unprepared = of(tiny, config, data), of(tiny, config)
+    assert (found.steps, found.tokens, found.is_steps_bound) == (feed.total_steps, sum(lengths), False)
+    assert found.sequence_length == max(lengths) and found.rows == 40
+    assert (unprepared.steps, unprepared.tokens, unprepared.is_steps_bound) == (99, 99 * 48, True)
+    assert unprepared.notes == (
+        "steps: at most max_num_steps = 99, because batches are filled by tokens, yet to be counted",
+    )
+
+
+def test_a_pair_takes_two_sequences(tiny: Path) -> None:
+    one, two = (of(tiny, recipe({**SFT, "mini_batch": 2, "trainer_type": name})).memory for name in ("sft", "dpo"))
+    assert one.activations and two.activations
+    assert 1.5 * one.activations < two.activations < 2.5 * one.activations
 
 
 @pytest.mark.parametrize(
@@ -249,8 +317,9 @@ def test_the_table_says_gib_bounds_and_nodes() -> None:
         "parameters": 8_190_735_360, "trainable": 450_000, "peak": 13 * gib, "engine_weights": gib,
         "kv_cache": gib // 2,
         "memory": {"weights": 4 * gib, "casts": gib, "reference": gib, "gradients": 2 * gib, "optimizer": 3 * gib,
-                   "activations": 2 * gib},
-        "sequence_length": 4096, "rows": 1000, "steps": 1234, "tokens": 5_600_000, "is_tokens_bound": True,
+                   "activations": 2 * gib, "average": 0},
+        "sequence_length": 4096, "rows": 1000, "steps": 1234, "is_steps_bound": False, "tokens": 5_600_000,
+        "is_tokens_bound": True,
         "notes": [],
     }  # fmt: skip
     unknown = {

@@ -230,6 +230,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     assert outcome.outputs == ("safetensors/step_12",)
     assert outcome.info == {
         "model": "safetensors/step_12",
+        "step": 12,
         "checks": ["keys", "bytes", "reload: bit-identical", "tokenizer"],
         "dtype": "bfloat16",
     }

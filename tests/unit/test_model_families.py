@@ -21,17 +21,15 @@ from cosmos_core.algorithms.base import Sample
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint import prove
 from cosmos_core.checkpoint.export import export_model
-from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.batch import rows_of
-from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
 from cosmos_core.train.setup import _compile_blocks
-from tests.unit import test_config_load
 from tests.unit.tiny_families import FAMILIES, WINDOW, save_family
 
 OWN_ATTENTION = {"gemma2": "eager", "gpt-oss": "eager"}
@@ -327,15 +325,3 @@ def test_compiled_blocks_give_the_same_logprobs_and_gradients(
     (plain, theirs), (compiled, ours) = found
     torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
     assert_same_gradients(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("policy.enable_liger_kernel=true", "policy.enable_liger_kernel = true: Liger's kernels need CUDA and Triton"),
-        ("train.fp8.enable_fp8=true", r"train.fp8.enable_fp8 = true: .* need an NVIDIA GPU of capability 8\.9"),
-    ],
-)
-def test_kernels_that_need_a_gpu_are_refused_with_the_reason(tmp_path: Path, setting: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_capabilities(test_config_load.load(tmp_path, test_config_load.SFT, setting))

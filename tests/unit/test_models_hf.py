@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cosmos_core.errors import ModelError
@@ -63,15 +65,34 @@ def test_a_loaded_model_has_the_bytes_of_the_file_and_uses_sdpa(folder: Path) ->
     assert loaded["lm_head.weight"].data_ptr() == loaded["model.embed_tokens.weight"].data_ptr()
 
 
+class Counted(TorchDispatchMode):
+    """How often each operation of torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_gradient_checkpointing_leaves_the_gradient_as_it_is(folder: Path) -> None:
     ids = torch.arange(12).reshape(2, 6)
-    gradients = []
-    for checkpointing in (False, True):
+    gradients, calls = [], []
+    for checkpointing in (False, "selective", True):
         model = load_model(str(folder), dtype=torch.float32, gradient_checkpointing=checkpointing).train()
-        assert model.is_gradient_checkpointing is checkpointing
-        sequence_logprobs(model, ids, torch.ones_like(ids)).sum().backward()
+        assert model.is_gradient_checkpointing is bool(checkpointing)
+        loss = sequence_logprobs(model, ids, torch.ones_like(ids)).sum()
+        with Counted() as counted:
+            loss.backward()
         gradients.append(model.get_input_embeddings().weight.grad)
-    assert torch.equal(*gradients)
+        calls.append(counted.calls)
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+    nothing, selective, everything = calls
+    assert nothing["mm"] < selective["mm"] < everything["mm"]
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert (nothing[attention], selective[attention], everything[attention]) == (0, 0, model.config.num_hidden_layers)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "~/nowhere/at/all"])

@@ -12,6 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import report
@@ -321,3 +323,20 @@ def test_stages_come_after_what_they_wait_for(tmp_path: Path) -> None:
     names = [stage.name for stage in read_run(finished_run(tmp_path)).stages]
     for name, _, after, *_ in STAGES:
         assert all(names.index(other) < names.index(name) for other in after)
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["running", "done"])
+def test_status_and_summary_name_the_best_step_by_validation(tmp_path: Path, is_done: bool) -> None:
+    run = tmp_path / "20251009101500"
+    write_pipeline(run)
+    best = {"step": 20, "metric": "validation/loss", "value": 0.5125}
+    sft = run / "stages" / "sft"
+    write(sft / "state.json", {"state": "done" if is_done else "running", "attempt": 1, "started": STARTED})
+    if is_done:
+        write(sft / "result.json", {"name": "sft", "metrics": {"loss": 0.7}, "info": {"best": best}})
+    else:
+        write(sft / "best.json", best)
+    out = io.StringIO()
+    print_status(run, stream=out)
+    print_summary(run, stream=out)
+    assert out.getvalue().count("best loss 0.512 at step 20") == 2

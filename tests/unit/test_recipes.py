@@ -193,5 +193,5 @@ def test_pipelines_chain_what_the_mission_names() -> None:
         "qwen3-8b-math": "sft rl validate gate export upload report",
         "qwen3-vl-8b": "sft validate export upload",
         "sd3.5-lora-nft": "sft rl export upload",
-        "nightly-retrain": "sft validate gate export upload",
+        "nightly-retrain": "sft export validate gate upload",
     }

@@ -260,4 +260,23 @@ def test_a_kind_reads_only_tables_that_a_recipe_has() -> None:
 
     known = {key for key, *_ in all_fields(Recipe)}
     for kind in all_kinds().values():
-        assert set(kind.recipe_tables) <= known, kind.name
+        tables = {key for key in kind.recipe_tables if not key.startswith("custom.")}  # whose keys are a user's own
+        assert tables <= known, kind.name
+
+
+def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(folder: Path) -> None:
+    first, second = folder / "first", folder / "second"
+    for path in (first, second):
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_text("weights")
+    values = []
+    for path, text in ((first, "weights"), (second, "weights"), (second, "others")):
+        (path / "adapter_model.safetensors").write_text(text)
+        values.append(print_of(load_recipe(folder, f"policy.lora.lora_path='{path}'"), "sft").value)
+    assert values[0] == values[1] != values[2]
+    (second / "adapter_config.json").unlink()
+    with pytest.raises(
+        ModelError, match=r"lora_path = '.*second': no adapter; give a folder with adapter_config\.json"
+    ):
+        check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))

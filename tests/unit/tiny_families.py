@@ -124,6 +124,15 @@ def _gpt_oss() -> hf.PreTrainedModel:
     return hf.GptOssForCausalLM(config)
 
 
+def _deepseek_v3() -> hf.PreTrainedModel:
+    config = hf.DeepseekV3Config(
+        **{**_TEXT, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=16, num_mtp_layers=0,
+    )  # fmt: skip
+    return hf.DeepseekV3ForCausalLM(config)
+
+
 def _qwen3_next() -> hf.PreTrainedModel:
     config = hf.Qwen3NextConfig(
         **_HEADS_OF_16, **_MOE, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
@@ -152,6 +161,8 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
             },
         )
     ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_TEXT, num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek-v3": _deepseek_v3,
     "mllama": _mllama,
     "llama4": _llama4_vlm,
     "llava": _llava,

@@ -11,6 +11,7 @@ from cosmos_core.config.schema.table import (
     LATER,
     Fraction,
     Names,
+    NoResult,
     Only,
     PositiveFloat,
     PositiveInt,
@@ -30,10 +31,9 @@ class LoraConfig(Table):
     """Rank."""
     lora_names: Annotated[Names, _ONE, LATER] = ("default",)
     """Adapters; DiffusionNFT needs `default` and `old`."""
-    lora_path: Annotated[
-        str | None, planned("this version starts with a new adapter; merge the old one into the model first"), LATER
-    ] = None
-    """Adapter to start from; None: a new one. Declared but never read in Cosmos-RL."""
+    lora_path: Annotated[str | None, NoResult, LATER] = None
+    """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
+    None: a new one. Declared but never read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
     """Scale is alpha / r."""
     lora_dropout: Fraction = 0.0

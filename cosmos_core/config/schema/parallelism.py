@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Table, Unit, planned
+from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Table, Unit, no_effect, planned
 
 _ONE = planned("not in this version; set it to 1")
 _PIPELINE = planned("pipeline parallelism is not in this version; leave it out")
+_ANY_LENGTH = no_effect("micro-batches are as long as their own rows, and always may differ")
 
 
 class ParallelismConfig(Table):
@@ -50,6 +51,13 @@ class ParallelismConfig(Table):
         """Ranks of one replica; dp_shard_size -1 counts as 1."""
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
+    def num_stages(self, layers: int) -> int:
+        """Pipeline stages of a model: one a rank, or under `Interleaved1F1B` as many as keep each at
+        `pp_layers_per_stage` layers or fewer."""
+        if self.pp_schedule != "Interleaved1F1B" or self.pp_size == 1:
+            return self.pp_size
+        return self.pp_size * -(-layers // (self.pp_size * self.pp_layers_per_stage))
+
 
 class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: vLLM knows `n_init_replicas`, `tp_size`, `pp_size` and `dp_shard_size`."""
@@ -63,6 +71,20 @@ class PolicyParallelismConfig(ParallelismConfig):
     cp_size: Ranks = 1
     """Context-parallel ranks, which share one sequence (Ulysses); rows are packed."""
     dp_shard_size: Annotated[int, Unit("ranks")] = 1
-    """Ranks that shard the parameters (FSDP); -1: whatever the other sizes leave."""
+    """Ranks that shard the parameters (FSDP); -1: what the other sizes leave of `pipeline.gpus`, or of this machine's
+    GPUs."""
     dp_replicate_size: Ranks = 1
     """Replicas of the sharded group (HSDP)."""
+    ep_size: Ranks = 1
+    """Ranks that share the experts of every layer, among those of dp_shard_size x cp_size; each has rows of its own."""
+    pp_size: Ranks = 1
+    """Ranks that each have some of the layers."""
+    pp_schedule: Annotated[Literal["1F1B", "GPipe", "Interleaved1F1B"], LATER] = "Interleaved1F1B"
+    """Order of forward and backward passes: `1F1B` and `GPipe` make a stage of each rank's layers, `Interleaved1F1B`
+    several; `GPipe` keeps the activations of all `mini_batch` rows."""
+    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers"), LATER] = 2
+    """The most layers of a stage under `Interleaved1F1B`: fewer mean less waiting and more messages."""
+    pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
+    """Rows of one pipeline micro-batch; `mini_batch` rows go through the pipeline between two waits."""
+    pp_dynamic_shape: Annotated[bool, _ANY_LENGTH] = False
+    """Micro-batches may differ in length."""

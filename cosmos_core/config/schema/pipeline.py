@@ -51,6 +51,9 @@ class StageConfig(Table):
     """Stages that must be done first."""
     model: str = ""
     """`stage:NAME` to start from what that stage exported, or a folder; empty: `policy.model_name_or_path`."""
+    checkpoint: str = ""
+    """Kind export: of the training that `model` names, the checkpoint to export, `best` (by its validation) or a step;
+    empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
     data: str = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
     work_pool: Annotated[str, planned("this version runs every stage on the flow's machine; leave it out")] = ""
@@ -77,6 +80,13 @@ class StageConfig(Table):
                 f"stage name {name!r} must be at most 64 letters, digits, - and _, and start with a letter or digit"
             )
         return name
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _best_or_a_step(cls, which: str) -> str:
+        if which not in {"", "best"} and not (which.isascii() and which.isdigit() and int(which)):
+            raise ValueError(f"checkpoint = {which!r} must be 'best' or the number of a train step")
+        return which
 
     @field_validator("timeout")
     @classmethod

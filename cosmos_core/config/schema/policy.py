@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -18,13 +18,11 @@ from cosmos_core.config.schema.table import (
     Strings,
     Table,
     Tokens,
+    no_effect,
     planned,
 )
 
-_LIGER = planned(
-    "Liger's kernels need CUDA and Triton, and are not in this version; leave it out: log-probabilities are computed "
-    "in chunks anyway, without all logits"
-)
+_CHUNKED = no_effect("log-probabilities are always computed in chunks, and all logits are never held")
 
 
 class PolicyConfig(Table):
@@ -47,8 +45,9 @@ class PolicyConfig(Table):
     """Hub revision; None: the newest."""
     model_max_length: Tokens = 4096
     """Longest sequence: longer SFT rows are cut on the right, prompt + answer never exceed it."""
-    model_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    model_gradient_checkpointing: bool | Literal["selective"] = True
+    """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
+    Cosmos-RL): only norms, activation functions and wide matrices again, between the two in both."""
     lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
     trainable_map: dict[str, bool] | None = None
@@ -58,11 +57,11 @@ class PolicyConfig(Table):
     """Regular expressions, found anywhere in a name, of parameters that stay as they are; None: none."""
     trainable_pattern: Annotated[Strings | None, LATER] = None
     """Regular expressions of the only parameters that are trained; None: all."""
-    enable_liger_kernel: Annotated[bool, _LIGER] = False
-    """Liger's kernels for norms, rotary embedding and activation."""
-    enable_liger_cross_entropy: Annotated[bool, _LIGER, LATER] = False
+    enable_liger_kernel: bool = False
+    """Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on one."""
+    enable_liger_cross_entropy: Annotated[bool, _CHUNKED, LATER] = False
     """Liger's cross-entropy in SFT."""
-    enable_liger_fused_cross_entropy: Annotated[bool, _LIGER, LATER] = False
+    enable_liger_fused_cross_entropy: Annotated[bool, _CHUNKED, LATER] = False
     """Liger's fused head and cross-entropy, which never holds all logits."""
     aux_loss_coeff: Annotated[
         NonNegativeFloat, planned("the load-balancing loss of MoE is not in this version; leave it out"), LATER

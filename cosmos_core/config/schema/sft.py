@@ -7,17 +7,18 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.table import (
     LATER,
     Needs,
     NoResult,
+    Only,
     PositiveInt,
     Rows,
     Table,
     Tokens,
     Unit,
     no_effect,
-    planned,
 )
 
 PREPARED = no_effect("the prepare stage keeps its rows and reuses them")
@@ -31,13 +32,15 @@ class SFTDataConfig(Table):
     type: Literal["sft"]
     """Which kind of training."""
     trainer_type: Annotated[
-        str, Field(min_length=1), planned("this version trains with 'sft' alone; leave it out"), LATER
+        str, Field(min_length=1), Only(("sft", "dpo"), "this version trains with 'sft' and 'dpo'"), LATER
     ] = "sft"
-    """Loss: `sft`, `dpo`, `pi_sft` or a registered name."""
+    """Loss: `sft`, `dpo` (rows are a prompt with a chosen and a rejected answer), `pi_sft` or a registered name."""
+    dpo: DpoConfig = DpoConfig()
+    """How answers are compared, with `trainer_type = "dpo"`."""
     dataset: DatasetConfig = DatasetConfig()
     """Rows to learn."""
     mini_batch: Rows = 2
-    """Rows per forward pass; changes speed and memory, not results."""
+    """Rows per forward pass, with `dpo` pairs; changes speed and memory, not results."""
     dataloader_shuffle: bool = True
     """Another order each epoch; False: the order of the file."""
     dataloader_seed: Annotated[int, LATER] = 0
@@ -56,7 +59,7 @@ class SFTDataConfig(Table):
     """Hand out rows by global rank."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
-    `response`."""
+    `response`. With `dpo` that of the prompt, or `prompt`, beside `chosen` and `rejected`."""
     system_prompt: str = ""
     """Put before conversations that have no system turn; empty: none."""
     balance_dp_token: Annotated[
@@ -85,6 +88,12 @@ class SFTDataConfig(Table):
     def _loaders(self) -> SFTDataConfig:
         if self.dataloader_num_workers <= 0:
             self.settle(dataloader_num_workers=0, dataloader_prefetch_factor=None)
+        return self
+
+    @model_validator(mode="after")
+    def _preferences(self) -> SFTDataConfig:
+        if self.trainer_type != "dpo" and self.dpo != DpoConfig():
+            raise ValueError(f"dpo needs trainer_type = 'dpo', not {self.trainer_type!r}; set it or leave dpo out")
         return self
 
     @model_validator(mode="after")

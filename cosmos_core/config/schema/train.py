@@ -36,7 +36,8 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
-_SHARDED = planned("this version trains on one rank, which shards and offloads nothing; leave it out")
+_SHARDED = planned("this version sums gradients in the dtype of the weights and frees a block's after it; leave it out")
+_OFFLOADED = planned("this version keeps weights, moments and activations where they are computed; leave it out")
 _SYNC = planned("weights go to the engine after every step in this version; leave it out")
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
@@ -109,7 +110,7 @@ class TrainConfig(Table):
     """Logits are cast to this before log-softmax in RL."""
     fsdp_reduce_dtype: Annotated[DType, _SHARDED] = "float32"
     """Gradients are summed over ranks in this."""
-    fsdp_offload: Annotated[bool, _SHARDED] = False
+    fsdp_offload: Annotated[bool, _OFFLOADED] = False
     """Keep parameters and optimizer in host memory."""
     fsdp_reshard_after_forward: Annotated[Literal["always", "never", "default"], _SHARDED] = "default"
     """Free gathered parameters after the forward pass; `default`: unless there are pipeline stages."""
@@ -126,7 +127,7 @@ class TrainConfig(Table):
     """torch.compile each block; needs a C++ compiler on CPU."""
     async_tp_enabled: Annotated[bool, _SHARDED] = False
     """Overlap the communication of tensor parallelism with compute."""
-    activation_offload: Annotated[bool, _SHARDED, LATER] = False
+    activation_offload: Annotated[bool, _OFFLOADED, LATER] = False
     """Keep activations in host memory until the backward pass."""
     fa_version: Annotated[
         Literal[2, 3] | None, no_effect("transformers takes the newest attention kernel that is installed"), LATER

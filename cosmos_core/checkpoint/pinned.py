@@ -1,0 +1,71 @@
+"""The model of one checkpoint of a training, as the folder that the training would have handed over at that step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import PreTrainedModel
+
+from cosmos_core.checkpoint.resume import problem, saved_steps, step_folder
+from cosmos_core.checkpoint.state import TrainState, named_tensors
+from cosmos_core.config.compose import source_of
+from cosmos_core.errors import ModelError
+from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.hf import load_model
+from cosmos_core.run.stage import Stage, load_stage
+
+
+def pinned_step(stage: Stage) -> int:
+    """Train steps of the checkpoint that `stage.config.checkpoint` names.
+
+    Raises:
+        ModelError: the training validated nothing, or keeps no whole checkpoint of that step.
+    """
+    which, name = stage.config.checkpoint, source_of(stage.config.model)
+    key = f"checkpoint = {which!r} of stage {name!r}"
+    upstream = stage.inputs[str(name)]
+    if which == "best":
+        best = upstream["info"].get("best")
+        if not best:
+            raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
+        which = best["step"]
+    folder = Path(upstream["path"]) / "checkpoints"
+    if int(which) not in saved_steps(folder):
+        kept = ", ".join(map(str, saved_steps(folder))) or "none"
+        raise ModelError(
+            f"{key}: there is no checkpoint of step {which}, only {kept}; train with train.ckpt.enable_checkpoint = "
+            f"true, and raise train.ckpt.max_keep to keep more"
+        )
+    if reason := problem(folder, int(which), None):
+        raise ModelError(f"{key}: {step_folder(folder, int(which))}: {reason}; choose another step")
+    return int(which)
+
+
+def pinned_model(stage: Stage, step: int) -> PreTrainedModel:
+    """The model of the training upstream after `step` steps, in the dtype that it was trained in, on CPU; with the
+    moving average in place of the weights where one was kept.
+
+    Raises:
+        ModelError: the model that the training started from cannot be loaded any more, or is another one.
+    """
+    training = load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
+    train, policy = training.recipe.train, training.recipe.policy
+    torch.manual_seed(training.seed)  # adapters begin where they began then
+    model = load_model(training.model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype))
+    choose_trained(model, policy)
+    folder = step_folder(training.path / "checkpoints", step) / "policy"
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata.keys()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    averages = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
+    # An optimizer that keeps nothing: weights are all that is read.
+    tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), averages=averages))
+    if missing := sorted(tensors.keys() - saved):
+        raise ModelError(f"checkpoint {folder} has no {missing[0]!r}: it is of another model than {training.model}")
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with torch.no_grad():
+        for name, average in averages.items():
+            trained[name].copy_(average)
+    return model

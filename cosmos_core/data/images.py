@@ -1,0 +1,236 @@
+"""Images of a row: where a conversation shows them, where their bytes are, and the pixels behind them.
+
+Understood are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a
+column `image` or `images` - paths, bytes, or both as data sets of Hugging Face store them - whose images stand where a
+turn says <image>, at parts without a source, or before the first words of the user. Nothing is fetched from a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import struct
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote, urlparse
+
+from cosmos_core.data.messages import IMAGE_MARK, Message, Row
+from cosmos_core.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLUMNS = ("images", "image")
+_VIDEO_COLUMNS = ("videos", "video")
+_SOURCES = ("image", "image_url", "url", "path")
+_IMAGE = {"type": "image"}
+_DAMAGE = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
+"""What the decoders of Pillow raise, each in its own way."""
+
+
+class ImageRef(NamedTuple):
+    """An image as prepared rows hold it: never its pixels."""
+
+    path: str | None
+    """Of the file, relative to the folder of the media where it lies below it; None: `content` has it all."""
+    content: bytes | None
+    """The file itself, where the data set holds bytes; None: read `path`."""
+    sha256: str
+    """Of the file, so that another file under the same name is noticed."""
+
+
+def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
+    """The turns with a bare part wherever they show an image, and the sources of the images in that order.
+
+    Raises:
+        DataError: the turns do not show as many images as the row has, or show videos.
+    """
+    if any(_listed(row.get(column)) for column in _VIDEO_COLUMNS):
+        raise DataError(f"{where}: the row has a video, and this version reads images and text; leave such rows out")
+    given = next((found for column in COLUMNS if (found := _listed(row.get(column)))), [])
+    if given:
+        turns = [{**turn, "content": _split(turn["content"])} for turn in turns]
+    if given and not any(_num_images(turn) for turn in turns):
+        turns = _before_the_first_words(turns, len(given), where)
+    unused: Iterator[Any] = iter(given)
+    sources: list[Any] = []
+    placed = []
+    for turn in turns:
+        content = turn["content"]
+        if isinstance(content, list):
+            for part in content:
+                if part["type"] == "image":
+                    sources.append(_source(part, unused))
+            content = [_IMAGE if part["type"] == "image" else part for part in content]
+        placed.append({**turn, "content": content})
+    num_missing, num_left = sum(source is None for source in sources), sum(1 for _ in unused)
+    if num_missing or num_left:
+        raise DataError(
+            f"{where}: the turns show {len(sources)} images and the row has {len(sources) - num_missing + num_left}; "
+            f"write <image> once for each image"
+        )
+    if marked := next((turn for turn in turns if isinstance(turn["content"], str) and _is_marked(turn)), None):
+        raise DataError(
+            f"{where}: the turn {marked['content'][:40]!r} shows an image, and the row names none; give it a column "
+            f"`image` or `images`"
+        )
+    return placed, sources
+
+
+def refuse_images(row: Row, where: str) -> None:
+    """For rows of which text alone is read.
+
+    Raises:
+        DataError: the row has an image.
+    """
+    if column := next((column for column in COLUMNS if _listed(row.get(column))), None):
+        raise DataError(
+            f"{where}: the row has a column {column!r}, and prompts to answer and answers to compare are read as text "
+            "alone in this version; leave the column out"
+        )
+
+
+def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
+    """The image of a source and what prepared rows keep of it; `root` is the folder that paths are relative to.
+
+    Raises:
+        DataError: there is no such file, or it is no image that can be decoded as a whole.
+    """
+    path, content = _located(source, where)
+    if content is not None:
+        return ImageRef(None, content, _digest(content)), _decoded(content, f"{where}: the image in the row")
+    assert path is not None
+    file = Path(path).expanduser()
+    file = file if file.is_absolute() else root / file
+    found = _read(file, f"{where}: image {path!r}")
+    name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()
+    return ImageRef(str(name), None, _digest(found)), _decoded(found, f"{where}: image {file}")
+
+
+def open_image(ref: ImageRef) -> Image:
+    """The image of a prepared row, whose path is absolute.
+
+    Raises:
+        DataError: its file is not there any more, or is another one.
+    """
+    if ref.content is not None:
+        return _decoded(ref.content, "the image of a prepared row")
+    assert ref.path is not None
+    content = _read(Path(ref.path), f"image {ref.path} of the prepared rows")
+    if _digest(content) != ref.sha256:
+        raise DataError(
+            f"image {ref.path} is not the one that was prepared; run the prepare stage again (cosmos resume "
+            "--from-stage NAME)"
+        )
+    return _decoded(content, f"image {ref.path}")
+
+
+def _listed(value: Any) -> list[Any]:
+    """What a column of images holds, as a list."""
+    if value is None or value == "":
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _split(content: Any) -> Any:
+    """Parts of a text that says <image>; anything else as it is."""
+    if not isinstance(content, str) or not IMAGE_MARK.search(content):
+        return content
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(IMAGE_MARK.split(content)):
+        parts += [dict(_IMAGE)] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _num_images(turn: Message) -> int:
+    content = turn["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
+
+
+def _is_marked(turn: Message) -> bool:
+    return bool(re.search(r"\A\s*<image>|<image>\s*\Z", turn["content"]))
+
+
+def _before_the_first_words(turns: list[Message], count: int, where: str) -> list[Message]:
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if first is None:
+        raise DataError(f"{where}: the row has {count} images and no user turn to show them; write <image> in one")
+    content = turns[first]["content"]
+    words = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    shown = {**turns[first], "content": [dict(_IMAGE) for _ in range(count)] + words}
+    return [*turns[:first], shown, *turns[first + 1 :]]
+
+
+def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
+    """What a part names, or the next image of the row's column."""
+    named = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+    return next(unused, None) if named is None else named
+
+
+def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
+    """The path of an image, or its bytes.
+
+    Raises:
+        DataError: neither is there.
+    """
+    if isinstance(source, dict):  # `url` as OpenAI has it, `bytes` and `path` as data sets of Hugging Face
+        content = source.get("bytes")
+        source = content if content is not None else source.get("url") or source.get("path")
+    if isinstance(source, (bytes, bytearray)):
+        return None, bytes(source)
+    if not isinstance(source, str) or not source:
+        raise DataError(f"{where}: {str(source)[:40]!r} is no image; give a path, bytes or a data: URI")
+    if source.startswith("data:"):
+        return None, _embedded(source, where)
+    if source.startswith("file://"):
+        return unquote(urlparse(source).path), None
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source):
+        raise DataError(f"{where}: image {source[:80]!r} is a URL, and rows are read from this machine; download it")
+    return source, None
+
+
+def _embedded(uri: str, where: str) -> bytes:
+    head, _, data = uri.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not ;base64")
+        return base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(f"{where}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
+
+
+def _read(file: Path, what: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        raise DataError(f"{what}: {reason} ({file}); check the path, or set custom.dataset.media_path") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _decoded(content: bytes, what: str) -> Image:
+    """As the processors of transformers read a file: upright, in RGB.
+
+    Raises:
+        DataError: it is no image, is cut off, or is larger than Pillow takes for safe.
+    """
+    from PIL import Image as pillow  # text alone does without
+    from PIL import ImageOps
+
+    try:
+        with pillow.open(BytesIO(content)) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except pillow.DecompressionBombError as error:
+        raise DataError(f"{what} is too large ({error}); make it smaller") from error
+    except pillow.UnidentifiedImageError as error:
+        raise DataError(f"{what} is no image ({len(content)} bytes that begin with {content[:8]!r})") from error
+    except _DAMAGE as error:
+        raise DataError(f"{what} is damaged ({error}); replace it") from error

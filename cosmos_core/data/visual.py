@@ -1,0 +1,188 @@
+"""Conversations that show images as tokens, and which tokens are to be learned: `conversation.py` for a processor.
+
+The processor of the model expands each image into its tokens, which depend on the image's size. What the assistant
+says is found in the text before that, moved to where it stands behind it, and never includes an image.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+from transformers import ProcessorMixin
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cosmos_core.data.conversation import GENERATION_MARK, RefusedRow, added_tokens, cut, says_something
+from cosmos_core.data.messages import Message, SkippedRow, texts_of
+from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
+from cosmos_core.errors import DataError, ModelError
+from cosmos_core.models.processor import image_word
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class VisualTokens(NamedTuple):
+    """A conversation with its images expanded, uncut."""
+
+    ids: list[int]
+    mask: list[int]
+    """1: learn to predict this token."""
+    num_image_tokens: int
+    images_end: int
+    """Where the last image ends; 0: there is none."""
+
+
+def visual_tokens(processor: ProcessorMixin, turns: list[Message], images: list[Image], where: str) -> VisualTokens:
+    """Token ids and loss mask of turns whose parts show `images`, in this order.
+
+    Raises:
+        DataError: the chat template leaves out an image, or the processor refuses one; the assistant's words cannot be
+            told from the others.
+        SkippedRow: the assistant says nothing.
+        RefusedRow: the chat template refuses the conversation.
+        ModelError: the processor has no chat template, or its tokenizer does not say where its tokens are.
+    """
+    if not any(says_something(turn) for turn in turns if turn["role"] == "assistant"):
+        raise SkippedRow(where, "without an assistant turn to learn")
+    if not processor.chat_template:
+        raise ModelError("the processor has no chat template; save one beside the model (chat_template.jinja)")
+    if not processor.tokenizer.is_fast:
+        raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
+    turns, full = _rendered(processor, turns, where)
+
+    def render(messages: list[Message], add_generation_prompt: bool) -> str:
+        return _render(processor, messages, add_generation_prompt)
+
+    closing = added_tokens(processor.tokenizer)
+    spans = prefix_spans(render, turns, full) or _marked_spans(processor, turns, full)
+    spans = spans or skeleton_spans(render, turns, full, closing)
+    if spans is None:
+        raise DataError(
+            f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
+            "{% generation %} and {% endgeneration %} around them in the processor's chat template"
+        )
+    return _expanded(processor, full, [trimmed(span, full, closing) for span in spans], images, where)
+
+
+def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
+    """Ids and mask, cut on the right.
+
+    Raises:
+        SkippedRow: no token to learn is left, or an image would be cut.
+    """
+    if tokens.images_end > max_length:
+        raise SkippedRow(where, "longer than policy.model_max_length before the end of the last image")
+    return cut((tokens.ids, tokens.mask), max_length, where)
+
+
+def _rendered(processor: ProcessorMixin, turns: list[Message], where: str) -> tuple[list[Message], str]:
+    """The turns in the form of which the chat template writes the most - some templates want strings where there is
+    text alone, others parts everywhere - and what it writes.
+
+    Raises:
+        DataError: it writes nothing for what the user says.
+        RefusedRow: it refuses the conversation, or leaves out its system turn.
+    """
+    in_parts = [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in turns
+    ]
+    found: list[tuple[int, list[Message], str]] = []
+    reason: Exception | None = None
+    for form in (turns, in_parts):
+        try:
+            text = _render(processor, form, add_generation_prompt=False)
+        except (TemplateError, TypeError) as error:
+            reason = error
+            continue
+        found.append((len(_left_out(form, text)), form, text))
+    if not found:
+        raise RefusedRow(where, f"refused by the chat template ({reason})")
+    _, form, text = min(found, key=lambda each: each[0])
+    for turn in _left_out(form, text):
+        if turn["role"] == "system":
+            raise RefusedRow(where, "with a system turn that the chat template leaves out")
+        if turn["role"] == "user":
+            raise DataError(f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}")
+    return form, text
+
+
+def _left_out(turns: list[Message], text: str) -> list[Message]:
+    return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
+
+
+def _render(processor: ProcessorMixin, turns: list[Message], add_generation_prompt: bool) -> str:
+    text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert isinstance(text, str)
+    return text
+
+
+def _marked_spans(processor: ProcessorMixin, turns: list[Message], full: str) -> list[Span] | None:
+    """What the template itself marks with {% generation %}, with the end token behind it; None: nothing."""
+    template = processor.chat_template
+    if not isinstance(template, str) or not GENERATION_MARK.search(template):
+        return None
+    settings = dict(processor.tokenizer.special_tokens_map)
+    texts, marked = cast(Any, render_jinja_template)(
+        conversations=[turns], chat_template=template, return_assistant_tokens_mask=True, **settings
+    )
+    if texts[0] != full:
+        return None
+    end = processor.tokenizer.eos_token or ""
+    return [(start, stop + len(end) * full.startswith(end, stop)) for start, stop in marked[0]] or None
+
+
+def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: list[Image], where: str) -> VisualTokens:
+    """The tokens of the rendered text with each image in its place."""
+    word = image_word(processor)
+    num_places = full.count(word)
+    if num_places != len(images):
+        raise DataError(
+            f"{where}: the turns show {len(images)} images, and the chat template writes {word!r} "
+            f"{num_places} times; it may take images in turns of the user alone, or the text may contain that word"
+        )
+    bos = processor.tokenizer.bos_token
+    try:
+        encoded: Any = processor(
+            text=[full],
+            images=[images] if images else None,
+            add_special_tokens=not (bos and full.startswith(bos)),  # as `apply_chat_template` does it
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+        )
+    except ValueError as error:
+        raise DataError(f"{where}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
+    places = _places(processor, full, encoded, where) if images else []
+    ids = list(encoded["input_ids"][0])
+    starts, ends = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
+
+    def inside(span: Span) -> np.ndarray:
+        start, end = span
+        # Byte-level tokenizers that trim offsets give a blank token no width, at its own end.
+        return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
+
+    mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
+    for span in spans:
+        mask |= inside((_moved(span[0], places), _moved(span[1], places)))
+    for _, new in places:
+        is_image |= inside(new)
+    images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
+    return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
+
+
+def _places(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
+    """Of each image: where its word stands in the text, and where what the word became stands in the expanded text."""
+    if "text_replacement_offsets" in encoded:
+        return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
+    bos = processor.tokenizer.bos_token
+    if bos and bos not in full:  # which such processors then put before the text
+        raise DataError(f"{where}: the chat template does not write {bos!r}, which the processor wants")
+    return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
+
+
+def _moved(character: int, places: list[tuple[Span, Span]]) -> int:
+    """Where a character of the text, outside of images, stands in the expanded text."""
+    return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in places if old[1] <= character)

@@ -1,0 +1,101 @@
+"""An adapter in PEFT's format that a training goes on with: its settings and its weights.
+
+Putting adapters into a model, and writing them, is `lora.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.errors import ConfigError, ModelError
+
+_KEY = "policy.lora.lora_path"
+_PREFIX = "base_model.model."
+_KEYS = {
+    "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
+    "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
+}  # fmt: skip
+"""Settings of ours that the adapter has itself, to their names in its file."""
+_HARMLESS = {
+    *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights", "ensure_weight_tying", "runtime_config",
+}  # fmt: skip
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+def saved_settings(lora: LoraConfig) -> peft.LoraConfig:
+    """The settings of the adapter in `lora_path`; the recipe may say another dropout.
+
+    Raises:
+        ModelError: there is no adapter, or it is of a kind that is not trained here.
+        ConfigError: the recipe says otherwise.
+    """
+    folder = _folder(lora)
+    try:
+        saved: Any = peft.PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{_KEY} = '{folder}': {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(saved, peft.LoraConfig):
+        raise ModelError(f"{_KEY} = '{folder}': a {saved.peft_type} adapter; only LoRA is trained here")
+    usual = peft.LoraConfig().to_dict()
+    for name, value in saved.to_dict().items():
+        if name not in _HARMLESS and value != usual.get(name):
+            raise ModelError(f"{_KEY} = '{folder}': its {name} = {value} is not trained here; merge it into the model")
+    if str(saved.init_lora_weights).startswith(_CHANGE_BASE):
+        raise ModelError(
+            f"{_KEY} = '{folder}': it began with a part of the base weights ({saved.init_lora_weights}) and fits no "
+            f"untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
+        )
+    new = LoraConfig()
+    for key, name in _KEYS.items():
+        given, found = getattr(lora, key), getattr(saved, name)
+        if given not in (getattr(new, key), "all-linear") and _plain(given) != _plain(found):
+            raise ConfigError(
+                f"policy.lora.{key} = {_plain(given)}, but the adapter in lora_path has {_plain(found)}; leave it out"
+            )
+    saved.lora_dropout = lora.lora_dropout or saved.lora_dropout
+    saved.inference_mode = False
+    return saved
+
+
+def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Fill the adapter of the model with the weights in `lora_path`.
+
+    Raises:
+        ModelError: they are missing or damaged, or of another model or adapter.
+    """
+    file = _folder(lora) / "adapter_model.safetensors"
+    try:
+        state = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
+    wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    for what, names in (("has no", wanted.keys() - state.keys()), ("has the unknown", state.keys() - wanted.keys())):
+        if names:
+            raise ModelError(f"{_KEY}: {file} {what} {min(names)}; it is of another model or adapter")
+    for name, tensor in state.items():
+        if tensor.shape != wanted[name].shape:
+            raise ModelError(
+                f"{_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
+                f"{tuple(wanted[name].shape)}; it is of another model"
+            )
+    peft.set_peft_model_state_dict(model, state)
+
+
+def _folder(lora: LoraConfig) -> Path:
+    assert lora.lora_path is not None
+    return Path(lora.lora_path).expanduser()
+
+
+def _plain(value: Any) -> Any:
+    """For a comparison and a message: names in order, and nothing as nothing."""
+    if isinstance(value, (tuple, list, set)):
+        return sorted(value)
+    return value or None

@@ -1,0 +1,83 @@
+"""Kernels of other packages in place of torch's: Liger's for norms, rotary embedding and activation, and torchao's fp8
+products of linear layers.
+
+Both need an NVIDIA GPU, and neither has been run on one by us: what is checked here are the conversion, its way back
+and, in emulation, its numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cosmos_core.config.schema.precision import FP8Config
+from cosmos_core.errors import ConfigError
+
+_CAPABILITY = (8, 9)
+_MULTIPLE = 16
+"""What the sizes of an fp8 product have to be multiples of."""
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Put Liger's norms, rotary embedding and activation into the model; its losses are not used (`scorer.py`).
+
+    Raises:
+        ConfigError: Liger has no kernels for this family.
+    """
+    families: dict[str, Any] = importlib.import_module("liger_kernel.transformers.monkey_patch").__dict__[
+        "MODEL_TYPE_TO_APPLY_LIGER_FN"
+    ]
+    family = model.config.model_type
+    if family not in families:
+        raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {family}; leave it out")
+    families[family](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
+    """Let the linear layers of the blocks multiply in fp8; weights and optimizer stay as they are.
+
+    Raises:
+        ConfigError: the GPU does not multiply in fp8.
+    """
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if found < _CAPABILITY:
+        raise ConfigError(
+            f"train.fp8.enable_fp8 = true: products in fp8 need an NVIDIA GPU of capability 8.9 or newer, and this one "
+            f"has {found[0]}.{found[1]}; leave [train.fp8] out"
+        )
+    convert(model, fp8)
+
+
+def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
+    """`use_fp8` on any machine; `emulate` computes what the GPU would, slowly."""
+    float8: Any = importlib.import_module("torchao.float8")
+    # Padded inside, because a micro-batch may have any number of tokens.
+    config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
+    blocks = tuple(model._no_split_modules or ())
+    inside = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        return (
+            type(module) is nn.Linear  # routers inherit from it
+            and any(name.startswith(f"{block}.") for block in inside)
+            and not module.in_features % _MULTIPLE
+            and not module.out_features % _MULTIPLE
+        )
+
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+
+
+def without_fp8(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with torch's own linear layers again, which have the same weights."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):
+                plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                plain.weight, plain.bias = child.weight, child.bias
+                setattr(module, name, plain)
+    return model

@@ -1,0 +1,201 @@
+"""Processors of vision-language models: load them, carry their files on, and turn images into inputs of the model.
+
+Videos are left out.
+
+Shape legend: B rows, T tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import cached_file, is_torchvision_available
+
+from cosmos_core.data.images import ImageRef, open_image
+from cosmos_core.errors import ConfigError, DataError, ModelError
+from cosmos_core.models.hf import KEY, load_config, source_of
+
+FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""What a processor has beside its tokenizer and `chat_template.jinja`, which goes with the tokenizer."""
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+
+def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
+    """The files of the processor of a model folder or Hub id by name; none: the model reads text alone.
+
+    Raises:
+        ModelError: there is no such folder, or the Hub id cannot be had.
+    """
+    source, options = source_of(model, revision)
+    options |= {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,  # offline: what is not in the cache does not exist
+    }
+    found = {}
+    for name in FILES:
+        path = cached_file(str(source), name, **options)
+        if path is not None:
+            found[name] = Path(path).read_bytes()
+    return found
+
+
+def load_processor(
+    model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
+) -> ProcessorMixin | None:
+    """The processor of a model folder or Hub id; None: the model reads text alone.
+
+    Args:
+        model: folder or Hub id.
+        revision: of the Hub id.
+        pixels: `min_pixels` and `max_pixels`, in place of the processor's own.
+
+    Raises:
+        ModelError: a file is damaged, or the processor needs a library that is not installed.
+        ConfigError: a setting that this processor does not have.
+    """
+    if not processor_files(model, revision):
+        return None
+    cls: Any = PROCESSOR_MAPPING.get(type(load_config(model, revision)), None)
+    source, options = source_of(model, revision)
+    try:
+        if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
+            processor = _without_videos(cls, str(source), options)
+        else:
+            processor = AutoProcessor.from_pretrained(str(source), **options)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{KEY} = {model!r}: cannot load the processor: {reason}") from error
+    if getattr(processor, "image_processor", None) is None:
+        return None
+    if processor.chat_template is None:  # older checkpoints have it in tokenizer_config.json alone
+        processor.chat_template = processor.tokenizer.chat_template
+    _resize(processor, dict(pixels))
+    return processor
+
+
+def image_word(processor: ProcessorMixin) -> str:
+    """What stands for an image in a text that a processor has not expanded yet."""
+    word: str = cast(Any, processor).image_token
+    return word
+
+
+def _without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
+    """Without torchvision transformers has no video processors, and a processor of images and videos wants one."""
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, argument)
+
+    lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
+    settings, _ = cls.get_processor_dict(source, **options)
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(source, **options),
+        "tokenizer": AutoTokenizer.from_pretrained(source, **options),
+        "video_processor": None,
+    }
+    processor: ProcessorMixin = lenient.from_args_and_dict([parts[name] for name in cls.get_attributes()], settings)
+    return processor
+
+
+def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
+    # There these names mean numbers of pixels, elsewhere lengths of edges.
+    if pixels and not hasattr(processor.image_processor, "merge_size"):
+        key, value = next(iter(pixels.items()))
+        raise ConfigError(
+            f"custom.vision.{key} = {value}: {type(processor).__name__} has no such setting; leave it out"
+        )
+    for key, value in pixels.items():
+        setattr(processor.image_processor.size, _EDGES[key], value)
+
+
+class Shown(Protocol):
+    """A row that may show images."""
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """Its tokens."""
+        ...
+
+    @property
+    def images(self) -> Sequence[ImageRef]:
+        """In the order of their places in it."""
+        ...
+
+
+Row = TypeVar("Row", bound=Shown)
+
+
+class Vision:
+    """The images of samples as inputs of a model, computed when a micro-batch needs them."""
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self._processor = processor
+        if processor.tokenizer.pad_token_id is None:
+            processor.tokenizer.pad_token = processor.tokenizer.eos_token
+
+    def groups(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Rows that may go through the model together, their order kept.
+
+        Rows with images go apart from rows without: all ranks have to meet in the vision tower. A model that attends
+        to images from other layers lets words before the first image see all images of the batch, so there rows come
+        together with rows of as many.
+        """
+        is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
+        found: dict[int, list[Row]] = {}
+        for row in rows:
+            count = len(row.images)
+            found.setdefault(count if is_cross_attending else min(count, 1), []).append(row)
+        return [found[count] for count in sorted(found)]
+
+    def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
+        """What the model wants beside padded token ids for rows of one group; nothing for those without images.
+
+        Raises:
+            DataError: an image is not the one that was prepared, or the processor is not.
+        """
+        if not rows[0].images:
+            return {}
+        images = [[open_image(ref) for ref in row.images] for row in rows]
+        # Places of images are all that a processor looks at in the text, so words are left out.
+        text = [image_word(self._processor) * len(each) for each in images]
+        made: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
+        ids_BT, _ = made.pop("input_ids"), made.pop("attention_mask", None)
+        if not torch.equal(self._kinds(ids_BT).sum(-1), self._kinds(input_ids_BT).sum(-1)):
+            raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            kinds = made.pop(name, None)
+            if kinds is not None and torch.equal(kinds, self._kinds(ids_BT)):
+                made[name] = self._kinds(input_ids_BT)
+        if "cross_attention_mask" in made:
+            made["cross_attention_mask"] = self._cross_attention_mask(rows, made, input_ids_BT.shape[1])
+        return made
+
+    def _kinds(self, ids_BT: Tensor) -> Tensor:
+        """1 where a token is of an image."""
+        return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
+
+    def _cross_attention_mask(self, rows: Sequence[Shown], made: Mapping[str, Tensor], width: int) -> Tensor:
+        """Which tokens see which tiles of which image, for the tokens of the rows: BT, images, tiles."""
+        from transformers.models.mllama.processing_mllama import (
+            convert_sparse_cross_attention_mask_to_dense,
+            get_cross_attention_token_mask,
+        )
+
+        tiles = made["aspect_ratio_mask"].sum(-1).tolist()
+        token: Any = self._processor.image_token_ids[0]
+        spans = [get_cross_attention_token_mask(row.input_ids.tolist(), token) for row in rows]
+        dense = convert_sparse_cross_attention_mask_to_dense(
+            spans, num_tiles=tiles, max_num_tiles=made["aspect_ratio_mask"].shape[-1], length=width
+        )
+        return torch.from_numpy(dense)

@@ -1,0 +1,46 @@
+"""Recomputation of activations in the backward pass (gradient checkpointing), of whole blocks or of what is cheap.
+
+Selective: of each block the results of attention are kept, and those of matrix products that are no larger than what
+went in; norms, activation functions, rotations and the wide matrices of the feed-forward part run again (the idea of
+arXiv 2205.05198, section 5, by the size of results in place of a fixed list).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+Recompute = bool | Literal["selective"]
+"""False: everything is kept; True: of each block its input alone."""
+
+_ATEN = torch.ops.aten
+_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+}
+_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
+
+
+def recompute(model: PreTrainedModel, how: Recompute) -> None:
+    """Make the blocks of `model` recompute in the backward pass; the gradient stays the same."""
+    if not how:
+        return
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    model.config.use_cache = False
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operation in _ATTENTION
+    if operation in _PRODUCTS:
+        left, right = args[-2:]
+        keeps = right.shape[-1] <= left.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

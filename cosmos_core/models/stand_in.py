@@ -1,0 +1,46 @@
+"""Adapters with values in a model whose own weights are read later (`streamed.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.models.lora import TAKES_FROM_BASE
+
+
+def reads_base(lora: LoraConfig | None) -> bool:
+    """Whether an adapter cannot begin before the weights are there."""
+    return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE)
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Give parameters without data a place for the time of the block, so that modules made for them get data there:
+    each is one number seen as many. Nothing where new tensors have no data either, as in an estimate."""
+    stands: dict[nn.Parameter, nn.Parameter] = {}
+    if torch.get_default_device().type != "meta":
+        device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))
+        stands = {p: _seen_as(p, device) for p in model.parameters() if p.is_meta}
+    _exchange(model, stands)
+    try:
+        yield
+    finally:
+        for parameter, stand in stands.items():
+            parameter.requires_grad_(stand.requires_grad)
+        _exchange(model, {stand: parameter for parameter, stand in stands.items()})
+
+
+def _seen_as(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    number = torch.zeros((), dtype=parameter.dtype, device=device)
+    return nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
+
+
+def _exchange(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = others.get(parameter, parameter)

@@ -1,0 +1,66 @@
+"""Expert parallelism: each rank of a group has some of every layer's experts, and tokens travel to those they chose.
+
+The ranks of a group have different tokens. A transformers model's own plan says which modules hold experts; the style
+that it names sends a token once to each expert of its choice and brings the answers back, so that a rank computes what
+was chosen of its experts and nothing else. An expert's gradient is of all tokens of the group, without a collective.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
+
+from cosmos_core.errors import ModelError
+from cosmos_core.parallel.mesh import Mesh
+from cosmos_core.parallel.tensor import matches
+
+_DISPATCHED = "ep_dispatch_experts"
+
+
+def spread(model: PreTrainedModel, mesh: Mesh) -> None:
+    """Leave each rank its experts of every layer, sharded over `mesh.expert_shard`; before `shard`.
+
+    Raises:
+        ModelError: no plan sends tokens to the experts, an adapter is around them, or they do not divide.
+    """
+    assert mesh.expert is not None
+    plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    where = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
+    if not plan or not (layers or mesh.pipeline):  # a pipeline stage may have dense layers alone
+        raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
+    for name, experts in layers.items():
+        if not any(matches(pattern, name) for pattern in plan):
+            raise ModelError(
+                f"{where} has experts at {name}, where its plan has none; leave them out of policy.lora, or set it to 1"
+            )
+        _keep_own(experts, mesh.expert, where)
+        EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
+        experts.forward = torch.compiler.disable(experts.forward)  # how many tokens come is never the same
+        if mesh.expert_shard is not None:
+            fully_shard(experts, mesh=mesh.expert_shard, shard_placement_fn=partial(_cut, mesh.expert_shard.shape[-1]))
+
+
+def _keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
+    if experts.num_experts % group.size():
+        nearest = gcd(experts.num_experts, group.size())
+        raise ModelError(f"{where} has {experts.num_experts} experts, which do not divide by it; set it to {nearest}")
+    for name, parameter in experts.named_parameters():
+        own = parameter.detach().chunk(group.size())[group.get_local_rank()].clone()
+        part = DTensor.from_local(own, group, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    experts.num_experts //= group.size()
+
+
+def _cut(num_shards: int, parameter: nn.Parameter) -> Shard:
+    """Inside each expert where that divides: a rank may have fewer experts than there are shards."""
+    return Shard(0 if parameter.shape[1] % num_shards else 1)

@@ -1,0 +1,41 @@
+"""What the ranks of `test_visual.py` run: an update of rows with and without images, and its loss and gradients."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.parallel.fsdp import on_first
+from cosmos_core.parallel.mesh import open_mesh
+from tests.unit.test_visual_families import loaded, make_rank, samples
+
+
+def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, Any]:
+    """Loss, validation and every gradient, on the first rank."""
+    whole, processor = loaded(model)
+    sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu")
+    rank = make_rank(whole.double(), processor, data, scratch, mesh=sizes)
+    rank._dtype = torch.float64
+    rows = samples(data)
+    evaluated = rank.evaluate(rows, size=2)
+    (update,) = Sft().updates(rows, lambda _: [])
+    figures = rank.update(update, temperature=1.0, with_entropy=False)
+    gradients = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
+    return {"loss": figures["loss"], "evaluated": evaluated, "gradients": on_first(gradients)}
+
+
+def of_families(names: list[str], folder: Path, stop: threading.Event) -> None:
+    """Each family on one rank of two; the first rank writes the answers."""
+    torch.set_num_threads(1)
+    for name in names:
+        own = folder / f"{name}-{dist.get_rank()}"
+        own.mkdir()
+        found = computed(folder / name / "model", folder / name / "stage" / "data", own, dp_shard_size=2)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{name}.pt")

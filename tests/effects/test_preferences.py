@@ -1,0 +1,85 @@
+"""Keys of DPO: what a row is, and the loss of one pair, worked out by hand; the formulas are in tests/unit/test_dpo."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_core.algorithms.base import MicroBatch, Sample
+from cosmos_core.algorithms.dpo import Dpo
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.sft import SFTDataConfig
+from cosmos_core.data import prepare
+from cosmos_core.data.prepared import open_pairs, rows_kind
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.reference import reference_logprobs
+from cosmos_core.train.setup import open_rank
+from tests.effects.change import SFT, Change, changes, stage_of
+from tests.unit.tiny_model import save_tiny_model
+
+DPO = {**SFT, "train.train_policy.trainer_type": "dpo"}
+BOTH = {**DPO, "train.train_policy.dpo.loss_type": ("sigmoid", "sft")}
+# With beta 0.1 the rewards are 0.2 and 0.1.
+LOGPS, REFERENCE = {"chosen": -4.0, "rejected": -3.0}, {"chosen": -6.0, "rejected": -4.0}
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+def loss(recipe: Recipe) -> float:
+    """Of a pair of two and one learned tokens."""
+    policy = recipe.train.train_policy
+    assert isinstance(policy, SFTDataConfig)
+    samples = [
+        Sample(np.arange(3), np.array([0, 1, name == "chosen"], dtype=np.uint8), reference_logprob=REFERENCE[name])
+        for name in LOGPS
+    ]
+    (update,) = Dpo(policy.dpo).updates(samples, lambda _: [])
+    logprobs_BS = torch.tensor([[LOGPS["chosen"] / 2] * 2, [LOGPS["rejected"], 0.0]], dtype=torch.float64)
+    mask_BS = torch.tensor([[True, True], [True, False]])
+    return update.loss(MicroBatch(samples, logprobs_BS, mask_BS, None)).value.item()
+
+
+@changes(
+    (Change("train.train_policy.dpo.beta", 0.5, DPO), softplus(-0.5)),
+    (Change("train.train_policy.dpo.loss_type", "bco_pair", DPO), softplus(-0.2) + softplus(0.1)),
+    (Change("train.train_policy.dpo.loss_weights", (1.0, 0.25), BOTH), softplus(-0.1) + 0.25 * 2.0),
+)
+def test_it_changes_the_loss_of_a_pair(change: Change, expected: float) -> None:
+    assert loss(change.after) == pytest.approx(expected, rel=1e-12)
+    assert loss(change.before) != pytest.approx(expected, rel=1e-3)
+
+
+def prepared(recipe: Recipe, folder: Path) -> Stage:
+    """A stage whose data are a prepared row that is a text, and a pair of texts."""
+    row = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5"}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    dataset = recipe.train.train_policy.dataset.derived(name=str(folder / "rows.jsonl"))
+    train = recipe.train.derived(train_policy=recipe.train.train_policy.derived(dataset=dataset))
+    stage = stage_of(folder / "stage", recipe.derived(train=train), model=save_tiny_model(folder / "model"))
+    prepare.run(stage)
+    stage.data = stage.path / "data"
+    return stage
+
+
+@changes(Change("train.train_policy.trainer_type", "dpo"))
+def test_it_changes_what_a_row_is(change: Change, tmp_path: Path) -> None:
+    kinds = [rows_kind(prepared(side, tmp_path).path / "data", "train") for side in (change.before, change.after)]
+    assert kinds == ["sequences", "pairs"]
+
+
+@changes(Change("train.train_policy.dpo.reference_free", True, {**DPO, "train.compile": False}))
+def test_it_changes_whether_there_is_a_reference(change: Change, tmp_path: Path) -> None:
+    found = []
+    for side in (change.before, change.after):
+        stage = prepared(side, tmp_path)
+        pairs = open_pairs(stage.path / "data", "train")
+        found.append(reference_logprobs(stage, open_rank(stage)[0], pairs, "train", np.arange(1)))
+    assert found[0] is not None and found[0].max() < 0
+    assert found[1] is None

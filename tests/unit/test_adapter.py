@@ -1,0 +1,84 @@
+"""`policy.lora.lora_path`: a training that goes on with an adapter, ours or PEFT's, and one that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.lora import save_adapter
+from tests.unit.test_lora import EVERY, TAKING, disturb, logits, ours, theirs
+from tests.unit.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_adapter_is_gone_on_with_from_its_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    model = ours(folder, EVERY[name])
+    disturb(model)
+    save_adapter(model, tmp_path / "first")
+    found = ours(folder, {"lora_path": str(tmp_path / "first"), "lora_dropout": 0.0 if name == "random" else 0.2})
+    torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=1e-4 if name in TAKING else 0)
+    one, other = ({n for n, p in each.named_parameters() if p.requires_grad} for each in (model, found))
+    assert one == other
+    save_adapter(found, tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[key], tensor) for key, tensor in first.items())
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("first", "second")]
+    assert {key for key, value in configs[0].items() if configs[1][key] != value} <= {"lora_dropout"}
+
+
+def test_an_adapter_of_peft_s_own_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    model = theirs(folder, {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False})
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path)})), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "harm", "message"),
+    [
+        ({"r": 16}, "", "policy.lora.r = 16, but the adapter in lora_path has 8; leave it out"),
+        ({"target_modules": ["o_proj"]}, "", r"target_modules = \['o_proj'\], but .* has \['q_proj', 'v_proj'\]"),
+        ({}, "none", "Can't find 'adapter_config.json'"),
+        ({}, "dora", "its use_dora = True is not trained here; merge it into the model"),
+        ({}, "pissa", "began with a part of the base weights"),
+        ({}, "cut", "adapter_model.safetensors cannot be read"),
+        ({}, "less", "has no .*lora_A.weight; it is of another model or adapter"),
+        ({}, "more", "has the unknown ghost; it is of another model or adapter"),
+        ({}, "narrow", r"of shape \(8, 1\), the model needs \(8, 64\)"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], harm: str, message: str
+) -> None:
+    save_adapter(ours(folder, {"target_modules": ["q_proj", "v_proj"]}), tmp_path / "lora")
+    weights, config = tmp_path / "lora/adapter_model.safetensors", tmp_path / "lora/adapter_config.json"
+    state, values = load_file(weights), json.loads(config.read_text())
+    name = min(key for key in state if "lora_A" in key)
+    changed: dict[str, Any] = {
+        "less": {key: tensor for key, tensor in state.items() if key != name},
+        "more": {**state, "base_model.model.ghost": torch.zeros(1)},
+        "narrow": {**state, name: torch.zeros(8, 1)},
+    }
+    if harm in changed:
+        save_file(changed[harm], weights)
+    elif harm == "cut":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif harm == "none":
+        config.unlink()
+    else:
+        extra = {"dora": {"use_dora": True}, "pissa": {"init_lora_weights": "pissa"}, "": {}}[harm]
+        config.write_text(json.dumps({**values, **extra}))
+    with pytest.raises((ConfigError, ModelError), match=message) as caught:
+        ours(folder, {"lora_path": str(tmp_path / "lora"), **settings})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,52 @@
+"""What this version cannot do, and what it does in another way, is said before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.errors import ConfigError
+from tests.unit.test_config_compose import CHAIN
+from tests.unit.test_config_load import SFT, load
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("sft.work_pool=gpus", "stage 'sft': work_pool = 'gpus': this version runs every stage on the flow's machine; "
+         "leave it out"),
+        ("policy.parallelism.n_init_replicas=2", "stage 'rows': policy.parallelism.n_init_replicas = 2: not in this "
+         "version; set it to 1"),
+        ("grpo.policy.parallelism.tp_size=2", "stage 'grpo': policy.parallelism has 2 ranks: this version trains by "
+         "rollouts on one; set all sizes to 1"),
+        ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
+         "groups; make it a multiple of rollout.n_generation = 3"),
+        ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
+         "give rates by module path"),
+        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare answers of one "
+         "group; make it at least 2"),
+        ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
+         "prompt in policy.model_max_length = 2048; lower it"),
+    ],
+)  # fmt: skip
+def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_before_a_run(
+    tmp_path: Path, setting: str, said: str
+) -> None:
+    pipeline = load(tmp_path, CHAIN, *setting.split("; "))
+    with pytest.raises(ConfigError) as caught:
+        check_capabilities(pipeline)
+    assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
+
+
+def test_the_whole_world_on_one_rank_is_one_rank(tmp_path: Path) -> None:
+    check_capabilities(load(tmp_path, CHAIN, "policy.parallelism.dp_shard_size=-1"))
+
+
+def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> None:
+    assert notices_of(load(tmp_path, SFT)) == []
+    assert notices_of(load(tmp_path, SFT, "policy.parallelism.dp_shard_size=2")) == [
+        "train.train_batch_per_replica = 8: rows of an optimizer step, of all 2 data-parallel ranks together "
+        "(Cosmos-RL: of each)"
+    ]

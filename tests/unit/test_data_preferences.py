@@ -1,0 +1,185 @@
+"""Preference rows as pairs of token sequences: which forms are understood, what is learned, what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.data.messages import SkippedRow, read_preference
+from cosmos_core.data.prepare import run
+from cosmos_core.data.prepared import Pairs, open_pairs, open_sequences
+from cosmos_core.errors import DataError
+from cosmos_core.run.files import read_json
+from cosmos_core.run.stage import Stage
+from tests.effects.change import SFT, recipe, stage_of
+from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, LLAMA3, MISTRAL, byte_tokenizer, learned, unlearned
+
+Row = dict[str, Any]
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "forgets thoughts": FORGETS_THOUGHTS}
+
+
+def user(content: str) -> Row:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Row:
+    return {"role": "assistant", "content": content}
+
+
+def stage(path: Path, rows: list[Row], template: str = CHATML, **policy: Any) -> Stage:
+    byte_tokenizer(template).save_pretrained(path / "model")
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        **SFT, "train.train_policy.trainer_type": "dpo", "train.train_policy.dataset.name": str(path / "rows.jsonl"),
+        "policy.model_max_length": 64, **{f"train.train_policy.{key}": value for key, value in policy.items()},
+    }  # fmt: skip
+    return stage_of(path / "prepare", recipe(settings), kind="prepare", model=path / "model")
+
+
+def pairs_of(path: Path, rows: list[Row], template: str = CHATML, **policy: Any) -> Pairs:
+    made = stage(path, rows, template, **policy)
+    run(made)
+    return open_pairs(made.path / "data", "train")
+
+
+def answers(pairs: Pairs, template: str = CHATML) -> list[list[str]]:
+    """Of each pair what is learned of the chosen and of the rejected sequence, each in one run."""
+    tokenizer = byte_tokenizer(template)
+    found = []
+    for i in range(len(pairs)):
+        runs = [learned(tokenizer, ids.tolist(), mask.tolist()) for ids, mask in (pairs.chosen[i], pairs.rejected[i])]
+        assert all(len(run) == 1 for run in runs)
+        found.append([run[0] for run in runs])
+    return found
+
+
+FORMS: dict[str, Row] = {
+    "texts": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    "turns": {"prompt": [user("2+2?")], "chosen": [assistant("4")], "rejected": [assistant("5")]},
+    "a prompt of turns, answers as texts": {"prompt": [user("2+2?")], "chosen": "4", "rejected": "5"},
+    "the prompt in the answers": {"chosen": [user("2+2?"), assistant("4")], "rejected": [user("2+2?"), assistant("5")]},
+    "the prompt in the answers and beside them": {
+        "prompt": "2+2?", "chosen": [user("2+2?"), assistant("4")], "rejected": [user("2+2?"), assistant("5")],
+    },
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"},
+        "rejected": {"from": "gpt", "value": "5"},
+    },
+    "other columns": {"question": "2+2?", "chosen": "4", "rejected": "5"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_form_of_a_row_gives_the_same_pair(tmp_path: Path, form: str, name: str) -> None:
+    template = TEMPLATES[name]
+    expected = pairs_of(tmp_path / "a", [FORMS["texts"]], template)
+    found = pairs_of(tmp_path / "b", [FORMS[form]], template)
+    for one, other in ((expected.chosen, found.chosen), (expected.rejected, found.rejected)):
+        assert [part.tolist() for part in one[0]] == [part.tolist() for part in other[0]]
+    ((chosen, rejected),) = answers(found, template)
+    assert "4" in chosen and "5" not in chosen and "5" in rejected and "2+2" not in chosen + rejected
+
+
+def test_an_answer_is_learned_with_its_end_and_earlier_answers_are_not(tmp_path: Path) -> None:
+    said = [user("hi"), assistant("Hello."), user("2+2?")]
+    rows = [{"chosen": [*said, assistant("It is 4.")], "rejected": [*said, assistant("5")]}]
+    pairs = pairs_of(tmp_path, rows, system_prompt="Add.")
+    assert answers(pairs) == [["It is 4.<|im_end|>", "5<|im_end|>"]]
+    ids, mask = pairs.chosen[0]
+    head, _ = unlearned(byte_tokenizer(CHATML), ids.tolist(), mask.tolist())
+    assert head == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_answer_of_several_turns_is_learned_whole(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2?", "chosen": [assistant("4"), user("sure?"), assistant("Yes.")], "rejected": "5"}]
+    pairs = pairs_of(tmp_path, rows)
+    ids, mask = pairs.chosen[0]
+    assert learned(byte_tokenizer(CHATML), ids.tolist(), mask.tolist()) == ["4<|im_end|>", "Yes.<|im_end|>"]
+
+
+def test_plain_texts_share_their_beginning_and_end_with_the_end_token(tmp_path: Path) -> None:
+    head = "\n\nHuman: 2+2?\n\nAssistant: "
+    pairs = pairs_of(tmp_path, [{"chosen": f"{head}4.", "rejected": f"{head}Five."}])
+    tokenizer = byte_tokenizer(CHATML)
+    for (ids, mask), text in ((pairs.chosen[0], "4."), (pairs.rejected[0], "Five.")):
+        assert tokenizer.decode(ids.tolist()) == f"{head}{text}<|im_end|>"
+        assert "".join(learned(tokenizer, ids.tolist(), mask.tolist())).strip() == f"{text}<|im_end|>"
+
+
+def test_long_answers_are_cut_and_the_pair_is_counted_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "chosen": "c" * 90, "rejected": "r"}, {"prompt": "p", "chosen": "a", "rejected": "b"}]
+    made = stage(tmp_path, rows)
+    run(made)
+    pairs = open_pairs(made.path / "data", "train")
+    assert len(pairs.chosen[0][0]) == 64 > len(pairs.rejected[0][0])
+    said = read_json(made.path / "data" / "statistics.json")["train"]
+    lengths = [len(rows[i][0]) for i in range(2) for rows in (pairs.chosen, pairs.rejected)]
+    assert (said["kind"], said["rows"], said["truncated_rows"], said["tokens"]) == ("pairs", 2, 1, sum(lengths))
+    assert said["label_tokens"] == sum(
+        int(rows[i][1].sum()) for i in range(2) for rows in (pairs.chosen, pairs.rejected)
+    )
+    assert said["length"]["max"] == lengths[0] + lengths[1]
+
+
+def test_pairs_with_nothing_to_compare_are_counted_by_reason_with_the_first_place(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "same", "rejected": "same"},
+        {"prompt": "p", "chosen": "a", "rejected": " "},
+        {"chosen": [user("p"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        {"prompt": " ", "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "x" * 80 + "a", "rejected": "x" * 80 + "b"},
+        {"chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("a")]},
+        {"prompt": "p", "chosen": "a", "rejected": "b\ud800"},
+    ]
+    made = stage(tmp_path, rows)
+    outcome = run(made)
+    assert (outcome.metrics["data/train_rows"], outcome.metrics["data/train_skipped_rows"]) == (1, 7)
+    assert read_json(made.path / "data" / "statistics.json")["train"]["skipped"] == {
+        "with equal chosen and rejected": {"rows": 2, "first": "rows.jsonl:2"},
+        "with an empty answer": {"rows": 1, "first": "rows.jsonl:3"},
+        "whose chosen and rejected answer different prompts": {"rows": 1, "first": "rows.jsonl:4"},
+        "without a prompt": {"rows": 1, "first": "rows.jsonl:5"},
+        "with equal chosen and rejected up to policy.model_max_length": {"rows": 1, "first": "rows.jsonl:6"},
+        "with half a character (a lone surrogate)": {"rows": 1, "first": "rows.jsonl:8"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p", "chosen": "a"}, "no 'rejected' among the columns prompt, chosen"),
+        ({"prompt": "p", "chosen": None, "rejected": "b"}, "no 'chosen' among"),
+        ({"chosen": "a", "rejected": "b"}, "begin differently, and there is no column `prompt`"),
+        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no prompt among the columns chosen, rejected"),
+        ({"prompt": [user("p"), assistant("a")], "chosen": "a", "rejected": "b"}, "ends with an assistant turn"),
+        ({"prompt": "p", "chosen": 4, "rejected": "b"}, "column 'chosen' holds '4'"),
+        ({"prompt": "p", "chosen": [{"role": "robot", "content": "a"}], "rejected": "b"}, "unknown role 'robot'"),
+    ],
+)  # fmt: skip
+def test_a_row_of_a_wrong_form_is_an_error_that_names_its_line(tmp_path: Path, row: Row, message: str) -> None:
+    made = stage(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}, row])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2") as caught:
+        run(made)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not isinstance(caught.value, SkippedRow)
+
+
+def test_the_named_column_is_the_prompt() -> None:
+    row = {"prompt": "p", "ask": "q", "chosen": "a", "rejected": "b"}
+    assert read_preference(row, "x", "ask").prompt == [user("q")]
+    assert read_preference(row, "x").prompt == [user("p")]
+
+
+def test_pairs_are_no_sequences(tmp_path: Path) -> None:
+    made = stage(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    run(made)
+    with pytest.raises(DataError, match=r"holds pairs, but sequences to learn \(SFT\) are needed"):
+        open_sequences(made.path / "data", "train")

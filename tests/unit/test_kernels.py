@@ -1,0 +1,112 @@
+"""Kernels of other packages: what fp8 changes of a model and what it leaves, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.schema.precision import FP8Config
+from cosmos_core.errors import ConfigError
+from cosmos_core.models.hf import load_model
+from cosmos_core.models.kernels import convert, use_fp8, use_liger, without_fp8
+from cosmos_core.run import inputs
+from cosmos_core.run.inputs import check_inputs, kernel_packages
+from tests.unit import test_config_load
+from tests.unit.tiny_model import save_tiny_model
+
+IDS = torch.arange(3, 30).reshape(1, 27)  # no multiple of 16
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PreTrainedModel:
+    return load_model(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("scales", ["rowwise", "tensorwise"])
+def test_fp8_is_near_and_leaves_names_weights_and_the_head(model: PreTrainedModel, scales: str) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    exact = model(input_ids=IDS, use_cache=False).logits
+    exact.square().mean().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    convert(model, FP8Config(enable_fp8=True, quant_recipe=scales), emulate=True)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert kinds.pop("lm_head") == "Linear" and set(kinds.values()) == {"Float8Linear"} and len(kinds) == 14
+    logits = model(input_ids=IDS, use_cache=False).logits
+    assert 1e-5 < (logits - exact).norm() / exact.norm() < 0.25
+    logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.cosine_similarity(parameter.grad.flatten(), gradients[name].flatten(), dim=0) > 0.9, name
+    assert without_fp8(model) is model
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
+    assert model.state_dict().keys() == state.keys()
+    assert torch.equal(model(input_ids=IDS, use_cache=False).logits, exact)
+
+
+def test_fp8_is_refused_where_the_gpu_has_none(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"NVIDIA GPU of capability 8\.9 or newer, and this one has 8\.0; leave"):
+        use_fp8(model, FP8Config(enable_fp8=True))
+
+
+def test_a_family_that_liger_does_not_know_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    package.MODEL_TYPE_TO_APPLY_LIGER_FN = {}
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
+    with pytest.raises(ConfigError, match="Liger has no kernels for qwen3; leave it out"):
+        use_liger(model)
+
+
+SFT = test_config_load.SFT
+
+
+@pytest.mark.parametrize(
+    ("setting", "package"),
+    [("policy.enable_liger_kernel=true", "liger-kernel"), ("train.fp8.enable_fp8=true", "torchao")],
+)
+def test_kernels_are_refused_without_a_gpu_and_without_their_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    model, rows = (
+        f"policy.model_name_or_path={tmp_path}/model",
+        f"train.train_policy.dataset.name={tmp_path}/rows.jsonl",
+    )
+    pipeline = test_config_load.load(tmp_path, SFT, setting, model, rows)
+    check_capabilities(pipeline)
+    assert list(kernel_packages(pipeline.recipes["sft"])) == [package]
+    key = setting.replace("=", " = ")
+    monkeypatch.setattr(inputs, "device", lambda: "cpu")
+    with pytest.raises(ConfigError, match=f"{key}: these kernels need an NVIDIA GPU, and this machine has none"):
+        check_inputs(pipeline)
+    monkeypatch.setattr(inputs, "device", lambda: "NVIDIA H100")
+    monkeypatch.setattr(inputs, "installed", lambda names, python: {})
+    with pytest.raises(ConfigError, match=f"{key}: the package {package} is not installed"):
+        check_inputs(pipeline)
+    monkeypatch.setattr(inputs, "installed", lambda names, python: dict.fromkeys(names, "1"))
+    check_inputs(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["policy.lora.r=4"], "train.fp8.enable_fp8 = true excludes policy.lora"),
+        (["train.param_dtype='float32'"], "train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16'"),
+        (["policy.parallelism.tp_size=2", "train.compile=false"], "excludes policy.parallelism.tp_size = 2"),
+        (["train.fp8.fp8_recipe='delayed_scaling'"], "this version has 'dynamic_scaling' alone"),
+    ],
+)
+def test_what_fp8_does_not_go_with_is_refused(tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_capabilities(test_config_load.load(tmp_path, SFT, "train.fp8.enable_fp8=true", *settings))

@@ -1,0 +1,123 @@
+"""An export that is pinned to a checkpoint: what the training had at that step, and not what it ended with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from cosmos_core.checkpoint import export
+from cosmos_core.config.load import without_none
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.data import prepare
+from cosmos_core.errors import ModelError
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.setup import run_sft
+from tests.effects.change import SFT, recipe, stage_of
+from tests.unit.tiny_model import save_tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
+
+STEPS: dict[str, Any] = {
+    **SFT, "train.compile": False, "train.param_dtype": "float32", "train.train_batch_per_replica": 1,
+    "train.optm_lr": 1e-2, "train.ckpt.enable_checkpoint": True, "train.ckpt.save_freq": 2, "train.ckpt.max_keep": -1,
+    "policy.model_max_length": 32,
+}  # fmt: skip
+LORA = {"policy.lora": {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": "all-linear"}}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and prepared rows: six to learn, which are six steps, and two held out."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"{i} is a number"}) + "\n" for i in range(8)))
+    dataset = {"train.train_policy.dataset.name": str(folder / "rows.jsonl"), "train.train_policy.dataset.test_size": 2}
+    save_tiny_model(folder / "model")
+    prepare.run(stage_of(folder / "rows", recipe({**STEPS, **dataset}), kind="prepare", model=folder / "model"))
+    return folder
+
+
+def trained(path: Path, inputs: Path, **settings: Any) -> dict[str, Any]:
+    """The result of a training, as a stage behind it gets it."""
+    config = recipe({**STEPS, **settings})
+    stage = stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")
+    spec = {
+        "entry": "", "stage": {"name": "sft", "kind": "sft"}, "recipe": without_none(config.model_dump()),
+        "model": stage.model, "data": str(stage.data), "fingerprint": stage.fingerprint,
+    }  # fmt: skip
+    (path / "stage.toml").write_text(tomli_w.dumps(spec))
+    outcome = run_sft(stage)
+    return {
+        "kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "path": str(path), "info": dict(outcome.info),
+    }  # fmt: skip
+
+
+def exporting(path: Path, upstream: dict[str, Any], checkpoint: str) -> Stage:
+    path.mkdir(parents=True)
+    config = StageConfig(name="export", kind="export", model="stage:sft", after=("sft",), checkpoint=checkpoint)
+    model = str(Path(upstream["path"]) / upstream["info"]["model"])
+    return Stage(path, config, recipe({"train.param_dtype": "float32"}), model, None, {"sft": upstream}, "e" * 64)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"train.ema_enable": True}, LORA, {"policy.freeze_pattern": ["embed_tokens"]}],
+    ids=["all weights", "average", "adapter", "frozen"],
+)
+def test_the_last_checkpoint_is_what_the_training_handed_over(
+    inputs: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    upstream = trained(tmp_path / "run/stages/sft", inputs, **settings)
+    stage = exporting(tmp_path / "run/stages/export", upstream, "6")
+    outcome = export.run(stage)
+    assert outcome.info["step"] == 6
+    handed_over, pinned = Path(upstream["path"]) / "safetensors/step_6", stage.path / "safetensors/step_6"
+    names = {str(file.relative_to(handed_over)) for file in handed_over.rglob("*.safetensors")}
+    assert ("lora/adapter_model.safetensors" in names) == (settings is LORA)
+    for name in sorted(names):
+        expected, found = load_file(handed_over / name), load_file(pinned / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name
+    assert not (stage.path / "pinned").exists()
+
+
+def test_an_earlier_checkpoint_is_exported_as_it_was(inputs: Path, tmp_path: Path) -> None:
+    upstream = trained(tmp_path / "run/stages/sft", inputs)
+    stage = exporting(tmp_path / "run/stages/export", upstream, "2")
+    assert export.run(stage).outputs == ("safetensors/step_2",)
+    policy = Path(upstream["path"]) / "checkpoints/step_2/policy"
+    saved = {name: tensor for file in policy.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    found = load_file(stage.path / "safetensors/step_2/model.safetensors")
+    last = load_file(Path(upstream["path"]) / "safetensors/step_6/model.safetensors")
+    assert found.keys() == last.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[f"model.{name}"]), name
+        assert not torch.equal(tensor, last[name]), name
+
+
+def test_best_is_the_step_that_validation_named(inputs: Path, tmp_path: Path) -> None:
+    upstream = trained(tmp_path / "run/stages/sft", inputs, **{"validation.enable": True, "validation.freq": 2})
+    best = upstream["info"]["best"]
+    outcome = export.run(exporting(tmp_path / "run/stages/export", upstream, "best"))
+    assert outcome.info["step"] == best["step"]
+
+
+def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:
+    upstream = trained(tmp_path / "run/stages/sft", inputs, **{"train.ckpt.max_keep": 2})
+    with pytest.raises(ModelError) as caught:
+        export.run(exporting(tmp_path / "run/stages/two", upstream, "2"))
+    assert str(caught.value) == (
+        "checkpoint = '2' of stage 'sft': there is no checkpoint of step 2, only 4, 6; train with "
+        "train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more"
+    )
+    with pytest.raises(ModelError, match="it was not validated, so no step is the best"):
+        export.run(exporting(tmp_path / "run/stages/best", upstream, "best"))
+    file = next((Path(upstream["path"]) / "checkpoints/step_4/policy").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"step_4: .* bytes instead of .*; choose another step"):
+        export.run(exporting(tmp_path / "run/stages/four", upstream, "4"))

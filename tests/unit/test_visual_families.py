@@ -1,0 +1,321 @@
+"""Rows with images through each family: tokens, masks, loss and gradients against the family's own processor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedModel, ProcessorMixin
+
+from cosmos_core.algorithms.base import Sample
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.prepare import run
+from cosmos_core.data.prepared import open_sequences
+from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.hf import load_model
+from cosmos_core.models.processor import Vision, load_processor
+from cosmos_core.parallel.mesh import Mesh
+from cosmos_core.run.files import read_json
+from cosmos_core.run.progress import Progress
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.rank import Rank
+from tests.unit.tiny_vlms import MIXED, PARTS, VLMS, picture, save_vlm
+
+END = 258
+"""The token that closes a turn."""
+
+
+def image(name: str) -> dict[str, str]:
+    return {"type": "image", "image": name}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+TALKS: list[list[dict[str, Any]]] = [
+    [
+        {"role": "user", "content": [image("wide.png"), text("What is it?")]},
+        {"role": "assistant", "content": [text("A cat.")]},
+        {"role": "user", "content": [text("And now?")]},
+        {"role": "assistant", "content": [text("A dog, a dog.")]},
+    ],
+    [
+        {"role": "user", "content": [text("Compare "), image("tall.png"), text(" and "), image("wide.png")]},
+        {"role": "assistant", "content": [text("One is taller than the other.")]},
+    ],
+    [{"role": "user", "content": [text("Hello?")]}, {"role": "assistant", "content": [text("Hi.")]}],
+    [
+        {"role": "user", "content": [image("tall.png"), text("Say it.")]},
+        {"role": "assistant", "content": [text("It.")]},
+    ],
+    [{"role": "user", "content": [text("No images.")]}, {"role": "assistant", "content": [text("None.")]}],
+]
+PICTURES = {"wide.png": picture(1, 64, 30), "tall.png": picture(2, 30, 64)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_vlm(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(params=VLMS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def write_talks(folder: Path, talks: list[Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, shown in PICTURES.items():
+        shown.save(folder / name)
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return folder
+
+
+def prepared(model: Path, folder: Path, **policy: Any) -> Stage:
+    """A stage whose `data` holds `TALKS`, tokenised."""
+    rows = write_talks(folder / "rows", TALKS)
+    sft = {"type": "sft", "dataset": {"name": str(rows)}}
+    recipe = Recipe.model_validate({"train": {"train_policy": sft}, "policy": policy})
+    (folder / "stage").mkdir()
+    stage = Stage(
+        path=folder / "stage", config=StageConfig(name="data", kind="prepare"), recipe=recipe, model=str(model),
+        data=None, inputs={}, fingerprint="f",
+    )  # fmt: skip
+    run(stage)
+    return stage
+
+
+def opened(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns with their images."""
+    return [
+        {
+            "role": turn["role"],
+            "content": [
+                {"type": "image", "image": PICTURES[part["image"]]} if part["type"] == "image" else part
+                for part in turn["content"]
+            ],
+        }
+        for turn in talk
+    ]
+
+
+def own_inputs(processor: ProcessorMixin, talk: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What the processor makes of a conversation, as its documentation says."""
+    return dict(processor.apply_chat_template(opened(talk), tokenize=True, return_dict=True, return_tensors="pt"))
+
+
+def labels(processor: ProcessorMixin, talk: list[dict[str, Any]], ids: list[int]) -> list[int]:
+    """By hand: 1 for the words of each answer and the token behind them, found from the left."""
+    mask, start = [0] * len(ids), 0
+    for turn in talk:
+        if turn["role"] == "assistant":
+            answer = [*processor.tokenizer(turn["content"][0]["text"], add_special_tokens=False)["input_ids"], END]
+            start = next(i for i in range(start, len(ids)) if ids[i : i + len(answer)] == answer)
+            mask[start : start + len(answer)] = [1] * len(answer)
+    assert sum(mask) == sum(len(turn["content"][0]["text"]) + 1 for turn in talk if turn["role"] == "assistant")
+    return mask
+
+
+def samples(data: Path) -> list[Sample]:
+    rows = open_sequences(data, "train")
+    return [Sample(*rows[i], images=rows.images(i)) for i in range(len(rows))]
+
+
+def make_rank(
+    model: PreTrainedModel, processor: ProcessorMixin, data: Path, folder: Path, mesh: Mesh | None = None, **train: Any
+) -> Rank:
+    settings = {
+        "param_dtype": "float32", "compile": False, "optm_grad_norm_clip": 0.0, "optm_lr": 1e-2,
+        "optm_warmup_steps": 0, "train_policy": {"type": "sft", "mini_batch": 2}, **train,
+    }  # fmt: skip
+    recipe = Recipe.model_validate({"policy": {"model_max_length": 256}, "train": settings})
+    return Rank(model, recipe.train, 256, Progress(folder / "progress.json"), mesh, Vision(processor))
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def loaded(folder: Path) -> tuple[PreTrainedModel, ProcessorMixin]:
+    processor = load_processor(str(folder))
+    assert processor is not None
+    return load_model(str(folder), dtype=torch.float32), processor
+
+
+@pytest.mark.parametrize("template", [MIXED, PARTS], ids=["mixed", "parts"])
+def test_tokens_and_masks_are_those_of_the_processor(family: str, template: str, tmp_path: Path) -> None:
+    if family == "mllama" and template == PARTS:
+        pytest.skip("Mllama's processor wants a template that writes the first token")
+    model = save_vlm(family, tmp_path / "model", template)
+    processor = load_processor(str(model))
+    assert processor is not None
+    stage = prepared(model, tmp_path)
+    rows = open_sequences(stage.path / "data", "train")
+    num_image_tokens = 0
+    for i, talk in enumerate(TALKS):
+        ids, mask = rows[i]
+        own = own_inputs(processor, talk)["input_ids"][0].tolist()
+        assert ids.tolist() == own
+        assert mask.tolist() == labels(processor, talk, own)
+        shown = [part["image"] for turn in talk for part in turn["content"] if part["type"] == "image"]
+        assert [ref.path for ref in rows.images(i)] == [str(tmp_path / "rows" / name) for name in shown]
+        assert all(ref.content is None for ref in rows.images(i))
+        num_image_tokens += len(own) - len(processor.tokenizer(bare(talk, template, processor))["input_ids"])
+    said = read_json(stage.path / "data" / "statistics.json")["train"]
+    assert said["images"] == 4 and said["image_tokens"] == num_image_tokens
+
+
+def bare(talk: list[dict[str, Any]], template: str, processor: ProcessorMixin) -> str:
+    """The rendered text without its images."""
+    written = processor.apply_chat_template(talk, tokenize=False)
+    return written.replace(processor.image_token, "")
+
+
+def test_loss_and_gradients_are_those_of_the_models_own_forward(
+    family: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """All rows in batches of two, with and without images, against one row at a time with labels masked by hand."""
+    folder = folders(family)
+    stage = prepared(folder, tmp_path)
+    model, processor = loaded(folder)
+    rank = make_rank(model.double(), processor, stage.path / "data", tmp_path)
+    rank._dtype = torch.float64
+    (update,) = Sft().updates(samples(stage.path / "data"), lambda _: [])
+    figures = rank.update(update, temperature=1.0, with_entropy=False)
+    ours = gradients(model)
+
+    model, _ = loaded(folder)
+    model.double().train()
+    total, num_labels = torch.zeros(()), 0
+    for talk in TALKS:
+        inputs = own_inputs(processor, talk)
+        inputs = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+        ids = inputs["input_ids"][0]
+        mask = torch.tensor(labels(processor, talk, ids.tolist()))[1:].bool()
+        logprobs = model(**inputs, use_cache=False).logits[0, :-1].log_softmax(-1)
+        total = total - logprobs[torch.arange(len(ids) - 1), ids[1:]][mask].sum()
+        num_labels += int(mask.sum())
+    loss = total / num_labels
+    loss.backward()
+    theirs = gradients(model)
+    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-9)
+    assert ours.keys() == theirs.keys()
+    assert any("vision" in name or "visual" in name for name in theirs)
+    for name, gradient in theirs.items():
+        assert (gradient - ours[name]).abs().max() <= 1e-6 * gradient.abs().max() + 1e-13, name  # norms are in float32
+
+
+def test_recomputation_keeps_the_gradient_and_half_precision_comes_near(
+    family: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = folders(family)
+    stage = prepared(folder, tmp_path)
+    found = []
+    for dtype, recomputes in (("float32", False), ("float32", True), ("bfloat16", False)):
+        processor = load_processor(str(folder))
+        assert processor is not None
+        model = load_model(str(folder), dtype=torch.float32, gradient_checkpointing=recomputes)
+        rank = make_rank(model, processor, stage.path / "data", tmp_path, param_dtype=dtype)
+        (update,) = Sft().updates(samples(stage.path / "data"), lambda _: [])
+        found.append(rank.update(update, temperature=1.0, with_entropy=False))
+    plain, again, half = found
+    assert (again["loss"], again["grad_norm"]) == (plain["loss"], pytest.approx(plain["grad_norm"], rel=1e-6))
+    assert half["loss"] == pytest.approx(plain["loss"], rel=5e-3) and half["loss"] != plain["loss"]
+
+
+def test_another_image_is_another_loss(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folders(family)
+    stage = prepared(folder, tmp_path)
+    model, processor = loaded(folder)
+    rank = make_rank(model, processor, stage.path / "data", tmp_path)
+    rows = samples(stage.path / "data")
+    before, _ = rank.evaluate([rows[0]], size=1)
+    changed = PICTURES["wide.png"].transpose(Image.Transpose.FLIP_TOP_BOTTOM).rotate(90)
+    vision = rank._vision
+    assert vision is not None
+    ref = rows[0].images[0]
+    changed.resize(PICTURES["wide.png"].size).save(tmp_path / "rows" / "other.png")
+    content = (tmp_path / "rows" / "other.png").read_bytes()
+    other = ref._replace(path=None, content=content)
+    after, _ = rank.evaluate([Sample(rows[0].input_ids, rows[0].loss_mask, images=(other,))], size=1)
+    assert abs(after - before) > 1e-3
+
+
+def test_sft_lowers_the_loss(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folders(family)
+    stage = prepared(folder, tmp_path)
+    model, processor = loaded(folder)
+    rank = make_rank(model, processor, stage.path / "data", tmp_path)
+    rows = samples(stage.path / "data")
+    losses = []
+    for step in range(5):
+        rank.set_learning_rate(step, 5)
+        (update,) = Sft().updates(rows, lambda _: [])
+        losses.append(rank.update(update, temperature=1.0, with_entropy=False)["loss"])
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"), [("llava", "vision_tower"), ("qwen2.5-vl", "visual"), ("mllama", "vision_model")]
+)
+@pytest.mark.parametrize("key", ["freeze_pattern", "trainable_map"])
+def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns(
+    name: str, frozen: str, key: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = folders(name)
+    stage = prepared(folder, tmp_path)
+    model, processor = loaded(folder)
+    tower = next(module for module, _ in model.named_modules() if module.endswith(frozen))
+    settings: dict[str, Any] = {"freeze_pattern": [frozen]} if key == "freeze_pattern" else {key: {tower: False}}
+    choose_trained(model, PolicyConfig.model_validate(settings))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rank = make_rank(model, processor, stage.path / "data", tmp_path)
+    rank.set_learning_rate(0, 1)
+    (update,) = Sft().updates(samples(stage.path / "data"), lambda _: [])
+    rank.update(update, temperature=1.0, with_entropy=False)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and not any(tower in name for name in moved)
+    assert any("projector" in name or "language_model" in name for name in moved)
+
+
+def test_packing_pads_rows_with_images_and_says_so(
+    folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folders("qwen2.5-vl")
+    stage = prepared(folder, tmp_path)
+    found = []
+    for packing in (False, True):
+        model, processor = loaded(folder)
+        rank = make_rank(model, processor, stage.path / "data", tmp_path, sequence_packing=packing)
+        found.append(rank.evaluate(samples(stage.path / "data"), size=2))
+    assert found[0] == found[1]
+    assert "train.sequence_packing: rows are padded, because some show images" in caplog.text
+
+
+def test_rows_of_a_group_fill_the_batches(folders: Callable[[str], Path]) -> None:
+    counts = [2, 0, 1, 0, 2, 1]
+    rows = [
+        Sample(np.zeros(i + 1, np.int64), np.zeros(i + 1, np.uint8), images=(None,) * n) for i, n in enumerate(counts)
+    ]  # type: ignore[arg-type]
+    for name, expected in (("llava", [[0, 0], [2, 1, 2, 1]]), ("mllama", [[0, 0], [1, 1], [2, 2]])):
+        _, processor = loaded(folders(name))
+        groups = Vision(processor).groups(rows)
+        assert [[len(row.images) for row in group] for group in groups] == expected
