@@ -135,6 +135,11 @@ def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
     mesh = recipe.policy.parallelism
     if kind not in TRAINING_KINDS:
         return
+    if recipe.train.fsdp_offload and (mesh.ep_size > 1 or abs(mesh.dp_shard_size) * mesh.cp_size == 1):
+        yield (
+            f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {abs(mesh.dp_shard_size)} x "
+            f"{mesh.cp_size} ranks shard, with ep_size = 1; leave it out"
+        )
     if mesh.world_size == 1:
         return
     where = f"policy.parallelism has {mesh.world_size} ranks"

@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
+from cosmos_core.parallel.fsdp import settings
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.tensor import matches
 
 _DISPATCHED = "ep_dispatch_experts"
 
 
-def spread(model: PreTrainedModel, mesh: Mesh) -> None:
+def spread(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     """Leave each rank its experts of every layer, sharded over `mesh.expert_shard`; before `shard`.
 
     Raises:
@@ -47,7 +49,8 @@ def spread(model: PreTrainedModel, mesh: Mesh) -> None:
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # how many tokens come is never the same
         if mesh.expert_shard is not None:
-            fully_shard(experts, mesh=mesh.expert_shard, shard_placement_fn=partial(_cut, mesh.expert_shard.shape[-1]))
+            cut = partial(_cut, mesh.expert_shard.shape[-1])
+            fully_shard(experts, mesh=mesh.expert_shard, shard_placement_fn=cut, **settings(train))
 
 
 def _keep_own(experts: Any, group: DeviceMesh, where: str) -> None:

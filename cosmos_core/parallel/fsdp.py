@@ -13,14 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.mesh import Mesh, gathered, is_first
 
 
-def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> None:
+def settings(train: TrainConfig) -> dict[str, Any]:
+    """What `[train]` says of sharding, in FSDP2's words."""
+    found: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=getattr(torch, train.fsdp_reduce_dtype))}
+    if train.fsdp_offload:
+        found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return found
+
+
+def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
 
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
@@ -31,9 +46,11 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> None:
     names = set(model._no_split_modules or ())
     # Experts of one rank that no other has.
     own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
+    options = {"mesh": mesh.shard, "ignored_params": own, **settings(train)}
+    frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in [module for module in model.modules() if type(module).__name__ in names]:
-        fully_shard(block, mesh=mesh.shard, ignored_params=own)
-    fully_shard(root, mesh=mesh.shard, reshard_after_forward=False, ignored_params=own)
+        fully_shard(block, reshard_after_forward=frees, **options)
+    fully_shard(root, reshard_after_forward=False, **options)
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -41,10 +58,18 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other that multiplies
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To where the model computes: FSDP moves parameters alone."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
 def reshard(root: nn.Module) -> None:
     """Drop what a forward pass without a backward pass left whole: it would be taken for the weights after a step."""
-    if isinstance(root, FSDPModule):
-        root.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def on_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -116,6 +116,8 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     if course.is_bound and rows.number is not None:
         notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
     built, memory, trouble = _trace(recipe, model, length, progress)
+    if recipe.train.activation_offload:
+        notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trouble
     kv_cache: int | None = 0
     if isinstance(recipe.train.train_policy, GrpoConfig):
@@ -162,7 +164,8 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
-    """One rank's share, as FSDP, context, tensor and pipeline parallelism would split it.
+    """One rank's share, as FSDP, context, tensor and pipeline parallelism would split it, without what is kept in host
+    memory.
 
     Of a pipeline the first rank has its share of the layers, and the activations of as many micro-batches as are
     under way there.
@@ -171,15 +174,16 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
     under_way = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, under_way[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
+    kept = 0 if recipe.train.fsdp_offload else 1
     activations, ways = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return Memory(
-        weights=-(-memory.weights // ranks),
-        gradients=-(-memory.gradients // ranks),
-        optimizer=-(-memory.optimizer // ranks),
+        weights=kept * -(-memory.weights // ranks),
+        gradients=kept * -(-memory.gradients // ranks),
+        optimizer=kept * -(-memory.optimizer // ranks),
         reference=-(-memory.reference // ranks),
         casts=None if memory.casts is None else -(-memory.casts // ranks),
         activations=None if activations is None else -(-activations * rows // ways),
-        average=-(-memory.average // ranks),
+        average=kept * -(-memory.average // ranks),
     )
 
 

@@ -62,6 +62,7 @@ class Rank:
         self._progress = progress
         self._dtype = getattr(torch, train.logprob_dtype)
         self._vision = vision
+        self._device = torch.device(mesh.data.device_type) if mesh else model.device  # weights may be elsewhere
         self._is_packed = (train.sequence_packing and vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
@@ -129,7 +130,7 @@ class Rank:
         self._run(runner, samples, keep, size, temperature=temperature)
         if self.mesh:
             parts = self.mesh.gathered({i: row.cpu() for i, row in rows.items()})
-            rows = {i: row.to(self.model.device) for part in parts for i, row in part.items()}
+            rows = {i: row.to(self._device) for part in parts for i, row in part.items()}
         return [rows[i] for i in range(len(samples))]
 
     @torch.no_grad()
@@ -162,11 +163,11 @@ class Rank:
         if mesh and mesh.tensor:
             split(model, mesh.tensor)
         if mesh and mesh.expert:
-            spread(model, mesh)
+            spread(model, mesh, self._train)
         runner = Stages(model, self._train, mesh) if mesh and mesh.pipeline else Whole(Scorer(model), self._train)
         if mesh:
             for root in runner.roots:
-                shard(root, root.model, mesh)
+                shard(root, root.model, mesh, self._train)
             read_weights(model)
         if self._is_packed:
             self._pack(model, runner)
@@ -251,7 +252,7 @@ class Rank:
     def _batch(self, samples: Sequence[Sample], unlearned: Sample) -> Batch:
         """A micro-batch as the model takes it; an empty one has `unlearned` in it."""
         self._progress.beat()
-        own, device = samples or [unlearned], self.model.device
+        own, device = samples or [unlearned], self._device
         rows = rows_of([sample.input_ids for sample in own], self._pad_id, packed=self._is_packed)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
         places = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])

@@ -5,8 +5,8 @@ Shape legend: N learned tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.base import Sample
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.models.offload import offloaded
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.fsdp import reshard
 
@@ -96,7 +97,7 @@ class Whole:
         """One after the other."""
         for make in batches:
             batch = make()
-            with compute_dtype(self._train, batch.chosen_N.device):
+            with forward_context(self._train, batch.chosen_N.device):
                 found = self._scorer(batch.inputs, batch.chosen_N, **settings)
             loss = answer(batch, *found)
             if loss is not None and torch.is_grad_enabled():
@@ -111,8 +112,12 @@ class Whole:
         reshard(self._scorer)
 
 
-def compute_dtype(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    """`param_dtype` for the forward pass; backward follows it."""
-    if train.param_dtype == train.master_dtype:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, train.param_dtype))
+@contextmanager
+def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
+    """`param_dtype` for a forward pass, which the backward pass follows, and where its activations wait for that."""
+    has_own_dtype = train.param_dtype != train.master_dtype
+    with (
+        torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),
+        offloaded() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
+    ):
+        yield

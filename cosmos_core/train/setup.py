@@ -39,6 +39,7 @@ from cosmos_core.models.lora import FOLDER, is_adapted
 from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.stand_in import reads_base
 from cosmos_core.models.streamed import load_later
+from cosmos_core.parallel.fsdp import move_buffers
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.rollout.base import Engine
 from cosmos_core.rollout.choose import make_engine
@@ -162,9 +163,10 @@ def open_rank(stage: Stage) -> tuple[Rank, PreTrainedTokenizerBase]:
         stage.model,
         revision=policy.model_revision,
         dtype=getattr(torch, train.master_dtype),
-        device=device,
+        device=torch.device("cpu") if train.fsdp_offload else device,
         gradient_checkpointing=policy.model_gradient_checkpointing,
     )
+    move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
     if policy.enable_liger_kernel:
         use_liger(model)

@@ -22,7 +22,7 @@ from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.fsdp import reshard
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import num_stages, own_stages, stage_of
-from cosmos_core.train.runner import Answer, Batch, compute_dtype
+from cosmos_core.train.runner import Answer, Batch, forward_context
 
 _SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
@@ -62,7 +62,7 @@ class Stage(nn.Module):
         inputs = dict(batch.inputs)
         if hidden_PH:
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
-        with compute_dtype(self._train, batch.chosen_N.device):
+        with forward_context(self._train, batch.chosen_N.device):
             if self.is_last:
                 logprobs_N, figure_N = self.scorer(inputs, batch.chosen_N, **self.given.settings)
                 return logprobs_N if figure_N is None else (logprobs_N, figure_N)

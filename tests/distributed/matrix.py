@@ -62,6 +62,8 @@ class Case:
     model: str = "tied"
     trained: str = "all"
     """A key of `TRAINED`."""
+    train: tuple[tuple[str, bool | str], ...] = ()
+    """Further keys of `[train]`."""
 
     @property
     def name(self) -> str:
@@ -70,6 +72,7 @@ class Case:
         flags = [word for word, is_set in (("packed", self.packed), ("recomputed", self.checkpointing)) if is_set]
         flags += [self.model] if self.model != "tied" else []
         flags += [self.trained] if self.trained != "all" else []
+        flags += [f"{key} = {value}" for key, value in self.train]
         masked = [f"{self.masked} masked"] if self.masked else []
         return ", ".join([mesh, f"{self.mini_batch} rows", self.algorithm, *flags, *masked, self.dtype])
 
@@ -105,9 +108,10 @@ def recipe(case: Case) -> Recipe:
         policy |= {"mu_iterations": 1, "batch_size_per_optimize": 4}
     train = {
         "param_dtype": "float32", "compile": False, "train_batch_per_replica": 8, "optm_grad_norm_clip": 0.0,
-        "train_policy": policy, "sequence_packing": case.packed,
+        "train_policy": policy, "sequence_packing": case.packed, **dict(case.train),
     }  # fmt: skip
-    return Recipe.model_validate({"train": train})
+    found = Recipe.model_validate({"train": train})
+    return found.derived(train=found.train.derived(fsdp_reduce_dtype=case.dtype))  # which no recipe may ask of float64
 
 
 def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel import context, expert, tensor
 from cosmos_core.parallel.mesh import Mesh, open_mesh
-from tests.distributed.matrix import Case, computed
+from tests.distributed.matrix import Case, computed, recipe
 from tests.distributed.test_invariance import CP2, DP2, TP2
 
 _divide, _to_all = FSDPModule.set_gradient_divide_factor, tensor_parallel.all_to_all_single
@@ -89,5 +89,5 @@ def expert_flops(model: Path, stop: threading.Event) -> tuple[list[int], list[in
     before = flops()
     mesh = open_mesh(ParallelismConfig(dp_shard_size=2, ep_size=2), "cpu")
     assert mesh is not None
-    expert.spread(loaded, mesh)
+    expert.spread(loaded, mesh, recipe(Case()).train)
     return before, flops()

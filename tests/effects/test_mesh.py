@@ -4,19 +4,47 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+from cosmos_core.algorithms.sft import Sft
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.models import offload
+from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.mesh import open_mesh
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.rank import Rank
 from tests.effects.change import SFT, Change, changes
+from tests.effects.test_model import rank_of, samples
+from tests.unit.tiny_model import save_tiny_model
 
 KEYS = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "ep_size", "pp_size")
 SHARDED = {**SFT, "policy.parallelism.dp_shard_size": 2}
+
+
+def sharding(recipes: list[Recipe], folder: Path, stop: threading.Event) -> list[dict[str, Any]]:
+    """Of each recipe: how FSDP treats the first block."""
+    found = []
+    for recipe in recipes:
+        model: Any = load_model(str(folder), dtype=torch.float32)
+        mesh = open_mesh(recipe.policy.parallelism, "cpu")
+        Rank(model, recipe.train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
+        group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
+        found.append(
+            {
+                "sums in": group.mp_policy.reduce_dtype,
+                "in host memory": isinstance(group.offload_policy, CPUOffloadPolicy),
+                "frees after forward": group.post_forward_mesh_info is not None,
+            }
+        )
+    return found
 
 
 def shapes(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
@@ -55,3 +83,56 @@ def test_it_changes_what_ranks_share(
     assert change.before.policy.parallelism.world_size == (2 if change.base is SHARDED else 1)
     assert change.after.policy.parallelism.world_size == 2
     assert on_two[change.key.rpartition(".")[2]] == expected
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
+
+
+EAGER = {**SHARDED, "train.compile": False, "train.param_dtype": "float32"}
+SHARDING = {
+    "fsdp_reduce_dtype": ("bfloat16", {"sums in": torch.bfloat16}),
+    "fsdp_offload": (True, {"in host memory": True}),
+    "fsdp_reshard_after_forward": ("never", {"frees after forward": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(model: Path) -> list[dict[str, Any]]:
+    recipes = [Change(f"train.{key}", value, EAGER).after for key, (value, _) in SHARDING.items()]
+    base = Change("train.fsdp_offload", True, EAGER).before
+    answers: list[dict[str, Any]] = WorkerGroup(2, "local").run(partial(sharding, [base, *recipes], model))
+    return answers
+
+
+@changes(*(Change(f"train.{key}", value, EAGER) for key, (value, _) in SHARDING.items()))
+def test_it_changes_how_blocks_are_sharded(change: Change, sharded: list[dict[str, Any]]) -> None:
+    key = change.key.removeprefix("train.")
+    base, found = sharded[0], sharded[1 + list(SHARDING).index(key)]
+    assert base == {"sums in": torch.float32, "in host memory": False, "frees after forward": True}
+    assert found == base | SHARDING[key][1]
+
+
+@changes(Change("train.activation_offload", True, {**SFT, "train.compile": False, "train.param_dtype": "float32"}))
+def test_it_changes_where_activations_wait(
+    change: Change, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
+        moved.append(tuple(tensor.shape))
+        return None, tensor
+
+    monkeypatch.setattr(offload, "_pack", pack)
+
+    def count(recipe: Recipe) -> int:
+        moved.clear()
+        rank = rank_of(recipe, model, tmp_path)
+        for update in Sft().updates(samples(), lambda _: []):
+            rank.update(update, temperature=1.0, with_entropy=False)
+        return len(moved)
+
+    assert (count(change.before), count(change.after) > 10) == (0, True)

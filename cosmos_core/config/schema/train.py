@@ -36,8 +36,7 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
-_SHARDED = planned("this version sums gradients in the dtype of the weights and frees a block's after it; leave it out")
-_OFFLOADED = planned("this version keeps weights, moments and activations where they are computed; leave it out")
+_OVERLAP = planned("this version waits for the communication of tensor parallelism; leave it out")
 _SYNC = planned("weights go to the engine after every step in this version; leave it out")
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
@@ -108,12 +107,13 @@ class TrainConfig(Table):
     """Dtype of weights on their way to the rollout engine; None: `master_dtype`."""
     logprob_dtype: Annotated[DType, LATER] = "float32"
     """Logits are cast to this before log-softmax in RL."""
-    fsdp_reduce_dtype: Annotated[DType, _SHARDED] = "float32"
+    fsdp_reduce_dtype: DType = "float32"
     """Gradients are summed over ranks in this."""
-    fsdp_offload: Annotated[bool, _OFFLOADED] = False
-    """Keep parameters and optimizer in host memory."""
-    fsdp_reshard_after_forward: Annotated[Literal["always", "never", "default"], _SHARDED] = "default"
-    """Free gathered parameters after the forward pass; `default`: unless there are pipeline stages."""
+    fsdp_offload: bool = False
+    """Keep parameters, gradients and optimizer in host memory, from where each block is gathered; the optimizer steps
+    there. Not yet run on a GPU."""
+    fsdp_reshard_after_forward: Literal["always", "never", "default"] = "default"
+    """Free a block's gathered parameters after its forward pass; `default`: unless there are pipeline stages."""
     fp8: FP8Config = FP8Config()
     """Eight-bit linear layers."""
     fp4: FP4Config = FP4Config()
@@ -125,10 +125,11 @@ class TrainConfig(Table):
     """Deterministic kernels only; an operation that has none is an error. One CPU rank is repeatable without it."""
     compile: bool = True
     """torch.compile each block; needs a C++ compiler on CPU."""
-    async_tp_enabled: Annotated[bool, _SHARDED] = False
+    async_tp_enabled: Annotated[bool, _OVERLAP] = False
     """Overlap the communication of tensor parallelism with compute."""
-    activation_offload: Annotated[bool, _OFFLOADED, LATER] = False
-    """Keep activations in host memory until the backward pass."""
+    activation_offload: Annotated[bool, LATER] = False
+    """Keep activations (with recomputation: the inputs of blocks) in host memory until the backward pass. Not yet run
+    on a GPU."""
     fa_version: Annotated[
         Literal[2, 3] | None, no_effect("transformers takes the newest attention kernel that is installed"), LATER
     ] = None
