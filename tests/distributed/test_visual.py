@@ -36,4 +36,4 @@ def test_two_ranks_do_what_one_does(name: str, folder: Path, tmp_path: Path) -> 
     assert any("vision" in key or "visual" in key for key in one["gradients"])
     for key, gradient in one["gradients"].items():
         difference = (two["gradients"][key] - gradient).abs().max()
-        assert difference <= 1e-5 * gradient.abs().max() + 1e-13, key  # norms are in float32, whose bar this is
+        assert difference <= 1e-6 * gradient.abs().max() + 1e-13, key  # norms are in float32

@@ -147,7 +147,9 @@ def make_rank(
         "optm_warmup_steps": 0, "train_policy": {"type": "sft", "mini_batch": 2}, **train,
     }  # fmt: skip
     recipe = Recipe.model_validate({"policy": {"model_max_length": 256}, "train": settings})
-    return Rank(model, recipe.train, 256, Progress(folder / "progress.json"), mesh, Vision(processor))
+    own = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "float32"}[model.dtype]
+    config = recipe.train.derived(fsdp_reduce_dtype=own)  # no recipe may ask for float64
+    return Rank(model, config, 256, Progress(folder / "progress.json"), mesh, Vision(processor))
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
