@@ -24,6 +24,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import rows_of
 from cosmos_core.models.scorer import has_no_data
+from cosmos_core.models.shapes import filled
 
 NAME = "packed_sdpa"
 _NAMES = {"sdpa": NAME, "eager": "packed_eager"}
@@ -122,8 +123,14 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 def _each(ends: Tensor | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
     """Attention of each sequence of a row: BPKD. `ends` None: the row is one sequence."""
     bounds = [0, states[0].shape[2]] if ends is None else ends.tolist()
-    parts = [attend(*(state[:, :, start:stop] for state in states)) for start, stop in pairwise(bounds)]
-    return torch.cat(parts, dim=1)
+    return torch.cat(
+        [_one(attend, *(state[:, :, start:stop] for state in states)) for start, stop in pairwise(bounds)], dim=1
+    )
+
+
+def _one(attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
+    """Attention of one sequence, as long as kernels like it: no token sees what is behind it."""
+    return attend(*(filled(state, -2) for state in states))[:, : states[0].shape[2]]
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
+
+from cosmos_core.models.shapes import filled
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states to logits: NH to NV."""
@@ -159,11 +162,14 @@ class _Score:
 
     def __call__(self, hidden_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each label, and the scaled logits."""
+        count = len(labels_N)
+        hidden_NH = filled(hidden_NH, -2)
+        labels_N = pad(labels_N, (0, len(hidden_NH) - count))
         scaled_NV = self._head(hidden_NH).to(self._dtype)
         if self._temperature != 1.0:
             scaled_NV = scaled_NV / self._temperature
         chosen_N = scaled_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
-        return chosen_N - scaled_NV.logsumexp(-1), scaled_NV
+        return (chosen_N - scaled_NV.logsumexp(-1))[:count], scaled_NV[:count]
 
 
 class _ChunkedScore(torch.autograd.Function):

@@ -25,6 +25,7 @@ from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.scorer import Scorer, entropy, is_top
+from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.streamed import read_weights
 from cosmos_core.parallel.context import joined, piece_of, share_attention
 from cosmos_core.parallel.expert import spread
@@ -253,7 +254,8 @@ class Rank:
         """A micro-batch as the model takes it; an empty one has `unlearned` in it."""
         self._progress.beat()
         own, device = samples or [unlearned], self._device
-        rows = rows_of([sample.input_ids for sample in own], self._pad_id, packed=self._is_packed)
+        filled = partial(kernel_length, device=device, dtype=getattr(torch, self._train.param_dtype))
+        rows = rows_of([sample.input_ids for sample in own], self._pad_id, packed=self._is_packed, filled=filled)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
         places = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
         inputs = {name: tensor.to(device) for name, tensor in rows.inputs.items()}

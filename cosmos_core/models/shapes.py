@@ -1,0 +1,29 @@
+"""Few different shapes, where kernels are compiled for each.
+
+On CPU, oneDNN compiles half precision for each shape that it sees and keeps the last 1024 kernels, of about 0.7 MB
+each, between the tensors of the heap. Lengths that differ from row to row are therefore rounded up there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
+    """How long to make what is `length` long before it is computed in `dtype`: the next multiple of 32, and above 512
+    of an eighth of the power of two below; `length` itself where shapes cost nothing."""
+    if device.type != "cpu" or dtype not in _HALF:
+        return length
+    return length + -length % max(32, (1 << length.bit_length()) // 16)
+
+
+def filled(tensor: Tensor, dim: int) -> Tensor:
+    """With zeros behind along `dim` (negative), up to `kernel_length` in the dtype that autocast computes in."""
+    kind, length = tensor.device.type, tensor.shape[dim]
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    missing = kernel_length(length, tensor.device, dtype) - length
+    return pad(tensor, [0, 0] * (-dim - 1) + [0, missing]) if missing else tensor
