@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cosmos_core.config.compose import TRAINING_KINDS
+from cosmos_core.config.compose import MESH_KINDS
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks import attached
@@ -67,7 +67,7 @@ def run_program(stage: Stage) -> None:
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {spec['entry']}: {error}") from error
     kind, inputs = stage.config.kind, stage.inputs
-    size = stage.recipe.policy.parallelism.world_size if kind in TRAINING_KINDS else 1
+    size = stage.recipe.policy.parallelism.world_size if kind in MESH_KINDS else 1
     if size > 1:
         group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)
         outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing
+from cosmos_core.config.compose import MESH_KINDS, Pipeline, existing
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Only, mark, set_fields, status
 from cosmos_core.errors import ConfigError
@@ -131,10 +131,11 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
 
 
 def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
-    """What a training on several ranks cannot do."""
+    """What stages on several ranks cannot do."""
     mesh = recipe.policy.parallelism
-    if kind not in TRAINING_KINDS:
+    if kind not in MESH_KINDS:
         return
+    yield from _of_engines(recipe, kind)
     if recipe.train.fsdp_offload and (mesh.ep_size > 1 or abs(mesh.dp_shard_size) * mesh.cp_size == 1):
         yield (
             f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {abs(mesh.dp_shard_size)} x "
@@ -143,8 +144,6 @@ def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
     if mesh.world_size == 1:
         return
     where = f"policy.parallelism has {mesh.world_size} ranks"
-    if kind == "rl":
-        yield f"{where}: this version trains by rollouts on one; set all sizes to 1"
     if recipe.train.compile and mesh.tp_size > 1:
         yield f"{where}: train.compile = true excludes tp_size = {mesh.tp_size} in this version; set it to false"
     kernels = {
@@ -155,6 +154,18 @@ def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
         for axis in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(mesh, axis) > 1:
                 yield f"{key} = true excludes policy.parallelism.{axis} = {getattr(mesh, axis)} here; set it to 1"
+
+
+def _of_engines(recipe: Recipe, kind: str) -> Iterator[str]:
+    """Engines that share the ranks of the model in a way that they cannot."""
+    if kind == "sft" and not recipe.validation.reward_function:
+        return
+    ranks, each = recipe.policy.parallelism.world_size, recipe.rollout.parallelism.tp_size
+    key = f"rollout.parallelism.tp_size = {each}"
+    if ranks % each:
+        yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
+    elif each > 1 and recipe.rollout.backend == "hf":
+        yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
 
 def _toml(value: object) -> str:

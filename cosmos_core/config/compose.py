@@ -27,6 +27,8 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
 TRAINING_KINDS = ("sft", "rl")
+MESH_KINDS = (*TRAINING_KINDS, "validate")
+"""Kinds of stages that run on the ranks of `policy.parallelism`."""
 STAGE_PREFIX = "stage:"
 _KEYS_OF_KINDS = {
     "entry": ("custom",), "arguments": ("custom",), "require": ("gate",), "target": ("gate", "upload"),
@@ -279,7 +281,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     recipes = dict(pipeline.recipes)
     by_name = {stage.name: stage for stage in pipeline.stages}
     for stage in pipeline.stages:
-        if stage.kind not in (*TRAINING_KINDS, "validate") or _prepares(by_name, source_of(stage.data)):
+        if stage.kind not in MESH_KINDS or _prepares(by_name, source_of(stage.data)):
             stages.append(stage)
             continue
         trained = by_name.get(source_of(stage.model) or "")

@@ -14,7 +14,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing, source_of
+from cosmos_core.config.compose import MESH_KINDS, Pipeline, existing, source_of
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -24,7 +24,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
-    """GPUs that a training stage takes, its rollout engines included where they have GPUs of their own.
+    """GPUs that a training stage takes; its rollout engines share them.
 
     `gpus` is the most that it may take, `model` the text part of config.json (see `model_facts`).
 
@@ -34,23 +34,23 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
     if isinstance(recipe.train.train_policy, GrpoConfig):
         _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
-    mesh, beside = filled(recipe, gpus).policy.parallelism, _beside(recipe)
+    mesh = filled(recipe, gpus).policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
-    total = mesh.world_size * mesh.n_init_replicas + beside
+    total = mesh.world_size * mesh.n_init_replicas
     if gpus is not None and total > gpus:
-        raise ConfigError(_too_many(mesh, total, gpus, beside))
+        raise ConfigError(_too_many(mesh, total, gpus))
     return total
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
-    """GPUs of every training stage.
+    """GPUs of every stage that has a mesh.
 
     Raises:
         ConfigError: a mesh cannot exist.
     """
     taken = {}
     for stage in pipeline.stages:
-        if stage.kind not in TRAINING_KINDS:
+        if stage.kind not in MESH_KINDS:
             continue
         recipe = pipeline.recipes[stage.name]
         model = stage.model or recipe.policy.model_name_or_path
@@ -63,7 +63,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with dp_shard_size = -1 of its supervised trainings as a number: what the other sizes leave of
+    """The pipeline with dp_shard_size = -1 of such stages as a number: what the other sizes leave of
     `pipeline.gpus`, or of the GPUs of this machine; without GPUs it stays, and means 1.
 
     Raises:
@@ -72,7 +72,7 @@ def on_these_gpus(pipeline: Pipeline) -> Pipeline:
     gpus = pipeline.config.gpus or visible_gpus()
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
-        if stage.kind == "sft":
+        if stage.kind in MESH_KINDS:
             try:
                 recipes[stage.name] = filled(recipes[stage.name], gpus)
             except ConfigError as error:
@@ -98,7 +98,7 @@ def filled(recipe: Recipe, gpus: int | None) -> Recipe:
     mesh = recipe.policy.parallelism
     if mesh.dp_shard_size != -1 or gpus is None:
         return recipe
-    others, each = _others(mesh), (gpus - _beside(recipe)) // mesh.n_init_replicas
+    others, each = _others(mesh), gpus // mesh.n_init_replicas
     size = max(1, each // others)
     if size * others != each:
         raise ConfigError(
@@ -123,13 +123,6 @@ def model_facts(folder: Path) -> dict[str, Any]:
 def _others(mesh: ParallelismConfig) -> int:
     """Ranks of one shard: everything but dp_shard."""
     return mesh.world_size // abs(mesh.dp_shard_size)
-
-
-def _beside(recipe: Recipe) -> int:
-    """GPUs of rollout engines that do not share the trainer's."""
-    mesh = recipe.rollout.parallelism
-    is_apart = isinstance(recipe.train.train_policy, GrpoConfig) and recipe.mode == "disaggregated"
-    return mesh.world_size * mesh.n_init_replicas if is_apart else 0
 
 
 def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
@@ -187,16 +180,10 @@ def _check_batch(recipe: Recipe, shards: int) -> None:
     )
 
 
-def _too_many(mesh: ParallelismConfig, total: int, gpus: int, beside: int) -> str:
-    taken = f"the mesh takes {total} GPUs" + (f" ({beside} of them for rollouts)" if beside else "")
-    left = gpus - beside
-    shards = left // (_others(mesh) * mesh.n_init_replicas)
-    if shards >= 1:
-        return f"{taken}, of {gpus} that there are; the nearest is policy.parallelism.dp_shard_size = {shards}"
-    if left >= 1:
-        tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= left)
-        return (
-            f"{taken}, of {gpus} that there are; the nearest is policy.parallelism.tp_size = {tp_size} with the other "
-            f"sizes 1"
-        )
-    return f"{taken}, of {gpus} that there are; set mode = 'colocated', so that rollouts share the trainer's GPUs"
+def _too_many(mesh: ParallelismConfig, total: int, gpus: int) -> str:
+    shards = gpus // (_others(mesh) * mesh.n_init_replicas)
+    nearest = f"policy.parallelism.dp_shard_size = {shards}"
+    if shards == 0:
+        tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= gpus)
+        nearest = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
+    return f"the mesh takes {total} GPUs, of {gpus} that there are; the nearest is {nearest}"

@@ -77,19 +77,50 @@ def on_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     What the first rank has no part of, like the layers of another pipeline stage, it is sent by the first that has.
     """
-    owners: dict[str, int] = {}
-    for rank, names in enumerate(gathered(list(tensors))):
-        for name in names:
-            owners.setdefault(name, rank)
     found = {}
-    for name, owner in owners.items():
-        tensor = tensors.get(name)
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for name, holders in _holders(tensors).items():
+        full = _full(tensors.get(name))
         if is_first():
-            found[name] = _received(owner) if full is None else full.detach().to("cpu", copy=True)
-        elif owner == dist.get_rank() and full is not None:
+            found[name] = _received(holders[0]) if full is None else full.detach().to("cpu", copy=True)
+        elif holders[0] == dist.get_rank() and full is not None:
             _send(full.detach().cpu().contiguous())
     return found
+
+
+def on_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full copies on the CPU of every rank, one tensor at a time. All ranks must call this."""
+    found = {}
+    for name, holders in _holders(tensors).items():
+        full = _full(tensors.get(name))
+        copy_ = None if full is None else full.detach().to("cpu", copy=True).contiguous()
+        if len(holders) < dist.get_world_size():
+            copy_ = _broadcast(copy_, holders[0])
+        assert copy_ is not None
+        found[name] = copy_
+    return found
+
+
+def _holders(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Of each tensor that any rank has (a part of): these ranks. The same on all ranks, in the same order."""
+    found: dict[str, list[int]] = {}
+    for rank, names in enumerate(gathered(list(tensors))):
+        for name in names:
+            found.setdefault(name, []).append(rank)
+    return found
+
+
+def _full(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _broadcast(tensor: Tensor | None, source: int) -> Tensor:
+    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
+    dist.broadcast_object_list(about, src=source)
+    if dist.get_rank() != source:
+        tensor = torch.empty(about[0][0], dtype=about[0][1])
+    assert tensor is not None
+    dist.broadcast(tensor, src=source)
+    return tensor
 
 
 def _send(tensor: Tensor) -> None:
@@ -116,8 +147,15 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
 def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel | None:
     """`skeleton` with the weights of the sharded `model` on the first rank's CPU; None on the others."""
     tensors = on_first(dict(model.state_dict(keep_vars=True)))
-    if not is_first():
-        return None
+    return _filled(skeleton, tensors) if is_first() else None
+
+
+def fill_all(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """`skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
+    return _filled(skeleton, on_all(dict(model.state_dict(keep_vars=True))))
+
+
+def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -30,6 +30,9 @@ from typing import Any
 from cosmos_core.errors import RewardError
 from cosmos_core.types import Group, Score, ScoredGroup
 
+ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
+"""Scores every completion of each group."""
+
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0

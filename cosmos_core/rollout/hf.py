@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.rollout.base import check_prompts, completion, request_seed, stop_token_ids
@@ -41,6 +41,7 @@ class HfEngine:
         if not prompts:
             return []
         model, was_training = self._model, self._model.training
+        nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")  # a copy of what ranks share is on the CPU
         model.eval()  # dropout off, and the recomputation of gradient checkpointing, which forbids a cache
         try:
             with torch.no_grad(), torch.autocast(model.device.type, self._dtype, enabled=self._dtype != model.dtype):

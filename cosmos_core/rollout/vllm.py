@@ -11,7 +11,7 @@ import os
 import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError
+from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import check_prompts, completion, request_seed, stop_token_ids
 from cosmos_core.rollout.weights import check_norms, check_probe, checksum, probe_tokens
 from cosmos_core.types import Group, Prompt, Sampling
@@ -116,12 +117,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self._llm.llm_engine.engine_core.shutdown()
+        with nullcontext() if self._owns_process_group else _process_group_kept():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        if self._owns_process_group:
-            cleanup_dist_env_and_memory()
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         low, high = _TEMPERATURES
@@ -187,8 +185,10 @@ def _engine_arguments(
         "revision": getattr(model.config, "_commit_hash", None),
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
+        "tensor_parallel_size": rollout.parallelism.tp_size,
         "enforce_eager": rollout.enforce_eager,
-        "distributed_executor_backend": "uni",
+        # Beside a process group of the trainer's, the engine of each rank makes groups of its own.
+        "distributed_executor_backend": "uni" if is_alone() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # of the distribution that a token was drawn from
         "generation_config": "vllm",  # a model's own sampling defaults must not mix with the recipe's
         "skip_tokenizer_init": True,
@@ -198,6 +198,17 @@ def _engine_arguments(
     if torch.cuda.is_available():
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     return arguments
+
+
+@contextmanager
+def _process_group_kept() -> Iterator[None]:
+    """Keep the trainer's process group, which an engine that shuts down would destroy with its own."""
+    destroy = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
 
 
 @contextmanager

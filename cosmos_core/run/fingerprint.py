@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, source_of
+from cosmos_core.config.compose import MESH_KINDS, TRAINING_KINDS, Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
@@ -85,7 +85,7 @@ def fingerprint(
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": device() if kind.in_worker and kind.is_numeric else None,
-        "world_size": recipe.policy.parallelism.world_size if stage.kind in TRAINING_KINDS else None,
+        "world_size": recipe.policy.parallelism.world_size if stage.kind in MESH_KINDS else None,
         "versions": versions(pipeline.config.python) if kind.in_worker else {},
     }
     if kind.name in REWARDED_KINDS:

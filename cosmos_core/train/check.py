@@ -6,14 +6,14 @@ import json
 
 import torch
 
-from cosmos_core.config.compose import TRAINING_KINDS
+from cosmos_core.config.compose import MESH_KINDS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_row_length, check_weights, load_config, load_tokenizer
 from cosmos_core.models.streamed import load_later
 from cosmos_core.parallel.pipeline import cut
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.measure import reward_runner, reward_weights
+from cosmos_core.train.measure import open_rewards, reward_weights
 from cosmos_core.types import Outcome
 
 
@@ -36,7 +36,7 @@ def run(stage: Stage) -> Outcome:
         _check_stages(stage)
         weights = _rewards(stage)
         if weights:
-            with reward_runner(stage, weights):
+            with open_rewards(stage, weights):
                 found.append(f"rewards {', '.join(weights)}")
     return Outcome(info={"found": "; ".join(found)})
 
@@ -44,7 +44,7 @@ def run(stage: Stage) -> Outcome:
 def _check_stages(stage: Stage) -> None:
     """Cut the model into pipeline stages, without reading its weights."""
     sizes = stage.recipe.policy.parallelism
-    if stage.config.kind in TRAINING_KINDS and sizes.pp_size > 1:
+    if stage.config.kind in MESH_KINDS and sizes.pp_size > 1:
         revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
         cut(load_later(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
 

@@ -21,7 +21,8 @@ from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.errors import StageFailed
-from cosmos_core.rewards.runner import RewardRunner
+from cosmos_core.parallel.mesh import num_ranks
+from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
@@ -177,7 +178,7 @@ class RolloutFeed:
         self,
         prompts: Prompts,
         engine: Engine,
-        rewards: RewardRunner,
+        score: ScoreGroups,
         recipe: Recipe,
         progress: Progress,
         *,
@@ -186,7 +187,7 @@ class RolloutFeed:
         """`between(step)` is called between generating and scoring, and may raise to stop: nothing was trained yet."""
         policy = recipe.train.train_policy
         assert isinstance(policy, GrpoConfig)
-        self._prompts, self._engine, self._rewards, self._progress = prompts, engine, rewards, progress
+        self._prompts, self._engine, self._score, self._progress = prompts, engine, score, progress
         self._policy, self._recipe, self._between = policy, recipe, between
         self._num_prompts = recipe.train.train_batch_per_replica // recipe.rollout.n_generation
         self.sampling = training_sampling(recipe)
@@ -204,17 +205,15 @@ class RolloutFeed:
         began = time.perf_counter()
         self._progress.phase("generate")
         self._engine.wake()
-        groups = []
-        for start in range(0, len(chosen), self._recipe.rollout.batch_size):
-            groups += self._engine.generate(
-                chosen[start : start + self._recipe.rollout.batch_size], self.sampling, step
-            )
+        groups, size = [], self._recipe.rollout.batch_size * num_ranks()
+        for start in range(0, len(chosen), size):
+            groups += self._engine.generate(chosen[start : start + size], self.sampling, step)
             self._progress.beat()
             self._between(step)
         self._engine.sleep()
         generated = time.perf_counter()
         self._progress.phase("score")
-        self.last = self._rewards.score_groups(groups)
+        self.last = self._score(groups)
         scored = time.perf_counter()
         found, counts = samples_of(self.last, normalise_std=not self._policy.unbiased_advantage)
         if not found:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,8 @@ from cosmos_core.data.prepared import (
     rows_kind,
 )
 from cosmos_core.errors import DataError
-from cosmos_core.rewards.runner import RewardRunner
+from cosmos_core.parallel.mesh import from_first, is_first, num_ranks
+from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
@@ -109,22 +111,23 @@ def answer_figures(groups: Sequence[ScoredGroup], full_reward: float) -> dict[st
 class Answers:
     """Generates and scores answers to held-out prompts."""
 
-    def __init__(self, prompts: Prompts, engine: Engine, rewards: RewardRunner, stage: Stage) -> None:
-        self._prompts, self._engine, self._rewards, self._stage = prompts, engine, rewards, stage
+    def __init__(self, prompts: Prompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
+        self._prompts, self._engine, self._score, self._stage = prompts, engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
         self._full = sum(reward_weights(stage.recipe).values())
 
     def measure(self, step: int) -> dict[str, float]:
         """Figures after `step` steps; some answers are added to `samples.jsonl`."""
-        size = self._stage.recipe.validation.batch_size or max(1, self._stage.recipe.rollout.batch_size)
+        size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
         self._engine.wake()
         for start in range(0, len(self._prompts), size):
             self._stage.progress.beat()
             answered = self._engine.generate(self._prompts[start : start + size], self._sampling, step)
-            groups += self._rewards.score_groups(answered)
+            groups += self._score(answered)
         self._engine.sleep()
-        add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES])
+        if is_first():
+            add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES])
         return answer_figures(groups, self._full)
 
 
@@ -170,11 +173,16 @@ def reward_weights(recipe: Recipe) -> dict[str, float]:
     return recipe.validation.reward_function or (policy.reward_function if isinstance(policy, GrpoConfig) else {})
 
 
-def reward_runner(stage: Stage, weights: dict[str, float]) -> RewardRunner:
-    """Killable children for these rewards; a context manager."""
+@contextmanager
+def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroups]:
+    """Scores groups by these rewards, in killable children of the first rank; all ranks get the scores."""
+    if not is_first():
+        yield lambda groups: from_first([])
+        return
     policy = stage.recipe.train.train_policy
     seconds = policy.reward_timeout_seconds if isinstance(policy, GrpoConfig) else GrpoConfig().reward_timeout_seconds
-    return RewardRunner(weights, timeout_seconds=seconds, custom=stage.recipe.custom, beat=stage.progress.beat)
+    with RewardRunner(weights, timeout_seconds=seconds, custom=stage.recipe.custom, beat=stage.progress.beat) as runner:
+        yield lambda groups: from_first(runner.score_groups(groups))
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences:

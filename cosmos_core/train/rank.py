@@ -29,7 +29,7 @@ from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.streamed import read_weights
 from cosmos_core.parallel.context import joined, piece_of, share_attention
 from cosmos_core.parallel.expert import spread
-from cosmos_core.parallel.fsdp import fill, shard, without_weights
+from cosmos_core.parallel.fsdp import fill, fill_all, shard, without_weights
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import clip_over_stages, cut, sum_tied
 from cosmos_core.parallel.tensor import split
@@ -155,6 +155,11 @@ class Rank:
         if self._skeleton is None:
             return self.model
         return fill(self._skeleton, self.model)
+
+    def replica(self) -> PreTrainedModel:
+        """The model with all its present weights on every rank: itself, or of a mesh a copy on the CPU, which is the
+        same object every time."""
+        return self.model if self._skeleton is None else fill_all(self._skeleton, self.model)
 
     def _runner_of(self, model: PreTrainedModel) -> Runner:
         """Split the model over the mesh, and read what this rank has of it."""

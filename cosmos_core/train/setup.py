@@ -52,8 +52,8 @@ from cosmos_core.train.measure import (
     SAMPLES,
     Answers,
     held_out,
+    open_rewards,
     pair_figures,
-    reward_runner,
     reward_weights,
     sequence_figures,
 )
@@ -111,10 +111,10 @@ def train_rl(stage: Stage) -> Trained:
     prompts = open_prompts(prepared_folder(stage), "train")
     rank, tokenizer = open_rank(stage)
     with ExitStack() as stack:
-        rewards = stack.enter_context(reward_runner(stage, policy.reward_function))
+        score = stack.enter_context(open_rewards(stage, policy.reward_function))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
         feed = RolloutFeed(
-            prompts, engine, rewards, stage.recipe, stage.progress, between=lambda step: loop.stop_if_asked(step)
+            prompts, engine, score, stage.recipe, stage.progress, between=lambda step: loop.stop_if_asked(step)
         )
         loop = Loop(
             stage, rank, feed, Grpo(policy, _reference(stage, rank, policy)), _checkpointer(stage, stack),
@@ -123,12 +123,11 @@ def train_rl(stage: Stage) -> Trained:
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         if stage.recipe.validation.enable:
-            scorer = rewards
             if reward_weights(stage.recipe) != policy.reward_function:
-                scorer = stack.enter_context(reward_runner(stage, reward_weights(stage.recipe)))
+                score = stack.enter_context(open_rewards(stage, reward_weights(stage.recipe)))
             rows = held_out(prepared_folder(stage))
             assert isinstance(rows, Prompts)
-            loop.measure = Answers(rows, engine, scorer, stage).measure
+            loop.measure = Answers(rows, engine, score, stage).measure
         metrics = loop.run()
     return Trained(rank.whole_model(), tokenizer, feed.total_steps, metrics, loop.best)
 
@@ -212,7 +211,7 @@ def open_engine(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase) ->
     """The rollout engine, with the weights of `stage.model`."""
     stage.progress.phase("load")
     engine = make_engine(
-        rank.model,
+        rank.replica(),
         tokenizer,
         stage.model,
         stage.recipe.rollout,
@@ -281,14 +280,9 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
         return None
     rows = held_out(prepared_folder(stage))
     if isinstance(rows, Prompts):
-        if rank.mesh:
-            raise ConfigError(
-                "policy.parallelism has several ranks, on which this version measures no generated answers; hold out "
-                "conversations, or set validation.enable = false and add a stage of kind 'validate'"
-            )
-        rewards = stack.enter_context(reward_runner(stage, reward_weights(stage.recipe)))
+        score = stack.enter_context(open_rewards(stage, reward_weights(stage.recipe)))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
-        answers = Answers(rows, engine, rewards, stage)
+        answers = Answers(rows, engine, score, stage)
 
         def measure(step: int) -> dict[str, float]:
             _sync(engine, rank, step)  # training does not need the engine, so it follows the weights only when asked
@@ -304,7 +298,7 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
 def _sync(engine: Engine, rank: Rank, step: int) -> int:
     """Give the engine the present weights; the version that it has now."""
     rank.model.eval()
-    checksum = engine.load_weights(step, named_weights(rank.model))
+    checksum = engine.load_weights(step, named_weights(rank.replica()))
     logger.debug("weights of version %d in %s: %s", step, engine.name, checksum)
     return step
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 from cosmos_core.data.prepared import Pairs, Prompts
+from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import (
     SAMPLES,
     Answers,
     held_out,
+    open_rewards,
     pair_figures,
-    reward_runner,
     reward_weights,
     sequence_figures,
 )
@@ -27,10 +28,10 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("validate")
     if isinstance(rows, Prompts):
         with (
-            reward_runner(stage, reward_weights(stage.recipe)) as rewards,
+            open_rewards(stage, reward_weights(stage.recipe)) as score,
             open_engine(stage, rank, tokenizer) as engine,
         ):
-            metrics = Answers(rows, engine, rewards, stage).measure(0)
+            metrics = Answers(rows, engine, score, stage).measure(0)
         outputs: tuple[str, ...] = (SAMPLES,)
     elif isinstance(rows, Pairs):
         metrics = pair_figures(rank, rows, handed_on(stage, rows, "validation"), stage.recipe, stage.progress)
@@ -39,5 +40,6 @@ def run(stage: Stage) -> Outcome:
         metrics = sequence_figures(rank, rows, stage.recipe, stage.progress)
         outputs = ()
     stage.metrics.log(0, metrics)
-    (stage.path / "figures.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    if is_first():
+        (stage.path / "figures.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return Outcome(outputs=(*outputs, "figures.json"), metrics=metrics)

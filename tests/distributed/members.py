@@ -14,7 +14,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run_sft
+from cosmos_core.train.setup import run_rl, run_sft
 from cosmos_core.types import Outcome
 
 
@@ -52,7 +52,7 @@ def stop_together(started: Path, stop: threading.Event) -> list[int]:
 
 
 def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.Event) -> Outcome:
-    """SFT; with `stop_after` the last rank alone is told to stop at that step."""
+    """The stage; with `stop_after` the last rank alone is told to stop at that step."""
     torch.set_num_threads(1)
     if dist.get_rank():
         own = scratch / f"rank_{dist.get_rank()}"
@@ -64,4 +64,4 @@ def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.E
             stage.stop_requested = line["step"] == stop_after
 
         stage.metrics.watchers.append(watch)
-    return run_sft(stage)
+    return run_rl(stage) if stage.config.kind == "rl" else run_sft(stage)

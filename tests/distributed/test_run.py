@@ -47,6 +47,7 @@ model = "stage:task"
 data = "stage:task"
 overrides.policy.parallelism.dp_shard_size = SIZE
 """
+DEMO = Path(__file__).parents[2] / "configs/demo/arithmetic.toml"
 STAGES = ("one", "two", "layers")
 
 
@@ -74,6 +75,25 @@ def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> No
         assert one.keys() == other.keys()
         for name, weight in one.items():
             torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert not processes_below(workspace.path)
+
+
+def test_two_ranks_generate_learn_and_validate_in_a_chain(workspace: Workspace) -> None:
+    """The demo with few steps, on two ranks in all its trainings and validations."""
+    workspace.cosmos(
+        "run", str(DEMO), "--set", "policy.parallelism.dp_shard_size=2", "--set", "sft.train.max_num_steps=4",
+        "--set", "grpo.train.max_num_steps=2", "--set", "grpo.train.train_batch_per_replica=64",
+        "--set", "grpo.train.train_policy.mini_batch=32",
+        "--set", "gate.require=['grpo-accuracy.validation/accuracy >= 0']",
+    )  # fmt: skip
+    stages = run_of(workspace) / "stages"
+    *_, last = read_metrics(stages / "grpo/metrics.jsonl")
+    assert (last["step"], last["rollout/version_lag"]) == (2, 0)
+    assert last["rollout/logprob_difference_max"] < 1e-4
+    figures = read_json(stages / "grpo-accuracy/figures.json")
+    assert isinstance(figures, dict)
+    assert figures["validation/prompts"] == 500
+    assert {name: last[name] for name in figures} == figures, "the same model, measured by itself"
     assert not processes_below(workspace.path)
 
 

@@ -36,6 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     (Change("rollout.backend", "hf", GRPO), None),
     (Change("rollout.enforce_eager", False, GRPO), {"enforce_eager": False}),
     (Change("rollout.gpu_memory_utilization", 0.3, GRPO), {"gpu_memory_utilization": 0.3}),
+    (Change("rollout.parallelism.tp_size", 2, GRPO), {"tensor_parallel_size": 2}),
 )
 def test_it_changes_the_engine(
     change: Change, expected: dict[str, Any] | None, started: list[dict[str, Any]], tmp_path: Path

@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.train.measure import reward_runner, reward_weights
+from cosmos_core.train.measure import open_rewards, reward_weights
 from cosmos_core.types import Completion, Group, Prompt, Score
 from tests.effects.change import GRPO, Change, changes, stage_of
 
@@ -33,8 +33,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(recipe: Recipe, folder: Path, weights: dict[str, float]) -> Score:
-    with reward_runner(stage_of(folder / "stage", recipe, kind="rl"), weights) as rewards:
-        return rewards.score_groups([GROUP])[0].scores[0]
+    with open_rewards(stage_of(folder / "stage", recipe, kind="rl"), weights) as score_groups:
+        return score_groups([GROUP])[0].scores[0]
 
 
 def trained(recipe: Recipe, folder: Path) -> Score:

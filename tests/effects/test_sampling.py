@@ -34,20 +34,17 @@ class Engine:
     sleep = wake
 
 
-class Rewards:
+def score(groups: Sequence[Group]) -> list[ScoredGroup]:
     """1 for the first answer of a group, 0 for the others."""
-
-    def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        return [ScoredGroup(g, tuple(Score(float(not k)) for k in range(len(g.completions)))) for g in groups]
+    return [ScoredGroup(g, tuple(Score(float(not k)) for k in range(len(g.completions)))) for g in groups]
 
 
 def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """What is seen of all steps of a feed."""
     engine: Any = Engine()
-    rewards: Any = Rewards()
     prompts: Any = PROMPTS
     progress = Progress(folder / "progress.json")
-    feed = RolloutFeed(prompts, engine, rewards, recipe, progress, between=lambda step: None)
+    feed = RolloutFeed(prompts, engine, score, recipe, progress, between=lambda step: None)
     samples = [feed.samples(step)[0] for step in range(feed.total_steps)]
     return {
         "calls": [len(ids) for ids, _ in engine.asked],

@@ -19,8 +19,6 @@ from tests.unit.test_config_load import SFT, load
          "leave it out"),
         ("policy.parallelism.n_init_replicas=2", "stage 'rows': policy.parallelism.n_init_replicas = 2: not in this "
          "version; set it to 1"),
-        ("grpo.policy.parallelism.tp_size=2", "stage 'grpo': policy.parallelism has 2 ranks: this version trains by "
-         "rollouts on one; set all sizes to 1"),
         ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
          "groups; make it a multiple of rollout.n_generation = 3"),
         ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "

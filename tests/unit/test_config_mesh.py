@@ -46,12 +46,11 @@ def refused(recipe: Recipe, gpus: int | None = None, model: dict[str, Any] | Non
         (sft(tp_size=2, dp_shard_size=-1), 8, 8),
         (sft(tp_size=2, dp_shard_size=-1), None, 2),
         (sft(tp_size=2, dp_replicate_size=2, dp_shard_size=2, n_init_replicas=2), 16, 16),
-        (grpo({"dp_shard_size": 4}, {"tp_size": 2, "n_init_replicas": 2}), 8, 8),
-        (grpo({"dp_shard_size": 4}, {"tp_size": 4}, mode="colocated"), 4, 4),
-        (grpo({"dp_shard_size": -1}, {"tp_size": 4}), 8, 8),
+        (grpo({"dp_shard_size": 4}, {}), 4, 4),
+        (grpo({"dp_shard_size": -1}, {}), 8, 8),
     ],
 )
-def test_a_mesh_takes_the_product_of_its_sizes_and_rollouts_beside_it(recipe: Recipe, gpus: int, taken: int) -> None:
+def test_a_mesh_takes_the_product_of_its_sizes(recipe: Recipe, gpus: int, taken: int) -> None:
     assert check_mesh(recipe, gpus, {}) == taken
 
 
@@ -85,13 +84,8 @@ def test_more_gpus_than_there_are_is_refused_with_the_nearest_mesh() -> None:
         "the mesh takes 8 GPUs, of 6 that there are; the nearest is policy.parallelism.tp_size = 4 with the other "
         "sizes 1"
     )
-    assert refused(grpo({"dp_shard_size": 8}, {"tp_size": 4}), 8) == (
-        "the mesh takes 12 GPUs (4 of them for rollouts), of 8 that there are; the nearest is "
-        "policy.parallelism.dp_shard_size = 4"
-    )
-    assert refused(grpo({"dp_shard_size": 4}, {"tp_size": 4}), 4) == (
-        "the mesh takes 8 GPUs (4 of them for rollouts), of 4 that there are; set mode = 'colocated', so that "
-        "rollouts share the trainer's GPUs"
+    assert refused(grpo({"dp_shard_size": 8}, {}), 4) == (
+        "the mesh takes 8 GPUs, of 4 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
     )
 
 
@@ -107,7 +101,7 @@ def test_completions_are_dealt_to_all_ranks_in_whole_micro_batches() -> None:
         "train.train_batch_per_replica = 20 must be a multiple of dp_shard_size x mini_batch = 4 x 2; the nearest is "
         "16, or dp_shard_size = 4 with mini_batch = 1"
     )
-    assert check_mesh(grpo({"dp_shard_size": 4}, {}, batch=16), None, {}) == 5
+    assert check_mesh(grpo({"dp_shard_size": 4}, {}, batch=16), None, {}) == 4
 
 
 def test_the_facts_are_those_of_the_text_model(tmp_path: Path) -> None:

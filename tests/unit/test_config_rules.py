@@ -293,7 +293,6 @@ RULES: dict[tuple[str, str], list[Case]] = {
         changed(OUTDATED, 7, f"{OUTDATED}=1", "train.sync_weight_interval=8",
                 said=f"{OUTDATED} = 1: 7, which is sync_weight_interval - 1"),
     ),
-    # Ranks beyond one are refused before their share of the batch matters.
     ("worker check", "SFT: micro-batches divide the batch"): [
         kept(f"{P}.mini_batch", 8),
         no("train: train_batch_per_replica = 8 must be a multiple of train_policy.mini_batch = 3", f"{P}.mini_batch=3"),
@@ -302,15 +301,17 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept(f"{P}.mini_batch", 4),
         no("train: train_batch_per_replica = 16 must be a multiple of train_policy.mini_batch = 3",
            f"{P}.mini_batch=3"),
-        cannot(f"{MESH} has 3 ranks: this version trains by rollouts on one; set all sizes to 1",
-               f"{MESH}.dp_shard_size=3"),
     ),
     # `mode` does nothing here, so the rules of `colocated` hold for every recipe: one replica each, whole groups.
     ("colocated check", "as many replicas generate as train, and train whole groups"): on(GRPO,
         kept("mode", "colocated"),
         kept("train.train_batch_per_replica", 24, "mode='colocated'", "train.train_batch_per_replica=24"),
         cannot(f"{MESH}.n_init_replicas = 2: {ONE_RANK}", "mode='colocated'", f"{MESH}.n_init_replicas=2"),
-        cannot(f"rollout.parallelism.n_init_replicas = 2: {ONE_RANK}", "rollout.parallelism.n_init_replicas=2"),
+        kept("rollout.parallelism.n_init_replicas", 2, "rollout.parallelism.n_init_replicas=2"),
+        cannot("rollout.parallelism.tp_size = 2: engines share the ranks of policy.parallelism, which are 1; take a "
+               "divisor of that", "rollout.parallelism.tp_size=2"),
+        cannot("rollout.parallelism.tp_size = 2: backend 'hf' has the whole model on each rank; set it to 1",
+               "rollout.parallelism.tp_size=2", "rollout.backend='hf'", f"{MESH}.dp_shard_size=2"),
         cannot("train.train_batch_per_replica = 16: this version trains whole groups; make it a multiple of "
                "rollout.n_generation = 3", "rollout.n_generation=3"),
     ),
@@ -354,7 +355,7 @@ def test_every_rule_has_a_case_on_either_side() -> None:
 
 
 def test_the_mode_of_placement_is_accepted_and_said_to_do_nothing(tmp_path: Path) -> None:
-    reason = "one rank generates and trains in turn, whatever it says"
+    reason = "each rank generates and trains in turn, whatever it says"
     for mode in ("colocated", "colocated_separated"):
         found = notices_of(load(tmp_path, GRPO, f"mode={mode!r}"))
         assert found == [f"mode = {mode!r} has no effect here: {reason}"]

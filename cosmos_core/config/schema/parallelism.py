@@ -10,6 +10,7 @@ from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Tab
 
 _ONE = planned("not in this version; set it to 1")
 _PIPELINE = planned("pipeline parallelism is not in this version; leave it out")
+_AS_MANY = no_effect("policy.parallelism has ranks for so many engines as rollout.parallelism.tp_size leaves")
 _ANY_LENGTH = no_effect("micro-batches are as long as their own rows, and always may differ")
 
 
@@ -60,7 +61,12 @@ class ParallelismConfig(Table):
 
 
 class RolloutParallelismConfig(ParallelismConfig):
-    """`[rollout.parallelism]`: vLLM knows `n_init_replicas`, `tp_size`, `pp_size` and `dp_shard_size`."""
+    """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold."""
+
+    n_init_replicas: Annotated[PositiveInt, Unit("replicas"), _AS_MANY] = 1
+    """Engines."""
+    tp_size: Ranks = 1
+    """Ranks that one engine is spread over (Cosmos-RL: 2 when left out); a divisor of those of `policy.parallelism`."""
 
 
 class PolicyParallelismConfig(ParallelismConfig):

@@ -46,7 +46,7 @@ class Recipe(Table):
     size."""
     mode: Annotated[
         Literal["disaggregated", "colocated", "colocated_separated"],
-        no_effect("one rank generates and trains in turn, whatever it says"),
+        no_effect("each rank generates and trains in turn, whatever it says"),
         LATER,
     ] = "disaggregated"
     """Where rollout engines run: on GPUs of their own, in the trainer's processes, or beside them on its GPUs."""
