@@ -190,8 +190,8 @@ def _trl(options: argparse.Namespace, before_model: Callable[[], None]) -> tuple
         gradient_accumulation_steps=options.batch // options.mini_batch, max_steps=options.steps + WARM_UP,
         learning_rate=1e-4, weight_decay=0.0, adam_beta2=0.999, optim="adamw_torch_fused", lr_scheduler_type="constant",
         bf16=options.dtype == "bfloat16", use_cpu=not torch.cuda.is_available(), report_to=[], save_strategy="no",
-        logging_steps=options.steps + WARM_UP, gradient_checkpointing=options.checkpointing, disable_tqdm=True,
-        shuffle_dataset=False, dataloader_pin_memory=False,
+        logging_steps=1, gradient_checkpointing=options.checkpointing, disable_tqdm=True,
+        shuffle_dataset=False, train_sampling_strategy="sequential", dataloader_pin_memory=False,
         **{"max_length": max(len(ids) for ids in rows), **TRL[options.variant]},
     )  # fmt: skip
     trainer = SFTTrainer(
