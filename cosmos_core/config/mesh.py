@@ -20,6 +20,8 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -127,8 +129,12 @@ def _others(mesh: ParallelismConfig) -> int:
 
 def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Heads, vocabulary, layers and experts against tp, cp, pp and ep."""
-    heads, layers = model.get("num_attention_heads"), model.get("num_hidden_layers")
-    pairs = (("attention heads", heads), ("key-value heads", model.get("num_key_value_heads")))
+    heads, layers = (next((model[key] for key in keys if key in model), None) for keys in (_HEADS, _LAYERS))
+    pairs = (
+        ("attention heads", heads),
+        ("key-value heads", model.get("num_key_value_heads")),
+        ("features of the feed-forward part", model.get("intermediate_size")),
+    )
     for what, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
         _divides(f"{where}.tp_size", mesh.tp_size, what, count)
     if isinstance(heads, int):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cosmos_core.errors import ModelError
+from cosmos_core.parallel.tensor import check_heads
 
 NAME = "ulysses"
 
@@ -36,8 +37,9 @@ def share_attention(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> No
     """Make attention see whole rows. `packed`: the attention that reads packed rows, as it is registered.
 
     Raises:
-        ModelError: the model computes attention in a way of its own.
+        ModelError: the model computes attention in a way of its own, or its heads do not divide.
     """
+    check_heads(model, "cp_size", mesh.size())
     if model.config.get_text_config()._attn_implementation != packed:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
@@ -46,14 +48,14 @@ def share_attention(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> No
     attend, group = AttentionInterface()[packed], mesh.get_group()
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         size = dist.get_world_size(group)
         if key.shape[1] % size:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         states = (_Exchange.apply(state, 1, 2, group) for state in (query, key, value))
-        found_BPKD = attend(module, *states, mask, **kwargs)[0]
+        found_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
         return _Exchange.apply(found_BPKD, 1, 2, group), None
 
     AttentionInterface.register(NAME, attention)

@@ -43,12 +43,11 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfi
     """
     if mesh.shard is None:
         return
-    names = set(model._no_split_modules or ())
     # Experts of one rank that no other has.
     own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
     options = {"mesh": mesh.shard, "ignored_params": own, **settings(train)}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
-    for block in [module for module in model.modules() if type(module).__name__ in names]:
+    for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=frees, **options)
     fully_shard(root, reshard_after_forward=False, **options)
     register_fsdp_forward_method(root, "probe")
@@ -56,6 +55,19 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfi
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other that multiplies
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that the model's class says are not to be split, but none inside another: one of some families has
+    its mixer beside it in the list."""
+    names = set(model._no_split_modules or ())
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if type(module).__name__ in names and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

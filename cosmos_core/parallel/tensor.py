@@ -7,7 +7,7 @@ a replicated norm once per micro-batch over all of them. Fused and expert matric
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from cosmos_core.errors import ModelError
+
+_PROBE_TOKENS = 8
+_PROBE_TOLERANCE = 1e-2
+"""Of the largest gradient: ranks round alike, and what is left out is a half or more."""
 
 
 class _PartialGradient(ParallelStyle):
@@ -55,12 +59,13 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Give each rank its part of every matrix in the model's plan; a head and an embedding that are tied stay whole.
 
     Raises:
-        ModelError: the model has no plan, or one with a style that is not here.
+        ModelError: the model has no plan, one with a style that is not here, or sizes that do not divide.
     """
     plan = dict(model.tp_plan or {})
     if not plan:
         raise ModelError(f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    check_heads(model, "tp_size", mesh.size())
     tied = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
         style = next((plan[pattern] for pattern in plan if matches(pattern, name)), None)
@@ -72,7 +77,85 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
                 f"{style!r}, which this version cannot; set it to 1 and raise dp_shard_size"
             )
         for part in _parts(module, style):
+            _check_features(model, name, part, style, mesh.size())
             parallelize_module(part, mesh, _STYLES[style]())
+
+
+def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
+    """Whether `size` ranks can share the attention heads.
+
+    Raises:
+        ModelError: they do not divide.
+    """
+    config = model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size and (key == "tp_size" or name == "num_attention_heads"):
+            raise ModelError(
+                f"policy.parallelism.{key} = {size} does not divide the {count} {name} of {type(model).__name__}; "
+                f"lower it"
+            )
+
+
+def _check_features(model: PreTrainedModel, name: str, part: nn.Module, style: str, size: int) -> None:
+    axis = {"colwise": 0, "rowwise": 1}.get(style)
+    if axis is not None and isinstance(part, nn.Linear) and part.weight.shape[axis] % size:
+        raise ModelError(
+            f"policy.parallelism.tp_size = {size} does not divide the {part.weight.shape[axis]} features of {name} of "
+            f"{type(model).__name__}; lower it"
+        )
+
+
+def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
+    """Run a few tokens forward and backward: a model may do more than its plan says.
+
+    What the plan does not split, each rank has whole, with the same gradient; where it was computed of this rank's
+    heads or features alone, the gradients differ.
+
+    Raises:
+        ModelError: they do, or the model fails.
+    """
+    device = torch.device(mesh.device_type)
+    ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids - 1}
+    where = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
+    was_training = model.training
+    model.eval()
+    try:
+        for root in roots:
+            hidden_BTH = root.probe(inputs)
+            if hidden_BTH.requires_grad:
+                waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
+                (hidden_BTH * waves_BTH).sum().backward()
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
+    finally:
+        model.train(was_training)
+    wrong = [name for name, parameter in model.named_parameters() if _differs(parameter, mesh)]
+    model.zero_grad(set_to_none=True)
+    if wrong:
+        raise ModelError(
+            f"{where}: ranks disagree about the gradient of {wrong[0]}; set it to 1 and raise dp_shard_size"
+        )
+
+
+def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether the ranks of `mesh` have other gradients for what each of them has whole."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    if isinstance(gradient, DTensor):
+        if set(mesh.mesh_dim_names or ()) & set(gradient.device_mesh.mesh_dim_names or ()):
+            return False
+        gradient = gradient.to_local()
+    if not gradient.numel():
+        return False
+    ends = torch.stack([gradient.amax(), -gradient.amin()])
+    low, high = gradient.clone(), gradient.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
+    dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
+    dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
+    return bool((high - low).amax() > _PROBE_TOLERANCE * ends.abs().amax())
 
 
 def _parts(module: nn.Module, style: str) -> list[nn.Module]:

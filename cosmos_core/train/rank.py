@@ -24,7 +24,7 @@ from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.processor import Vision
-from cosmos_core.models.scorer import Scorer, entropy, is_top
+from cosmos_core.models.scorer import Scorer, entropy, has_no_data, is_top
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.streamed import read_weights
 from cosmos_core.parallel.context import joined, piece_of, share_attention
@@ -32,7 +32,7 @@ from cosmos_core.parallel.expert import spread
 from cosmos_core.parallel.fsdp import fill, fill_all, shard, without_weights
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import clip_over_stages, cut, sum_tied
-from cosmos_core.parallel.tensor import split
+from cosmos_core.parallel.tensor import prove_split, split
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
 from cosmos_core.train.runner import Answer, Batch, Runner, Whole
@@ -175,6 +175,8 @@ class Rank:
             for root in runner.roots:
                 shard(root, root.model, mesh, self._train)
             read_weights(model)
+            if mesh.tensor and not has_no_data(model) and any(p.requires_grad for p in model.parameters()):
+                prove_split(model, runner.roots, mesh.tensor)
         if self._is_packed:
             self._pack(model, runner)
         if mesh and mesh.context:

@@ -39,7 +39,7 @@ from cosmos_core.models.lora import FOLDER, is_adapted
 from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.stand_in import reads_base
 from cosmos_core.models.streamed import load_later
-from cosmos_core.parallel.fsdp import move_buffers
+from cosmos_core.parallel.fsdp import blocks_of, move_buffers
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.rollout.base import Engine
 from cosmos_core.rollout.choose import make_engine
@@ -333,8 +333,8 @@ def _compile_blocks(model: PreTrainedModel) -> None:
         raise ConfigError(
             "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
         )
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    blocks = blocks_of(model)
     for block in blocks:
         block.compile(dynamic=True)
-    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(sorted(names)))
+    names = sorted({type(block).__name__ for block in blocks})
+    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))

@@ -57,6 +57,9 @@ TWO = [
     *(Case(mesh, 2, model=model) for mesh in (DP2, TP2, CP2) for model in ("llama3", "qwen2.5")),
     # Gemma's norms compute in float32 whatever they are given.
     *(Case(mesh, 2, dtype="float32", model="gemma3") for mesh in (DP2, TP2, CP2)),
+    Case(CP2, 2, model="afmoe"),
+    Case(DP2, 2, dtype="float32", model="mamba"),
+    Case(CP2, 2, model="one head"),
     *(
         Case(mesh, 2, model=TIED, trained=trained)
         for mesh in (DP2, TP2, CP2)
@@ -76,6 +79,13 @@ REFUSED = {
     Case(EP2, trained="adapter", model="qwen3-moe"): "where its plan has none; leave them out of policy.lora",
     Case(TP2, model="qwen3-moe"): "mlp.experts of Qwen3MoeForCausalLM is split by 'moe_tp_experts', which this version",
     Case(CP2, model="gemma2"): "cp_size = 2: Gemma2ForCausalLM computes attention in its own way",
+    Case(TP2, model="apertus"): "ApertusForCausalLM does more than its plan says: ranks disagree about the gradient of",
+    Case(TP2, model="phi"): "PhiForCausalLM does more than its plan says",
+    Case(TP2, model="doge"): "DogeForCausalLM does more than its plan says",
+    Case(TP2, model="three heads"): "tp_size = 2 does not divide the 3 num_attention_heads of Qwen3ForCausalLM",
+    Case(CP2, model="three heads"): "cp_size = 2 does not divide the 3 num_attention_heads of Qwen3ForCausalLM",
+    Case(TP2, model="one head"): "tp_size = 2 does not divide the 1 num_key_value_heads of LlamaForCausalLM",
+    Case(TP2, model="odd features"): "tp_size = 2 does not divide the 49 features of model.layers.0.mlp.gate_proj of",
     Case(CP2, model="qwen3-next"): "cp_size = 2: layers of kind linear_attention mix what is packed; set it to 1",
 }
 """On two ranks, and what is said."""

@@ -177,6 +177,25 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "qwen3-next": _qwen3_next,
 }  # fmt: skip
 
+ODD: dict[str, Callable[[], hf.PreTrainedModel]] = {
+    # Attention called with the mask by its name; a second module that is not to be split inside a block.
+    "afmoe": lambda: hf.AfmoeForCausalLM(hf.AfmoeConfig(**_TEXT, **_MIXED, **_MOE, head_dim=8, num_dense_layers=1)),
+    "mamba": lambda: hf.MambaForCausalLM(
+        hf.MambaConfig(vocab_size=_VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, **_SPECIAL)
+    ),
+    # More than the plan says: a weight of this rank's features, a norm over all heads, sizes written into the forward.
+    "apertus": lambda: hf.ApertusForCausalLM(hf.ApertusConfig(**_TEXT)),
+    "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**_TEXT, qk_layernorm=True)),
+    "doge": lambda: hf.DogeForCausalLM(hf.DogeConfig(**_TEXT)),
+    # Sizes that do not divide by two.
+    "three heads": lambda: hf.Qwen3ForCausalLM(
+        hf.Qwen3Config(**{**_HEADS_OF_16, "num_attention_heads": 3, "num_key_value_heads": 3})
+    ),
+    "odd features": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**_HEADS_OF_16, "intermediate_size": 49})),
+    "one head": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**_TEXT, "num_key_value_heads": 1})),
+}
+"""What is hard on a mesh."""
+
 
 def save_family(name: str, folder: Path) -> Path:
     """Write model and tokenizer of a family to `folder`."""
@@ -186,7 +205,7 @@ def save_family(name: str, folder: Path) -> Path:
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = FAMILIES[name]()
+        model = (FAMILIES | ODD)[name]()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))  # no bias, sink or norm is 0 or 1
