@@ -7,13 +7,13 @@ that inference sees. Reading rows is `messages.py`, finding the assistant's turn
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
@@ -53,10 +53,7 @@ def conversation_tokens(
     if not any(says_something(message) for message in conversation if message["role"] == "assistant"):
         raise SkippedRow(where, "without an assistant turn to learn")
     full = render(tokenizer, conversation, where)
-
-    def render_part(messages: list[Message], add_generation_prompt: bool) -> str:
-        return _render(tokenizer, messages, add_generation_prompt)
-
+    render_part = partial(render_template, tokenizer)
     is_long = len(conversation) > _LONG
     spans = None if is_long else prefix_spans(render_part, conversation, full)
     if spans is None and (marked := _marked_tokens(tokenizer, conversation)):
@@ -67,10 +64,7 @@ def conversation_tokens(
     if spans is None and is_long:
         spans = prefix_spans(render_part, conversation, full)
     if spans is None:
-        raise DataError(
-            f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
-            "{% generation %} and {% endgeneration %} around them in the tokenizer's chat template"
-        )
+        raise unfound(conversation, where)
     return _masked_tokens(tokenizer, full, [trimmed(span, full, closing) for span in spans], where)
 
 
@@ -151,7 +145,7 @@ def render(
             "(chat_template.jinja), start from an instruct model, or give plain text in a column `text`"
         )
     try:
-        text = _render(tokenizer, messages, add_generation_prompt)
+        text = render_template(tokenizer, messages, add_generation_prompt)
     except TemplateError as error:
         raise RefusedRow(where, f"refused by the chat template ({error})") from error
     for message in messages:
@@ -173,10 +167,32 @@ def says_something(message: Message) -> bool:
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+def render_template(
+    owner: PreTrainedTokenizerBase | ProcessorMixin, messages: list[Message], add_generation_prompt: bool
+) -> str:
+    """What the chat template of a tokenizer or processor writes.
+
+    Raises:
+        TemplateError: it fails, in whatever way: it is a program that came with the model.
+    """
+    try:
+        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:
+        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise TemplateError(" ".join(reason.split())) from error
     assert isinstance(text, str)
     return text
+
+
+def unfound(turns: list[Message], where: str) -> DataError:
+    """What to raise where the assistant's turns cannot be told from the others."""
+    first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
+    if first == "assistant":  # the row's doing, not the template's
+        return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
+    return DataError(
+        f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
+        "{% generation %} and {% endgeneration %} around them in the model's chat template"
+    )
 
 
 def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 from cosmos_core.data.messages import IMAGE_MARK, Message, Row
 from cosmos_core.errors import DataError
@@ -28,6 +29,7 @@ COLUMNS = ("images", "image")
 _VIDEO_COLUMNS = ("videos", "video")
 _SOURCES = ("image", "image_url", "url", "path")
 _IMAGE = {"type": "image"}
+_LONGEST_PATH = 4095  # PATH_MAX of Linux
 _DAMAGE = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """What the decoders of Pillow raise, each in its own way."""
 
@@ -104,7 +106,7 @@ def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
     if content is not None:
         return ImageRef(None, content, _digest(content)), _decoded(content, f"{where}: the image in the row")
     assert path is not None
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises for a user that is not there
     file = file if file.is_absolute() else root / file
     found = _read(file, f"{where}: image {path!r}")
     name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()
@@ -188,9 +190,11 @@ def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
     if source.startswith("data:"):
         return None, _embedded(source, where)
     if source.startswith("file://"):
-        return unquote(urlparse(source).path), None
+        source = unquote(re.sub(r"\Afile://[^/]*", "", source))
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source):
         raise DataError(f"{where}: image {source[:80]!r} is a URL, and rows are read from this machine; download it")
+    if len(source) > _LONGEST_PATH or re.search("[\0-\x1f\ud800-\udfff]", source):
+        raise DataError(f"{where}: image {source[:40]!r} is no path; base64 needs 'data:image/png;base64,' before it")
     return source, None
 
 

@@ -108,7 +108,7 @@ def read_prompt(
             f"{where}: no prompt among the columns {_columns(row)}; set train.train_policy.prompt_column_name"
         )
     turns = _with_system(_as_turns(row, column, "user", where), system_prompt)
-    return _ask(turns, _reference(row, response_column), where)
+    return _ask(turns, _reference(row, response_column, where), where)
 
 
 def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "") -> tuple[list[Message], str]:
@@ -124,7 +124,7 @@ def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "
             f"{where}: plain text has no prompt to answer; give validation.dataset conversations, "
             "or leave validation.reward_function empty to measure the loss"
         )
-    return _ask(conversation, _reference(row, ""), where)
+    return _ask(conversation, _reference(row, "", where), where)
 
 
 def read_preference(row: Row, where: str, column: str = "", system_prompt: str = "") -> Preference:
@@ -213,12 +213,15 @@ def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[
     return turns, reference or ""
 
 
-def _reference(row: Row, column: str) -> str | None:
+def _reference(row: Row, column: str, where: str) -> str | None:
     column = column or next((c for c in _REFERENCE_COLUMNS if row.get(c) is not None), "")
     if not column:
         return None
     value = row[column]
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except TypeError:  # columnar formats hold dates, decimals and bytes
+        raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 
 def _as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
@@ -255,8 +258,8 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
     # Arrow gives each turn every key that any turn has, with None for what it lacks.
     turn = {key: value for key, value in turn.items() if value is not None}
     role = turn.get("role", turn.get("from"))
-    if role not in _ROLES:
-        raise DataError(f"{where}: unknown role {role!r}; known: {', '.join(_ROLES)}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise DataError(f"{where}: unknown role {repr(role)[:40]}; known: {', '.join(_ROLES)}")
     if "role" not in turn:
         return {"role": _ROLES[role], "content": _content(turn.get("value"), where, with_images)}
     content = _content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
@@ -279,14 +282,14 @@ def _content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _shows_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in {"image", "image_url"}
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: a list may stand there
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     """A part of a turn: `{"type": "text", "text": ...}`, or `type` = `image` and what names the image."""
     if _shows_image(part):
         return {**part, "type": "image"}
-    if isinstance(part, dict) and part.get("type") in {None, "text"} and isinstance(part.get("text"), str):
+    if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     raise DataError(f"{where}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
 
@@ -329,4 +332,5 @@ def _with_system(turns: list[Message], system_prompt: str) -> list[Message]:
 
 
 def _columns(row: Row) -> str:
-    return ", ".join(row) or "(none)"
+    names = [repr(name)[1:-1][:40] for name in row]  # escaped: a name may have a line break
+    return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"

@@ -165,7 +165,7 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
     max_length = recipe.policy.model_max_length
     is_rl = isinstance(recipe.train.train_policy, GrpoConfig)
     media = media_of(recipe)
-    root: Path | None = Path(media.media_path).expanduser().absolute() if media.media_path else rows.folder
+    root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     if not processor_files(stage.model, recipe.policy.model_revision):
         root = None
     if recipe.train.train_policy.trainer_type == "dpo":

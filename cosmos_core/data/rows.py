@@ -11,8 +11,11 @@ import csv
 import io
 import json
 import math
+import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, overload
@@ -64,7 +67,8 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         part, row = self._locate(index)
-        return part.values[row]
+        with _refused(f"{part.place(row)} cannot be read"):
+            return part.values[row]
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -101,18 +105,18 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
     """
     if not dataset.name.strip():
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
-    path = Path(dataset.name).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(dataset.name))  # Path.expanduser and Path.exists raise for some names
+    if os.path.exists(path):
         parts = [part for split in dataset.split for part in _local_parts(path, split, key)]
     elif _looks_local(dataset.name):
-        raise DataError(f"{key}.name = {dataset.name!r}: {path} does not exist; give a file, a folder or a Hub id")
+        raise DataError(f"{key}.name = {str(path)!r}: it does not exist; give a file, a folder or a Hub id")
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
     for part in parts:
         if not len(part.values):
             raise DataError(f"{part.name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
-    return Rows(parts, folder=folder.absolute() if path.exists() else Path.cwd())
+    return Rows(parts, folder=folder.absolute() if os.path.exists(path) else Path.cwd())
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -148,16 +152,23 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
     if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [_saved_part(path, split, key)]
     if path.is_dir():
-        return [_READERS[file.suffix](file) for file in _files_of_split(path, split, key)]
+        return [_read(file) for file in _files_of_split(path, split, key)]
     if split != _TRAIN:
         raise DataError(f"{key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
     if path.suffix not in _READERS:
         raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(_READERS)}")
-    return [_READERS[path.suffix](path)]
+    return [_read(path)]
+
+
+def _read(file: Path) -> Part:
+    if re.search("[\0-\x1f\ud800-\udfff]", file.name):  # the place of each row, in messages and in prepared rows
+        raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
+    return _READERS[file.suffix](file)
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in _READERS and not file.name.startswith("."))
+    files = (file for file in folder.iterdir() if file.suffix in _READERS and not file.name.startswith("."))
+    return sorted(file for file in files if file.is_file())
 
 
 def _is_of_split(file: Path, split: str) -> bool:
@@ -217,6 +228,7 @@ def _json(path: Path) -> Part:
 def _csv(path: Path) -> Part:
     """CSV with a header; every value stays a string, so that the answer `007` is not 7."""
     values, lines = [], []
+    csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
     try:
         for row in reader:
@@ -233,7 +245,8 @@ def _csv(path: Path) -> Part:
 
 
 def _text(path: Path) -> str:
-    content = path.read_bytes()
+    with _refused(f"{path.name} cannot be read"):
+        content = path.read_bytes()
     try:
         return content.decode().lstrip("\ufeff")  # some programs write a byte order mark each time that they save
     except UnicodeDecodeError as error:
@@ -242,17 +255,15 @@ def _text(path: Path) -> str:
 
 
 def _parquet(path: Path) -> Part:
-    try:
+    with _refused(f"{path.name} is not a readable parquet file"):
         table = pa.parquet.read_table(path)
         table.validate(full=True)
         return Part(_columns(table), path.name)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path.name} is not a readable parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _arrow(path: Path) -> Part:
     """An Arrow file, or the Arrow stream that `datasets` writes."""
-    try:
+    with _refused(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(source).read_all()
@@ -260,9 +271,16 @@ def _arrow(path: Path) -> Part:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
         table.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path.name} is not a readable Arrow file: {str(error).splitlines()[0]}") from error
-    return Part(_columns(table), path.name)
+        return Part(_columns(table), path.name)
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """One line for whatever is raised by those who read a file that anybody may have written."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{what}: {_first_line(error)}") from error
 
 
 def _columns(table: pa.Table) -> Sequence[Row]:
@@ -297,10 +315,8 @@ def _undecoded(dataset: Any) -> Sequence[Row]:
 def _saved_part(path: Path, split: str, key: str) -> Part:
     import datasets
 
-    try:
+    with _refused(f"{key}.name: {path} cannot be read by `datasets`"):
         saved = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{key}.name: {path} cannot be read by `datasets`: {_first_line(error)}") from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:
         raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")

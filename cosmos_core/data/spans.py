@@ -14,7 +14,9 @@ from cosmos_core.data.messages import Message, texts_of
 
 Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
-"""Messages, and whether to add the generation prompt, to text."""
+"""Messages, and whether to add the generation prompt, to text; raises TemplateError."""
+Head = tuple[str, str]
+"""A fixed part up to where the model goes on, and what it lacks of the generation prompt: the answer may bring it."""
 
 
 def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
@@ -26,7 +28,7 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
     for i in _assistant_turns(messages):
         try:
             before, through = render(messages[:i], True), render(messages[: i + 1], False)
-        except (TemplateError, IndexError):  # some templates refuse a beginning, e.g. one without a user turn
+        except TemplateError:  # some templates refuse a beginning, e.g. one without a user turn
             return None
         if not (through.startswith(before) and full.startswith(through)):
             return None
@@ -56,7 +58,7 @@ def skeleton_spans(
         if fixed is None or ending is None:
             return None
         heads = _heads(render, hollow, turns, fixed)
-    except (TemplateError, IndexError):
+    except TemplateError:
         return None
     closers = [_closer(part, ending[-1], closing_tokens) for part in fixed[1:]]
     return _align(full, heads, fixed[-1], closers)
@@ -91,21 +93,28 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
     return [*parts, text]
 
 
-def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[str]:
-    """The fixed parts before the answers, each up to where the model goes on."""
+def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[Head]:
+    """The fixed parts before the answers."""
     first, last = (_invitation(render, messages[:i]) for i in (turns[0], turns[-1]))
     heads = []
     for number, i in enumerate(turns):
         invitation = first if first == last else _invitation(render, messages[:i])
         asked = _last_words(messages[max(0, i - 1) : i])
-        heads.append(_head(fixed[number], asked, *invitation) if invitation else fixed[number])
+        heads.append(_head(fixed[number], asked, *invitation) if invitation else (fixed[number], ""))
     return heads
 
 
 def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None:
     """What the template writes behind the last words before an answer: the end of their turn, and the generation
     prompt; None: it writes these turns in another way when it asks."""
-    without, with_prompt = render(before, False), render(before, True)
+    try:
+        without, with_prompt = render(before, False), render(before, True)
+    except TemplateError:
+        if any(turn["role"] == "user" for turn in before):
+            raise
+        # No template renders nothing, and some want a question: the prompt is the one that follows any question.
+        before = [*before, {"role": "user", "content": _unused_word(before)}]
+        without, with_prompt = render(before, False), render(before, True)
     if not with_prompt.startswith(without):
         return None
     asked = _last_words(before)
@@ -116,21 +125,25 @@ def _last_words(before: list[Message]) -> str:
     return texts_of(before[-1])[-1].strip() if before and texts_of(before[-1]) else ""
 
 
-def _head(part: str, asked: str, closing: str, prompt: str) -> str:
+def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
     """The fixed part up to the end of the generation prompt, or of as much of it as is there.
 
     A template that asks with `<think>` and renders an answer without thoughts keeps a beginning of the prompt only.
     """
-    if asked not in part:
-        return part
-    body = part.rfind(asked) + len(asked)  # never look for the prompt in what the user says
-    if not prompt:  # blanks before the answer are then the model's to write
-        return part[: body + len(closing)] if part.startswith(closing, body) else part
+    invitation = asked + closing + prompt
+    if invitation in part:
+        return part[: part.rfind(invitation) + len(invitation)], ""
+    # Never look for the prompt in what the user says, nor for what the user says ("a") in the prompt.
+    said = next((words for words in (asked + closing, asked) if words in part), None)
+    if said is None or not prompt:
+        return part, ""
+    body = part.rfind(said) + len(said) if said else 0
     for length in range(len(prompt), 0, -1):
         found = part.rfind(prompt[:length], body)
-        if found >= 0:
-            return part[: found + length]
-    return part
+        # Where nothing was said before, a short beginning may be anything.
+        if found >= 0 and (said or length == len(prompt) or part.endswith(prompt[:length])):
+            return part[: found + length], prompt[length:]
+    return part, ""
 
 
 def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
@@ -145,16 +158,18 @@ def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
     return part[: max(ends)] if ends else part[:shared]
 
 
-def _align(full: str, heads: list[str], tail: str, closers: list[str]) -> list[Span] | None:
+def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[Span] | None:
     """Spans between the fixed parts, each with what closes its turn."""
-    if not full.startswith(heads[0]) or not full.endswith(tail):
+    parts = [part for part, _ in heads]
+    if not full.startswith(parts[0]) or not full.endswith(tail):
         return None
     spans = []
-    start = len(heads[0])
-    for following, closer in zip([*heads[1:], None], closers, strict=True):
+    start = len(parts[0])
+    for (_, rest), following, closer in zip(heads, [*parts[1:], None], closers, strict=True):
         end = len(full) - len(tail) if following is None else full.find(following, start)
         if end < start or following == "":
             return None
-        spans.append((start, end + len(closer)))
+        begin = start + len(rest) * full.startswith(rest, start, end)
+        spans.append((begin, end + len(closer)))
         start = end + len(following or "")
     return spans

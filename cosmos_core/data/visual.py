@@ -7,6 +7,7 @@ says is found in the text before that, moved to where it stands behind it, and n
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -14,7 +15,15 @@ from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cosmos_core.data.conversation import GENERATION_MARK, RefusedRow, added_tokens, cut, says_something
+from cosmos_core.data.conversation import (
+    GENERATION_MARK,
+    RefusedRow,
+    added_tokens,
+    cut,
+    render_template,
+    says_something,
+    unfound,
+)
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
@@ -52,18 +61,12 @@ def visual_tokens(processor: ProcessorMixin, turns: list[Message], images: list[
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     turns, full = _rendered(processor, turns, where)
-
-    def render(messages: list[Message], add_generation_prompt: bool) -> str:
-        return _render(processor, messages, add_generation_prompt)
-
+    render = partial(render_template, processor)
     closing = added_tokens(processor.tokenizer)
     spans = prefix_spans(render, turns, full) or _marked_spans(processor, turns, full)
     spans = spans or skeleton_spans(render, turns, full, closing)
     if spans is None:
-        raise DataError(
-            f"{where}: the assistant's turns cannot be found in what the chat template renders; put "
-            "{% generation %} and {% endgeneration %} around them in the processor's chat template"
-        )
+        raise unfound(turns, where)
     return _expanded(processor, full, [trimmed(span, full, closing) for span in spans], images, where)
 
 
@@ -94,8 +97,8 @@ def _rendered(processor: ProcessorMixin, turns: list[Message], where: str) -> tu
     reason: Exception | None = None
     for form in (turns, in_parts):
         try:
-            text = _render(processor, form, add_generation_prompt=False)
-        except (TemplateError, TypeError) as error:
+            text = render_template(processor, form, False)
+        except TemplateError as error:
             reason = error
             continue
         found.append((len(_left_out(form, text)), form, text))
@@ -112,12 +115,6 @@ def _rendered(processor: ProcessorMixin, turns: list[Message], where: str) -> tu
 
 def _left_out(turns: list[Message], text: str) -> list[Message]:
     return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
-
-
-def _render(processor: ProcessorMixin, turns: list[Message], add_generation_prompt: bool) -> str:
-    text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert isinstance(text, str)
-    return text
 
 
 def _marked_spans(processor: ProcessorMixin, turns: list[Message], full: str) -> list[Span] | None:

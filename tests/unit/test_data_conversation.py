@@ -92,6 +92,63 @@ def test_a_template_that_forgets_the_thoughts_of_earlier_turns():
     assert no[1] == "\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
 
 
+# As DeepSeek R1 and others do: the prompt opens the thoughts, and those of earlier turns are forgotten.
+ASKS_FOR_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' and not loop.last else m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_thoughts_that_the_generation_prompt_opens_are_learned_from_behind_it():
+    yes, no = masked(byte_tokenizer(ASKS_FOR_THOUGHTS), THOUGHTS)
+    assert yes == ["first<|im_end|>", "mm\n</think>\n\nsecond<|im_end|>"]
+    assert no[1] == "\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("question", ["", "a", "n", "m", "k", ">", "assistant", "think", "end|>\n"])
+def test_a_question_that_is_a_piece_of_the_template_changes_no_mask(question):
+    turns = [{"role": "user", "content": question}, THOUGHTS[1]] * 2
+    yes, _ = masked(byte_tokenizer(FORGETS_THOUGHTS), turns)
+    assert yes == ["first<|im_end|>", "<think>\nhm\n</think>\n\nfirst<|im_end|>"]
+    yes, _ = masked(byte_tokenizer(ASKS_FOR_THOUGHTS), turns)
+    assert yes == ["first<|im_end|>", "hm\n</think>\n\nfirst<|im_end|>"]
+
+
+GREETING = [{"role": "assistant", "content": "Hi."}, *TWO_TURNS[:2]]
+NO_QUESTION = "{{ raise_exception('no question') }}"
+WANTS_A_QUESTION = f"{{% if 'user' not in messages | map(attribute='role') %}}{NO_QUESTION}{{% endif %}}{CHATML}"
+SAYS_WHO = "{% if messages[0].role != 'system' %}<|im_start|>system\nassistant user<|im_end|>\n{% endif %}" + CHATML
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["", "system"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, ["Hi.<|im_end|>", "The answer is 42.<|im_end|>"]),
+        (LLAMA3, ["Hi.<|eot_id|>", "The answer is 42.<|eot_id|>"]),
+        (TRIMS_THE_END, ["Hi.<|im_end|>", "The answer is 42.<|im_end|>"]),
+        (FORGETS_THOUGHTS, ["Hi.<|im_end|>", EMPTY + "The answer is 42.<|im_end|>"]),
+        (PLAIN_WORDS, ["Hi.\n\n", "The answer is 42.\n\n"]),
+        (WANTS_A_QUESTION, ["Hi.<|im_end|>", "The answer is 42.<|im_end|>"]),
+        (SAYS_WHO, ["Hi.<|im_end|>", "The answer is 42.<|im_end|>"]),
+        (ASKS_FOR_THOUGHTS, ["Hi.<|im_end|>", "The answer is 42.<|im_end|>"]),
+    ],
+    ids=["chatml", "llama3", "trims", "forgets", "plain", "wants a question", "says who", "asks for thoughts"],
+)
+def test_a_conversation_that_the_assistant_begins_learns_its_answers(template, expected, system):
+    end = "<|eot_id|>" if template is LLAMA3 else "<|im_end|>"
+    assert masked(byte_tokenizer(template, end_token=end), [*system, *GREETING])[0] == expected
+
+
+def test_a_beginning_of_the_assistant_that_the_template_hides_is_skipped():
+    repeats = "{{ messages[0].content }}\n" + CHATML
+    assert masked(byte_tokenizer(repeats), TWO_TURNS[:2])[0] == ["The answer is 42.<|im_end|>"]
+    with pytest.raises(SkippedRow, match=r"row 3: skipped, that begins with the assistant, in a way that the chat te"):
+        conversation_tokens(byte_tokenizer(repeats), GREETING, "row 3")
+
+
 def test_a_think_block_that_the_template_adds_is_learned():
     yes, _ = masked(byte_tokenizer(FORGETS_THOUGHTS), TWO_TURNS[:2])
     assert yes == ["<think>\n\n</think>\n\nThe answer is 42.<|im_end|>"]

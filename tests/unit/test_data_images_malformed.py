@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from PIL import features
 
+from cosmos_core.data.images import read_image
+from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import DataError
+from cosmos_core.models.hf import load_tokenizer
+from tests.unit.data_tokenizers import learned
 from tests.unit.test_data_images import ANSWER, CAT, SHOWN, prepare
-from tests.unit.tiny_vlms import PARTS, picture, save_vlm
+from tests.unit.tiny_vlms import MIXED, PARTS, picture, save_vlm
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +71,46 @@ def test_a_malformed_image_ends_the_stage_with_its_row_and_file(name, tmp_path, 
     with pytest.raises(DataError, match=rf"^a\.jsonl:2: image .*bad\.jpg.*({message})") as caught:
         prepare(tmp_path, model, [good, {**good, "image": "bad.jpg"}])
     assert "\n" not in str(caught.value)
+
+
+PARTS_OF = {"a list": ["text"], "an object": {"a": 1}, "null": None}
+
+
+@pytest.mark.parametrize("kind", PARTS_OF.values(), ids=PARTS_OF)
+def test_a_part_of_no_known_type_is_an_error_that_names_it(kind, tmp_path, model):
+    turn = {"role": "user", "content": [{"type": "image"}, {"type": kind}]}
+    with pytest.raises(DataError, match=r"^a\.jsonl:1, turn 1 of 'messages': the part .* is neither text nor an image"):
+        prepare(tmp_path, model, [{"messages": [turn, ANSWER], "image": "cat.png"}])
+
+
+NO_PATHS = {
+    "a NUL": ("a\0b.png", r"image 'a\\x00b\.png' is no path"),
+    "half a character": ("\ud800.png", r"image '\\ud800\.png' is no path"),
+    "two lines": ("a\nb.png", r"image 'a\\nb\.png' is no path"),
+    "a NUL in a URI": ("file:///a%00", r"image '/a\\x00' is no path"),
+    "a host that is none": ("file://[a/b", "image '/b': there is no such file"),
+    "a user that is not there": ("~no-such-user/b.png", r"image '~no-such-user/b\.png': there is no such file"),
+    "base64 alone": ("iVBORw0KGgo" * 1000, "image 'iVBOR.*' is no path; base64 needs 'data:image/png;base64,' before"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PATHS)
+def test_a_string_that_is_no_path_is_an_error_that_names_the_row(name, tmp_path, model):
+    path, message = NO_PATHS[name]
+    with pytest.raises(DataError, match=rf"^a\.jsonl:1: {message}") as caught:
+        prepare(tmp_path, model, [{"messages": [SHOWN, ANSWER], "image": path}])
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_a_file_uri_may_name_the_host_and_escape_characters(tmp_path):
+    (tmp_path / "a cat.png").write_bytes(CAT)
+    ref, _ = read_image(f"file://localhost{tmp_path}/a%20cat.png", tmp_path, "row")
+    assert ref.path == "a cat.png"
+
+
+def test_a_conversation_that_the_assistant_begins_learns_its_answers(tmp_path):
+    model = save_vlm("llava", tmp_path / "model", MIXED)
+    (tmp_path / "cat.png").write_bytes(CAT)
+    row = {"messages": [ANSWER, SHOWN, ANSWER], "image": "cat.png"}
+    rows = open_sequences(prepare(tmp_path, model, [row]), "train")
+    assert learned(load_tokenizer(str(model)), *map(list, rows[0])) == ["A cat.<|im_end|>"] * 2

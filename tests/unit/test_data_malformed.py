@@ -20,7 +20,7 @@ from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import EXIT_USAGE, DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
-from tests.unit.data_tokenizers import CHATML, byte_tokenizer
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LINE = json.dumps(GOOD).encode() + b"\n"
@@ -77,6 +77,36 @@ def saved_and_damaged(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:700])
 
 
+def saved_with(name: str, text: str) -> Callable[[Path], None]:
+    """A saved data set of which one file says something else."""
+
+    def write(path: Path) -> None:
+        datasets.Dataset.from_list([GOOD]).save_to_disk(str(path))
+        (path / name).write_text(text)
+
+    return write
+
+
+def column(values: pa.Array) -> Callable[[Path], None]:
+    return lambda path: arrow(path, pa.table({"text": ["t"] * len(values), "x": values}))
+
+
+def features(text: str) -> Callable[[Path], None]:
+    """A parquet file with this for `datasets` to read in its head."""
+    table = pa.Table.from_pylist([GOOD]).replace_schema_metadata({"huggingface": text})
+    return lambda path: pa.parquet.write_table(table, path)
+
+
+def in_folder(name: str, data: bytes | None) -> Callable[[Path], None]:
+    """A folder that holds one file, or one folder."""
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        (path / name).mkdir() if data is None else (path / name).write_bytes(data)
+
+    return write
+
+
 def content(data: bytes) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         path.write_bytes(data)
@@ -117,6 +147,46 @@ WRONG = {
     "brackets 100,000 deep in an array": ("a.json", content(b"[" + NESTED + b"]"), "a.json: malformed JSON,"),
     "a CSV without rows": ("a.csv", content(b"prompt,response\n"), "a.csv: file holds no rows"),
     "a CSV with NUL": ("a.csv", content(b"prompt,response\na,\0\nb\n"), "a.csv:3: the line does not have the 2 field"),
+    "a role that is a list": (
+        "a.jsonl", content(LINE + LINE.replace(b'"user"', b'["user"]')),
+        "a.jsonl:2, turn 1 of 'messages': unknown role ['user']; known: system, ",
+    ),
+    "a role that is an object": (
+        "a.jsonl", content(LINE.replace(b'"assistant"', b'{"a": 1}')), "a.jsonl:1, turn 2 of 'messages': unknown role",
+    ),
+    "pairs of key and value": (
+        "a.arrow", column(pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
+        "a.arrow is not a readable Arrow file: Arrow type map<string, int64",
+    ),
+    "a union": (
+        "a.arrow", column(pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])])),
+        "a.arrow is not a readable Arrow file: Arrow type sparse_union<0: int64=0> does not have",
+    ),
+    "a date that Python has not": ("a.arrow", column(pa.array([2**30], pa.date32())), "a.arrow row 0 cannot be read:"),
+    "features that are no JSON": ("a.parquet", features("{"), "a.parquet is not a readable parquet file: Expecting "),
+    "unknown features": (
+        "a.parquet", features('{"info": {"features": {"x": {"_type": "No"}}}}'),
+        "a.parquet is not a readable parquet file: Feature type 'No' not found",
+    ),
+    "a saved data set without a state": (
+        "saved", saved_with("state.json", "[]"), "train.train_policy.dataset.name: ",
+    ),
+    "a saved data set of numbers": (
+        "saved", saved_with("dataset_info.json", '{"features": 3}'), "train.train_policy.dataset.name: ",
+    ),
+    "saved splits that are a number": (
+        "saved", in_folder("dataset_dict.json", b'{"splits": 3}'), "train.train_policy.dataset.name: ",
+    ),
+    "a folder that is named like a file": ("a.jsonl", in_folder("b", b""), "train.train_policy.dataset.name: "),
+    "a folder in place of a file": ("folder", in_folder("train.jsonl", None), "train.train_policy.dataset.name: "),
+    "a name of two lines": ("folder", in_folder("a\n.jsonl", LINE), "'a\\n.jsonl': the name of a data file must"),
+    "a name that is no UTF-8": ("folder", in_folder("\udcff.jsonl", LINE), "'\\udcff.jsonl': the name of a data file"),
+    "a column of two lines": ("a.csv", content(b'"a\nb",c\n1,2\n'), "a.csv:3: no conversation among the columns a\\nb"),
+    "a column with half a character": ("a.jsonl", content(b'{"\\ud800": 1}'), "a.jsonl:1: no conversation among t"),
+    "ten thousand columns": (
+        "a.jsonl", content(json.dumps({f"c{i}": i for i in range(10_000)}).encode()),
+        "a.jsonl:1: no conversation among the columns c0, c1, c2, c3",
+    ),
     "silence": ("a.jsonl", content(b'{"text": " "}\n' * 2), "train: 2 of 2 rows skipped: 2 empty (first: a.jsonl:1);"),
 }  # fmt: skip
 
@@ -129,7 +199,7 @@ def test_it_is_one_line_that_names_the_place(
     with pytest.raises(DataError) as caught:
         prepare(model, tmp_path / name)
     said = str(caught.value)
-    assert said.startswith(message) and "\n" not in said
+    assert said.startswith(message) and said.isprintable() and len(said) < 600
     assert caught.value.exit_code == EXIT_USAGE
     assert not (tmp_path / "stage" / "data").exists()
 
@@ -198,3 +268,51 @@ def memory(key: str) -> int:
     """Bytes that this process has now (VmRSS), or had at most (VmHWM)."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[key].split()[0])
+
+
+def template_model(folder: Path, template: str) -> Path:
+    byte_tokenizer(template).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+BREAKS = {
+    "m.content + 1": 'TypeError: can only concatenate str (not "int") to str',
+    "1 // 0": "ZeroDivisionError: integer division or modulo by zero",
+    "range(10 ** 9)": "OverflowError: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
+}
+
+
+@pytest.mark.parametrize("expression", BREAKS)
+def test_a_row_at_which_the_chat_template_breaks_is_skipped_and_named(tmp_path: Path, expression: str) -> None:
+    broken = f"{{% for m in messages if m.content == 'bad' %}}{{{{ {expression} }}}}{{% endfor %}}{CHATML}"
+    model, bad = template_model(tmp_path, broken), LINE.replace(b'"q"', b'"bad"')
+    (tmp_path / "a.jsonl").write_bytes(LINE + bad)
+    outcome = prepare(model, tmp_path / "a.jsonl")
+    skipped = f"refused by the chat template ({BREAKS[expression]}) (first: a.jsonl:2)"
+    assert outcome.info["notices"] == [f"train: 1 of 2 rows skipped: 1 {skipped}"]
+    assert len(open_sequences(tmp_path / "stage" / "data", "train")) == 1
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "a.jsonl").write_bytes(bad)
+    with pytest.raises(
+        DataError, match=r"^train: 1 of 1 rows skipped: 1 refused by the chat template .*no row is left"
+    ):
+        prepare(model, tmp_path / "all" / "a.jsonl")
+
+
+def test_a_row_that_the_assistant_begins_is_learned_or_skipped_and_never_ends_the_stage(tmp_path: Path) -> None:
+    line = json.dumps({"messages": [GOOD["messages"][1], *GOOD["messages"]]}).encode() + b"\n"
+    seen = {}
+    for name, template in (("plain", CHATML), ("hides", "{{ messages[0].content }}\n" + CHATML)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a.jsonl").write_bytes(LINE + line)
+        outcome = prepare(template_model(folder, template), folder / "a.jsonl")
+        rows = open_sequences(folder / "stage" / "data", "train")
+        answers = [learned(byte_tokenizer(template), *map(list, rows[i])) for i in range(len(rows))]
+        seen[name] = answers, outcome.info.get("notices")
+    answer = "a<|im_end|>"
+    reason = "that begins with the assistant, in a way that the chat template hides (first: a.jsonl:2)"
+    assert seen == {
+        "plain": ([[answer], [answer, answer]], None),
+        "hides": ([[answer]], [f"train: 1 of 2 rows skipped: 1 {reason}"]),
+    }

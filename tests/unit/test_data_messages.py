@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+from datetime import date
+from decimal import Decimal
 
 import pytest
 
@@ -177,6 +179,14 @@ def test_a_row_without_a_prompt_is_an_error(row, columns, message):
 def test_a_row_with_nothing_to_answer_is_skipped(row):
     with pytest.raises(SkippedRow, match="r: skipped, without a user turn to answer"):
         read_prompt(row, "r")
+
+
+@pytest.mark.parametrize("answer", [Decimal("1.5"), date(2020, 1, 2), b"4"])
+def test_a_reference_that_json_does_not_know_is_an_error(answer):
+    with pytest.raises(DataError) as caught:
+        read_prompt({"prompt": "q", "answer": answer}, "a.parquet row 0")
+    said = f"a.parquet row 0: column 'answer' holds {str(answer)!r}, no JSON; write it as text"
+    assert str(caught.value) == said
 
 
 def test_a_held_out_conversation_is_asked_up_to_its_last_answer():

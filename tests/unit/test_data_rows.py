@@ -104,6 +104,11 @@ def test_a_csv_row_knows_its_line_and_keeps_leading_zeros(tmp_path):
     assert rows.where(1) == "a.csv:4"
 
 
+def test_a_csv_field_may_be_long(tmp_path):
+    (tmp_path / "a.csv").write_text(f"prompt,response\nq,{'a' * 200_000}\n")
+    assert load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))[0] == {"prompt": "q", "response": "a" * 200_000}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -133,7 +138,18 @@ def test_text_that_is_not_utf8_is_a_data_error(tmp_path):
         load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
 
 
-@pytest.mark.parametrize("name", ["./missing.jsonl", "/no/such/folder", "missing.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "./missing.jsonl",
+        "/no/such/folder",
+        "missing.parquet",
+        "~no-such-user/missing.csv",
+        f"{'missing' * 60}.json",
+        "missing\0.jsonl",
+        "missing\n.jsonl",
+    ],
+)
 def test_a_missing_file_is_a_data_error_that_names_key_and_path(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"validation\.dataset\.name = '.*(missing|folder).*': .*does not exist"):
