@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.tensor import check_heads
+from cosmos_core.parallel.plan import check_heads
 
 NAME = "ulysses"
 

@@ -21,9 +21,9 @@ from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.fsdp import settings
+from cosmos_core.parallel.fsdp import inside, settings
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.tensor import matches
+from cosmos_core.parallel.plan import matches
 
 _DISPATCHED = "ep_dispatch_experts"
 
@@ -45,15 +45,20 @@ def spread(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
             raise ModelError(
                 f"{where} has experts at {name}, where its plan has none; leave them out of policy.lora, or set it to 1"
             )
-        _keep_own(experts, mesh.expert, where)
+        keep_own(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # how many tokens come is never the same
         if mesh.expert_shard is not None:
-            cut = partial(_cut, mesh.expert_shard.shape[-1])
+            cut = partial(inside, mesh.expert_shard.shape[-1])
             fully_shard(experts, mesh=mesh.expert_shard, shard_placement_fn=cut, **settings(train))
 
 
-def _keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
+def keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
+    """Leave this rank its experts of a layer.
+
+    Raises:
+        ModelError: they do not divide; `where` is the size of the group and the model.
+    """
     if experts.num_experts % group.size():
         nearest = gcd(experts.num_experts, group.size())
         raise ModelError(f"{where} has {experts.num_experts} experts, which do not divide by it; set it to {nearest}")
@@ -62,8 +67,3 @@ def _keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
         part = DTensor.from_local(own, group, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     experts.num_experts //= group.size()
-
-
-def _cut(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Inside each expert where that divides: a rank may have fewer experts than there are shards."""
-    return Shard(0 if parameter.shape[1] % num_shards else 1)

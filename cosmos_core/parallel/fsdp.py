@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
@@ -43,9 +43,15 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfi
     """
     if mesh.shard is None:
         return
+    shards = mesh.shard.shape[-1]
     # Experts of one rank that no other has.
     own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
-    options = {"mesh": mesh.shard, "ignored_params": own, **settings(train)}
+    tensor_parallel = {p for module in model.modules() if is_experts_part(module) for p in module.parameters()} - own
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return inside(shards, parameter) if parameter in tensor_parallel else None
+
+    options = {"mesh": mesh.shard, "ignored_params": own, "shard_placement_fn": placement, **settings(train)}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=frees, **options)
@@ -62,12 +68,22 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     its mixer beside it in the list."""
     names = set(model._no_split_modules or ())
     found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    within: set[nn.Module] = set()
     for module in model.modules():
-        if type(module).__name__ in names and module not in inside:
+        if type(module).__name__ in names and module not in within:
             found.append(module)
-            inside.update(module.modules())
+            within.update(module.modules())
     return found
+
+
+def is_experts_part(module: nn.Module) -> bool:
+    """Whether a module is the experts of a layer, of which this rank has some."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
+def inside(num_shards: int, parameter: nn.Parameter) -> Shard:
+    """How to shard experts: inside each where that divides, because a rank may have fewer than there are shards."""
+    return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,13 +1,13 @@
 """Tensor parallelism by the plan that a transformers model carries: matrices split by columns, then by rows.
 
 The plan says which; what each entry does is torch's own styles here, because those of transformers sum the gradient of
-a replicated norm once per micro-batch over all of them. Fused and expert matrices are not split.
+a replicated norm once per micro-batch over all of them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from cosmos_core.errors import ModelError
+from cosmos_core.parallel.expert import keep_own
+from cosmos_core.parallel.plan import check_features, check_heads, matches
 
+_EXPERTS = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
 """Of the largest gradient: ranks round alike, and what is left out is a half or more."""
@@ -46,24 +49,56 @@ class _PartialGradient(ParallelStyle):
         return module
 
 
+class _SomeExperts(ParallelStyle):
+    """Experts of which each rank has some, whole: all ranks see every token, and the sum of what they say of it is
+    replicated. The plan would split each expert's matrices, which are two in one; the memory is the same."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        forward, group = module.forward, device_mesh.get_group()
+        count = module.num_experts
+        first = count * device_mesh.get_local_rank()
+        module._is_expert_parallel = True  # an index of `num_experts` is of an expert that is not here
+
+        def of_these(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+            is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
+            hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
+            with _local_weights(module):
+                found_NH = forward(
+                    hidden_NH,
+                    (chosen_NK - first).masked_fill(is_other_NK, count),
+                    weights_NK.masked_fill(is_other_NK, 0),
+                )
+            summed_NH: Tensor = _Summed.apply(found_NH, group)
+            return summed_NH
+
+        module.forward = torch.compiler.disable(of_these)
+        found: nn.Module = module
+        return found
+
+
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "replicated_with_grad_allreduce": _PartialGradient,
+    _EXPERTS: _SomeExperts,
 }
 
 
-def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def split(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
     """Give each rank its part of every matrix in the model's plan; a head and an embedding that are tied stay whole.
+
+    `with_experts`: also some of the experts; False: another axis shares them.
 
     Raises:
         ModelError: the model has no plan, one with a style that is not here, or sizes that do not divide.
     """
-    plan = dict(model.tp_plan or {})
+    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERTS}
+    where = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__}"
     if not plan:
-        raise ModelError(f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} has no plan; set it to 1")
+        raise ModelError(f"{where} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_heads(model, "tp_size", mesh.size())
     tied = {head, embedding} if head is not None and head.weight is embedding.weight else set()
@@ -71,39 +106,16 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         style = next((plan[pattern] for pattern in plan if matches(pattern, name)), None)
         if style is None or module in tied or next(module.parameters(), None) is None:  # of another pipeline stage
             continue
-        if style not in _STYLES:
+        if style not in _STYLES or (style == _EXPERTS and not hasattr(module, "_is_expert_parallel")):
             raise ModelError(
                 f"policy.parallelism.tp_size = {mesh.size()}: {name} of {type(model).__name__} is split by "
                 f"{style!r}, which this version cannot; set it to 1 and raise dp_shard_size"
             )
+        if style == _EXPERTS:
+            keep_own(module, mesh, where)
         for part in _parts(module, style):
-            _check_features(model, name, part, style, mesh.size())
+            check_features(model, name, part, style, mesh.size())
             parallelize_module(part, mesh, _STYLES[style]())
-
-
-def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
-    """Whether `size` ranks can share the attention heads.
-
-    Raises:
-        ModelError: they do not divide.
-    """
-    config = model.config.get_text_config()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count % size and (key == "tp_size" or name == "num_attention_heads"):
-            raise ModelError(
-                f"policy.parallelism.{key} = {size} does not divide the {count} {name} of {type(model).__name__}; "
-                f"lower it"
-            )
-
-
-def _check_features(model: PreTrainedModel, name: str, part: nn.Module, style: str, size: int) -> None:
-    axis = {"colwise": 0, "rowwise": 1}.get(style)
-    if axis is not None and isinstance(part, nn.Linear) and part.weight.shape[axis] % size:
-        raise ModelError(
-            f"policy.parallelism.tp_size = {size} does not divide the {part.weight.shape[axis]} features of {name} of "
-            f"{type(model).__name__}; lower it"
-        )
 
 
 def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -158,18 +170,24 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     return bool((high - low).amax() > _PROBE_TOLERANCE * ends.abs().amax())
 
 
+@contextmanager
+def _local_weights(module: Any) -> Iterator[None]:
+    """Plain tensors for what a module has a part of, which some kernels need."""
+    own = dict(module.named_parameters(recurse=False))
+    module._parameters.update({name: p.to_local() if isinstance(p, DTensor) else p for name, p in own.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
 def _parts(module: nn.Module, style: str) -> list[nn.Module]:
     """What is split of a module: with an adapter the base and that factor which has the dimension that is split."""
     if isinstance(module, LoraLayer):
-        return [module.base_layer, *(module.lora_A if style == "rowwise" else module.lora_B).values()]
+        return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
         return [module.original_module, *module.modules_to_save.values()]
     return [module]
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a plan means the module of that name."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 
 class _SummedBackward(torch.autograd.Function):
@@ -185,3 +203,17 @@ class _SummedBackward(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks of a group; each has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None

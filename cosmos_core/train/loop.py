@@ -56,6 +56,7 @@ class Loop:
 
     def run(self) -> dict[str, float]:
         """Train to the end; the figures of the last step and its validation, the largest of all steps for `..._max`."""
+        self.rank.prove()
         start = self._restore()
         train, validation = self.stage.recipe.train, self.stage.recipe.validation
         self.weights_changed(start)

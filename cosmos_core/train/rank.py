@@ -24,7 +24,7 @@ from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.processor import Vision
-from cosmos_core.models.scorer import Scorer, entropy, has_no_data, is_top
+from cosmos_core.models.scorer import Scorer, entropy, is_top
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.streamed import read_weights
 from cosmos_core.parallel.context import joined, piece_of, share_attention
@@ -71,6 +71,16 @@ class Rank:
         self._runner = self._runner_of(model)
         self._frozen: tuple[PreTrainedModel, Runner] | None = None
         self.optimizer = build_optimizer(model, train, whole=self._skeleton)
+
+    def prove(self) -> None:
+        """Run a few tokens before the first step: a model may do more than what its plan splits.
+
+        Raises:
+            ModelError: it does.
+        """
+        if self.mesh and self.mesh.tensor:
+            prove_split(self.model, self._runner.roots, self.mesh.tensor)
+            self._runner.reshard()
 
     def set_learning_rate(self, step: int, total_steps: int) -> dict[str, float]:
         """The rates of train step `step`, counted from 0; returns them as metrics."""
@@ -167,7 +177,7 @@ class Rank:
         if mesh and mesh.pipeline:
             cut(model, mesh.sizes, mesh.pipeline.get_local_rank())
         if mesh and mesh.tensor:
-            split(model, mesh.tensor)
+            split(model, mesh.tensor, with_experts=mesh.expert is None)
         if mesh and mesh.expert:
             spread(model, mesh, self._train)
         runner = Stages(model, self._train, mesh) if mesh and mesh.pipeline else Whole(Scorer(model), self._train)
@@ -175,8 +185,6 @@ class Rank:
             for root in runner.roots:
                 shard(root, root.model, mesh, self._train)
             read_weights(model)
-            if mesh.tensor and not has_no_data(model) and any(p.requires_grad for p in model.parameters()):
-                prove_split(model, runner.roots, mesh.tensor)
         if self._is_packed:
             self._pack(model, runner)
         if mesh and mesh.context:

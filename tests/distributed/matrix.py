@@ -131,6 +131,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     choose_trained(loaded, trained)
     rank = Rank(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
     rank._dtype = getattr(torch, case.dtype)
+    rank.prove()
     policy = config.train_policy
     batch = samples(case.masked)
     algorithm: Algorithm = Grpo(policy, None) if isinstance(policy, GrpoConfig) else Sft()

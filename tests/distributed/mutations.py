@@ -68,7 +68,7 @@ def run_broken(models: Path, scratch: Path, stop: threading.Event) -> None:
     torch.set_num_threads(1)
     for name, mutation in MUTATIONS.items():
         for kind, state in (("whole", nullcontext), ("broken", mutation.broken)):
-            # A split is proven when a model is loaded, which would end it there.
+            # A split is proven before the first step, which would end it there.
             with state(), patch.object(rank, "prove_split"):
                 found = computed(mutation.case, models, scratch)
             if dist.get_rank() == 0:

@@ -57,6 +57,12 @@ TWO = [
     *(Case(mesh, 2, model=model) for mesh in (DP2, TP2, CP2) for model in ("llama3", "qwen2.5")),
     # Gemma's norms compute in float32 whatever they are given.
     *(Case(mesh, 2, dtype="float32", model="gemma3") for mesh in (DP2, TP2, CP2)),
+    *(Case(TP2, 2, packed, model=model) for model in ("qwen3-moe", "mixtral") for packed in (False, True)),
+    *(Case(TP2, 2, model=model) for model in ("phi3", "olmo2")),
+    *(Case(TP2, 2, trained=trained, model="phi3") for trained in ("adapter", "attention")),
+    Case(TP2, 2, checkpointing=True, model="qwen3-moe"),
+    Case(TP2, 2, trained="adapter on attention", model="qwen3-moe"),
+    *(Case(TP2, 2, dtype="float32", model=model) for model in ("qwen3-moe", "deepseek-v3")),
     Case(CP2, 2, model="afmoe"),
     Case(DP2, 2, dtype="float32", model="mamba"),
     Case(CP2, 2, model="one head"),
@@ -77,7 +83,11 @@ REFUSED = {
     Case(EP2, model="llama4"): "ep_size = 2: Llama4ForConditionalGeneration has no plan that sends tokens to experts",
     Case(EP2, model=THREE): "ep_size = 2: MixtralForCausalLM has 3 experts, which do not divide by it; set it to 1",
     Case(EP2, trained="adapter", model="qwen3-moe"): "where its plan has none; leave them out of policy.lora",
-    Case(TP2, model="qwen3-moe"): "mlp.experts of Qwen3MoeForCausalLM is split by 'moe_tp_experts', which this version",
+    Case(
+        TP2, model="llama4"
+    ): "feed_forward.experts of Llama4ForConditionalGeneration is split by 'moe_tp_experts', which",
+    Case(TP2, model=THREE): "tp_size = 2: MixtralForCausalLM has 3 experts, which do not divide by it; set it to 1",
+    Case(TP2, trained="adapter", model="qwen3-moe"): "of Qwen3MoeForCausalLM is split by 'moe_tp_experts', which this",
     Case(CP2, model="gemma2"): "cp_size = 2: Gemma2ForCausalLM computes attention in its own way",
     Case(TP2, model="apertus"): "ApertusForCausalLM does more than its plan says: ranks disagree about the gradient of",
     Case(TP2, model="phi"): "PhiForCausalLM does more than its plan says",
@@ -94,6 +104,9 @@ FOUR = [
     Case(HSDP, 2, model=TIED, trained="adapter"),
     Case(TP2_DP2, 2, model=TIED, trained="adapter"),
     Case(TP2_DP2, 2, model=TIED, trained="attention"),
+    *(Case(TP2_DP2, 2, dtype=dtype, model="qwen3-moe") for dtype in ("float64", "float32")),
+    Case((*TP2, *DP2, ("ep_size", 2)), 2, model="qwen3-moe"),
+    Case((*PP2, *TP2), 4, model="qwen3-moe"),
     Case((*PP2, *DP2), 4, model=TIED, trained="adapter"),
     Case((*PP2, *TP2), 4, model=TIED, trained="adapter"),
 ]

@@ -26,7 +26,7 @@ EP2 = {"ep_size": 2, "dp_shard_size": 2}
 RESHARDED = [
     ("dense", DP4, DP4), ("dense", DP4, TP2_DP2), ("dense", TP2_DP2, DP2), ("dense", DP2, ALONE), ("dense", ALONE, DP4),
     ("dense", HSDP, PP2_DP2), ("dense", PP2_DP2, DP2), ("dense", PP2_DP2, PP2_DP2), ("moe", EP2, ALONE),
-    ("moe", DP2, EP2),
+    ("moe", DP2, EP2), ("moe", TP2_DP2, EP2), ("moe", EP2, TP2_DP2),
 ]  # fmt: skip
 SHAPE: dict[str, Any] = {
     "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
