@@ -7,6 +7,7 @@ metadata as a pickle, which is why its safetensors storage is used instead.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ from cosmos_core.parallel.mesh import from_first, is_first, num_ranks, rank_numb
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
+OF_ANOTHER = "it belongs to another configuration"
 _STEP = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -47,14 +49,32 @@ def problem(folder: Path, step: int, fingerprint: str | None) -> str | None:
     `fingerprint` None: whatever configuration it belongs to.
     """
     policy = step_folder(folder, step) / "policy"
-    manifest = read_json(policy / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+    manifest = read_manifest(policy)
+    if not manifest:
         return f"{MANIFEST} is missing or damaged: it was not written to the end"
     if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
-        return "it belongs to another configuration"
+        return OF_ANOTHER
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
+    if not _says_what_was_saved(manifest):
+        return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
     return next((p for name, record in manifest["files"].items() if (p := _file_problem(policy / name, record))), None)
+
+
+def read_manifest(policy: Path) -> dict[str, Any]:
+    """What was written last into a checkpoint; empty where it is missing or damaged."""
+    try:
+        manifest = read_json(policy / MANIFEST)
+    except (IsADirectoryError, ValueError, RecursionError):  # a number without end, lists in lists in lists
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _says_what_was_saved(manifest: dict[str, Any]) -> bool:
+    files, ranks = manifest.get("files"), manifest.get("ranks", 1)
+    if not isinstance(files, dict) or EXTRA not in files or not isinstance(ranks, int) or ranks < 1:
+        return False
+    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in files.values())
 
 
 def newest_whole(folder: Path, fingerprint: str) -> int | None:
@@ -117,7 +137,7 @@ def _fill(state: TrainState, policy: Path) -> None:
 
 
 def _extra(policy: Path) -> dict[str, Any]:
-    saved = int((read_json(policy / MANIFEST) or {}).get("ranks", 1))
+    saved = read_manifest(policy).get("ranks", 1)
     is_alike = saved == num_ranks()
     extra = read_json(policy / (extra_name(rank_number()) if is_alike else EXTRA))
     assert isinstance(extra, dict)  # its digest was right
@@ -142,10 +162,9 @@ def refuse_pickled_shards(policy: Path) -> None:
 
 
 def _file_problem(file: Path, record: dict[str, Any]) -> str | None:
-    try:
-        size = file.stat().st_size
-    except OSError:
+    if not os.path.isfile(file):  # also where the name cannot be that of a file
         return f"{file.name} is gone"
+    size = file.stat().st_size
     if size != record["size"]:
         return f"{file.name} has {size} bytes instead of {record['size']}"
     return None if sha256(file) == record["sha256"] else f"{file.name} was altered"

@@ -32,7 +32,7 @@ from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
 from cosmos_core.errors import StageFailed
 from cosmos_core.parallel.mesh import from_first, is_alone, is_first
-from cosmos_core.run.files import read_json, replaced_folder, write_json
+from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK = timedelta(hours=6)
@@ -209,8 +209,8 @@ class Checkpointer:
                 shutil.rmtree(doomed)
 
     def _is_ours(self, step: int) -> bool:
-        manifest = read_json(step_folder(self._folder, step) / "policy" / MANIFEST)
-        return isinstance(manifest, dict) and manifest.get("fingerprint") == self._fingerprint
+        manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
+        return manifest.get("fingerprint") == self._fingerprint
 
     def _what_is_left(self) -> str:
         whole = resume.newest_whole(self._folder, self._fingerprint)

@@ -7,18 +7,14 @@ Shape legend: B batch, T tokens, S = T - 1 scored tokens (each is predicted from
 
 from __future__ import annotations
 
-import json
-import socket
-import urllib.request
+import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, overload
-from urllib.parse import urlparse
 
 import torch
 import transformers
-from huggingface_hub import constants
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,13 +25,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.initialization import no_init_weights
+from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
+from transformers.quantizers.auto import get_hf_quantizer
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.lora import merged, plain_state
 from cosmos_core.models.recompute import Recompute, recompute
+from cosmos_core.models.source import KEY, check_weights, read_object, reading, source_of
 
-KEY = "policy.model_name_or_path"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -51,12 +48,10 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
         raise ModelError(
             f"{KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
         )
-    if isinstance(source, Path):
-        _check_json(source / "tokenizer.json", model)
-    try:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        read_object(Path(source, name), model)
+    with reading("tokenizer", model):
         return AutoTokenizer.from_pretrained(str(source), **options)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _load_error("tokenizer", model, error) from error
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
@@ -68,10 +63,10 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     source, options = source_of(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
         raise ModelError(f"{KEY} = {model!r}: the folder has no config.json; give a folder in Hugging Face format")
-    try:
+    for name in ("config.json", "generation_config.json"):
+        read_object(Path(source, name), model)
+    with reading("config.json", model):
         return AutoConfig.from_pretrained(str(source), **options)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _load_error("config.json", model, error) from error
 
 
 def load_model(
@@ -90,18 +85,15 @@ def load_model(
     """
     source, options = source_of(model, revision)
     config = load_config(model, revision)
-    cls = _model_class(config, model)
-    options |= _attention(cls, config)
-    try:
+    check_weights(model)
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        _built(config, model, dtype)  # so that a wrong config.json ends here as it does on a mesh
+    cls = _model_class(config)
+    with reading("weights", model):
         loaded, info = cls.from_pretrained(
-            str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise unreadable(model, error) from error
-    except RuntimeError as error:
-        if "automatic conversion of the weights" not in str(error):
-            raise
-        raise mixed_up(model) from error
+            str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+            **options, **_attention(cls, config),
+        )  # fmt: skip
     audit(loaded, info, model)
     for name, tensor in loaded.state_dict().items():
         if problem := not_finite(name, tensor):
@@ -121,37 +113,10 @@ def model_without_weights(
     Raises:
         ModelError: no such model, a wrong config.json, or an architecture that does not generate text.
     """
-    config = load_config(model, revision)
-    cls = _model_class(config, model)
-    build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
-    try:
-        with no_init_weights():  # some initialisations look at values
-            built = build(config, dtype=dtype, **_attention(cls, config))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _load_error("architecture", model, error) from error
+    built = _built(load_config(model, revision), model, dtype)
     built.tie_weights()  # which comes with the initialisation
     recompute(built, gradient_checkpointing)
     return built.eval()
-
-
-def check_weights(model: str) -> None:
-    """Open the head of every weight file of a local folder, which reads no tensor; a Hub id is not looked at.
-
-    Raises:
-        ModelError: there is no weight file, or one is cut off or no safetensors file.
-    """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files and not list(folder.glob("pytorch_model*.bin")):
-        raise ModelError(f"{KEY} = {model!r}: the folder has no weights (*.safetensors); copy them again")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
@@ -253,15 +218,47 @@ def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _model_class(config: PretrainedConfig, model: str) -> Any:
-    """The class that the checkpoint names, where transformers has it; it also fits most multimodal models."""
-    name = (getattr(config, "architectures", None) or [""])[0]
-    cls: Any = getattr(transformers, name, None) if name else None
-    if cls is None:
+def _built(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
+    check_architecture(config, model)
+    cls = _model_class(config)
+    build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
+    with reading("architecture", model), no_init_weights():  # some initialisations look at values
+        built: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
+    return built
+
+
+def check_architecture(config: PretrainedConfig, model: str) -> None:
+    """Refuse a config.json that names a class which cannot be trained, or weights that nothing here can read.
+
+    Raises:
+        ModelError: what it names is no model of transformers, does not generate text, or is of another kind of
+            config.json; or the weights are quantized and a package for that is missing.
+    """
+    names = config.architectures
+    with reading("architecture", model):  # a class may need a library of its own
+        cls = _model_class(config)
+    if names:
+        named = f"{KEY} = {model!r}: config.json has architectures = {names!r}"
+        if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+            raise ModelError(f"{named}, which transformers has no model for; name a causal language model there")
+        if not cls.can_generate():
+            raise ModelError(f"{KEY} = {model!r}: {cls.__name__} does not generate text; give a causal language model")
+        wanted: Any = cls.config_class
+        if wanted and not any(isinstance(each, wanted) for each in (config, config.get_text_config())):
+            raise ModelError(f"{named} and model_type = {config.model_type!r}, which do not belong together")
+    with reading("quantized weights", model), suppress(RuntimeError):  # there may be a GPU when they are loaded
+        get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The class that the checkpoint names, which also fits most multimodal models; for an older name, or one of another
+    library, what is registered for the kind of config. None: neither."""
+    names = config.architectures
+    if not names:
         return AutoModelForCausalLM
-    if not cls.can_generate():
-        raise ModelError(f"{KEY} = {model!r}: {name} does not generate text; give a causal language model")
-    return cls
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        return None
+    return getattr(transformers, names[0], AutoModelForCausalLM._model_mapping.get(type(config), None))
 
 
 def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
@@ -291,22 +288,6 @@ def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
         raise ModelError(f"{KEY} = {model!r}: {'; '.join(found)}; the weights do not belong to this config.json")
 
 
-def unreadable(model: str, error: Exception) -> ModelError:
-    """What to raise when the weight files of a model cannot be read."""
-    if not isinstance(error, SafetensorError):
-        return _load_error("weights", model, error)
-    file = _damaged_file(source_of(model, None)[0])
-    return ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again")
-
-
-def mixed_up(model: str) -> ModelError:
-    """What to raise when transformers cannot make one tensor of several."""
-    return ModelError(
-        f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
-        "or of another shape; the weights do not belong to this config.json"
-    )
-
-
 def not_finite(name: str, tensor: Tensor) -> str:
     """What is wrong with a tensor of which a value is not finite; nothing with any other."""
     # The extremes tell as much as isfinite(), which needs more memory than the tensor has.
@@ -318,63 +299,3 @@ def not_finite(name: str, tensor: Tensor) -> str:
 def _some(names: set[str]) -> str:
     shown = sorted(names)[:3]
     return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
-
-
-def _damaged_file(source: Path | str) -> str:
-    """The first weight file of a folder that cannot be opened."""
-    for file in sorted(Path(source).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            return str(file)
-    return f"a weight file of {source}"
-
-
-def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """An existing folder, or a Hub id with the arguments to fetch it.
-
-    Raises:
-        ModelError: it can be neither.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path, {}
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists():
-        problem = "is a file, not a folder" if path.exists() else "does not exist"
-        raise ModelError(f"{KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
-    return model, {"revision": revision, "local_files_only": not _hub_is_reachable()}
-
-
-def _hub_is_reachable() -> bool:
-    """Whether the Hub's name resolves, or a proxy will see to it; otherwise each file is retried for 20 seconds."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if urllib.request.getproxies():
-        return True
-    address = urlparse(constants.ENDPOINT)
-    try:
-        socket.getaddrinfo(address.hostname, address.port or address.scheme)
-    except OSError:
-        return False
-    return True
-
-
-def _check_json(file: Path, model: str) -> None:
-    """A cut-off JSON file would end in an error of the Rust tokenizer that names neither file nor cause."""
-    if not file.is_file():
-        return
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
-
-
-def _load_error(what: str, model: str, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
-    if not Path(model).expanduser().exists() and not _hub_is_reachable():
-        return ModelError(
-            f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
-            f"has no {what} of that name; give a local folder or download the model first"
-        )
-    return ModelError(f"{KEY} = {model!r}: cannot load the {what}: {reason}")

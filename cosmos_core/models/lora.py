@@ -146,8 +146,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
     modules = lora.target_modules
-    # Routers inherit from a linear layer, and answer with more than a matrix product.
-    routers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+    others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not _is_product(m)]
     build: Any = peft.LoraConfig  # its annotations are narrower than what it takes
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM",
@@ -155,7 +154,7 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> 
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=list(modules) if isinstance(modules, tuple) else modules,
-        exclude_modules=routers if modules == "all-linear" and routers else None,
+        exclude_modules=others if modules == "all-linear" and others else None,
         use_rslora=lora.use_rslora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=keeps_ties,
@@ -164,6 +163,20 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> 
         init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,  # nothing to take apart there
     )
     return config
+
+
+@torch.no_grad()
+def _is_product(layer: nn.Linear) -> bool:
+    """Whether a layer answers as a linear one does. Routers and grouped layers inherit from it, and answer with several
+    tensors or take another shape."""
+    if type(layer) is nn.Linear:
+        return True
+    weight = layer.weight
+    try:
+        found = layer(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, layer.out_features)
 
 
 def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:

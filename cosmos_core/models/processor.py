@@ -20,7 +20,8 @@ from transformers.utils import cached_file, is_torchvision_available
 
 from cosmos_core.data.images import ImageRef, open_image
 from cosmos_core.errors import ConfigError, DataError, ModelError
-from cosmos_core.models.hf import KEY, load_config, source_of
+from cosmos_core.models.hf import load_config
+from cosmos_core.models.source import KEY, source_of
 
 FILES = (
     "processor_config.json",

@@ -7,6 +7,7 @@ arXiv 2205.05198, section 5, by the size of results in place of a fixed list).
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 
 Recompute = bool | Literal["selective"]
 """False: everything is kept; True: of each block its input alone."""
+
+logger = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 _ATTENTION = {
@@ -28,13 +31,20 @@ _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
 def recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Make the blocks of `model` recompute in the backward pass; the gradient stays the same."""
+    """Make the blocks of `model` recompute in the backward pass; the gradient stays the same.
+
+    Of a family that cannot, which is said, everything is kept: the default must not stop a run.
+    """
     if not how:
         return
     settings: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    except ValueError as error:
+        logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)
+        return
     model.config.use_cache = False
 
 

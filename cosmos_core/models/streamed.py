@@ -41,17 +41,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.errors import ModelError
-from cosmos_core.models.hf import (
-    KEY,
-    audit,
-    load_model,
-    mixed_up,
-    model_without_weights,
-    not_finite,
-    source_of,
-    unreadable,
-)
+from cosmos_core.models.hf import audit, load_model, model_without_weights, not_finite
 from cosmos_core.models.recompute import Recompute
+from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
 from cosmos_core.parallel.mesh import first_problem
 
 logger = logging.getLogger(__name__)
@@ -154,10 +146,8 @@ def _start(
     for name, tensor in built.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and keeps_float32(name):
             tensor.data = tensor.data.float()
-    try:
+    with reading("weights", model):
         slices = {key: file.get_slice(key) for file in _opened(files) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise unreadable(model, error) from error
     groups, info = _planned(built, slices, model)
     missing = set(info.missing_keys)
     info.missing_keys -= {name for names in _names_in_one(built) if set(names) - missing for name in names}
@@ -167,7 +157,7 @@ def _start(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    with suppress(OSError):  # it has one of its config
+    with reading("generation_config.json", model), suppress(OSError):  # it has one of its config
         built.generation_config = GenerationConfig.from_pretrained(str(source), **options)
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _UNREAD[built] = _Unread(model, device, groups)
@@ -177,8 +167,9 @@ def _start(
 def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
     """The safetensors files of a model, or why there are none to read."""
     source, options = source_of(model, revision)
+    check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
-    try:
+    with reading("weights", model):
         single = cached_file(str(source), SAFE_WEIGHTS_NAME, **options)
         if single:
             return [single], ""
@@ -187,8 +178,6 @@ def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
             return [], f"it has no {SAFE_WEIGHTS_NAME}"
         options.pop("_raise_exceptions_for_missing_entries")
         return get_checkpoint_shard_files(str(source), index, **options)[0], ""
-    except (OSError, ValueError, KeyError) as error:
-        raise unreadable(model, error) from error
 
 
 def _opened(files: Sequence[str]) -> Iterator[Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import torch
+from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import MESH_KINDS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
-from cosmos_core.models.hf import check_row_length, check_weights, load_config, load_tokenizer
+from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
+from cosmos_core.models.source import check_weights
 from cosmos_core.models.streamed import load_later
 from cosmos_core.parallel.pipeline import cut
 from cosmos_core.run.stage import Stage
@@ -27,13 +29,13 @@ def run(stage: Stage) -> Outcome:
     config = load_config(stage.model, revision)
     check_row_length(config, stage.recipe.policy.model_max_length)
     tokenizer = load_tokenizer(stage.model, revision)
-    found = [f"{(config.architectures or [type(config).__name__])[0]}, vocabulary of {len(tokenizer)}"]
+    found = [f"{next(iter(config.architectures or ()), type(config).__name__)}, vocabulary of {len(tokenizer)}"]
     if stage.config.kind == "prepare":
         prepare.run(stage)
         found += _rows(stage)
     else:
         check_weights(stage.model)
-        _check_stages(stage)
+        _check_model(stage)
         weights = _rewards(stage)
         if weights:
             with open_rewards(stage, weights):
@@ -41,12 +43,15 @@ def run(stage: Stage) -> Outcome:
     return Outcome(info={"found": "; ".join(found)})
 
 
-def _check_stages(stage: Stage) -> None:
-    """Cut the model into pipeline stages, without reading its weights."""
+def _check_model(stage: Stage) -> None:
+    """Build the model without reading its weights, and cut it into pipeline stages where the run will."""
     sizes = stage.recipe.policy.parallelism
+    revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
     if stage.config.kind in MESH_KINDS and sizes.pp_size > 1:
-        revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
         cut(load_later(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
+    else:
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model_without_weights(stage.model, revision=revision, dtype=dtype)
 
 
 def _rewards(stage: Stage) -> dict[str, float]:

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.checkpoint.parts import EXTRA
-from cosmos_core.checkpoint.resume import MANIFEST, newest_whole, problem, saved_steps, step_folder
+from cosmos_core.checkpoint.resume import (
+    MANIFEST,
+    OF_ANOTHER,
+    newest_whole,
+    problem,
+    read_manifest,
+    saved_steps,
+    step_folder,
+)
 from cosmos_core.config.compose import source_of
 from cosmos_core.errors import ModelError
 from cosmos_core.run.files import read_json, replaced_folder, write_json
@@ -38,13 +46,18 @@ def take_over(stage: Stage) -> None:
     folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own]
     found = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
     same_mesh = [(step, folder, stage.fingerprint) for step, folder in found]
+    passed_over = set()
     for step, folder, fingerprint in (*same_mesh, *_of_another_mesh(stage, found)):
-        if problem(folder, step, fingerprint) is None:
+        checkpoint, reason = step_folder(folder, step), problem(folder, step, fingerprint)
+        if reason is None:
             _link(folder, step, fingerprint, stage)
-            logger.info("going on from %s", step_folder(folder, step))
+            logger.info("going on from %s", checkpoint)
             return
+        if reason != OF_ANOTHER and folder.parent.name == stage.name and checkpoint not in passed_over:
+            logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
+            passed_over.add(checkpoint)
     others = [step_folder(folder, step) / "policy" for step, folder in found if folder.parent.name == stage.name]
-    complete = [policy for policy in others if (policy / MANIFEST).is_file()]
+    complete = [policy for policy in others if policy.parent not in passed_over and read_manifest(policy)]
     newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
     hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
     logger.warning(
@@ -108,8 +121,7 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
         with replaced_folder(step_folder(stage.path / "checkpoints", each)) as building:
             shutil.copytree(step_folder(folder, each), building, copy_function=_link_or_copy, dirs_exist_ok=True)
             manifest = building / "policy" / MANIFEST
-            content = read_json(manifest)
-            assert isinstance(content, dict)  # it was looked at
+            content = read_manifest(manifest.parent)
             manifest.unlink()  # a link: theirs must not change
             write_json(manifest, {**content, "fingerprint": stage.fingerprint})
     for name in ("metrics.jsonl", SAMPLES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -229,7 +230,9 @@ def test_it_changes_where_a_model_is_published(change: Change, tmp_path: Path) -
 def test_it_changes_which_checkpoint_is_exported(change: Change, tmp_path: Path) -> None:
     before, after = sides(change, tmp_path)
     for step in (2, 4):
-        (tmp_path / f"checkpoints/step_{step}/policy").mkdir(parents=True)
-        manifest = {"step": step, "files": {}}
-        (tmp_path / f"checkpoints/step_{step}/policy/manifest.json").write_text(json.dumps(manifest))
+        policy = tmp_path / f"checkpoints/step_{step}/policy"
+        policy.mkdir(parents=True)
+        (policy / "extra.json").write_text("{}")
+        extra = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+        (policy / "manifest.json").write_text(json.dumps({"step": step, "files": {"extra.json": extra}}))
     assert [pinned_step(second(side, tmp_path)) for side in (before, after)] == [4, 2]

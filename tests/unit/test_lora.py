@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel, Qwen3Config
 
 from cosmos_core.algorithms.base import Sample
 from cosmos_core.algorithms.sft import Sft
@@ -363,6 +363,24 @@ def test_any_family_is_adapted_merged_and_exported(tmp_path: Path, family: str) 
                                rtol=0, atol=1e-4)  # fmt: skip
     plain = load_model(str(base), dtype=torch.float32)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(plain, tmp_path / "m/lora")), adapted_logits)
+
+
+def test_all_linear_is_every_layer_that_multiplies_a_matrix_whatever_its_class(tmp_path: Path) -> None:
+    settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    FalconForCausalLM(FalconConfig(**settings)).save_pretrained(tmp_path / "falcon")
+    falcon = ours(tmp_path / "falcon", {"target_modules": "all-linear"})
+    llama4 = ours(save_family("llama4", tmp_path / "llama4"), {"target_modules": "all-linear"})
+    adapted = [{n for n, m in model.named_modules() if isinstance(m, LoraLayer)} for model in (falcon, llama4)]
+    block = "transformer.h.0."
+    names = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    assert adapted[0] == {block + name for name in names}
+    assert any("shared_expert" in name for name in adapted[1]) and not any("router" in name for name in adapted[1])
+    before = logits(falcon)
+    disturb(falcon)
+    moved = logits(falcon)
+    assert (moved - before).abs().max() > 0.1
+    with merged(falcon):
+        torch.testing.assert_close(logits(falcon), moved, rtol=0, atol=1e-4)
 
 
 def test_the_scale_of_a_pattern_is_its_own_alpha_over_its_own_rank(folder: Path) -> None:

@@ -13,7 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import (
@@ -26,6 +37,8 @@ from cosmos_core.models.hf import (
     token_entropy,
     token_logprobs,
 )
+from cosmos_core.models.recompute import Recompute
+from cosmos_core.models.streamed import load_later
 from tests.unit.tiny_model import save_tiny_model
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -95,6 +108,29 @@ def test_gradient_checkpointing_leaves_the_gradient_as_it_is(folder: Path) -> No
     assert (nothing[attention], selective[attention], everything[attention]) == (0, 0, model.config.num_hidden_layers)
 
 
+@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("is_later", [False, True], ids=["whole", "in parts"])
+def test_a_family_that_cannot_recompute_keeps_everything_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: Recompute, is_later: bool
+) -> None:
+    config = JetMoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, intermediate_size=48,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    JetMoeForCausalLM(config).save_pretrained(tmp_path)
+    if is_later:
+        cpu = torch.device("cpu")
+        model = load_later(str(tmp_path), dtype=torch.float32, device=cpu, gradient_checkpointing=how)
+    else:
+        model = load_model(str(tmp_path), dtype=torch.float32, gradient_checkpointing=how)
+    assert model.is_gradient_checkpointing is False
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("cosmos_core")]
+    assert said == (
+        "policy.model_gradient_checkpointing has no effect, every activation is kept: JetMoeForCausalLM does not "
+        "support gradient checkpointing."
+    )
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "~/nowhere/at/all"])
 def test_a_missing_folder_is_named_with_its_key(name: str) -> None:
     for loader in (load_tokenizer, load_config):
@@ -155,6 +191,27 @@ def test_a_truncated_weight_file_is_named(copy: Path) -> None:
     file.unlink()
     with pytest.raises(ModelError, match="cannot load the weights"):
         load(copy)
+
+
+class OfAnotherLibraryConfig(Qwen3Config):
+    model_type = "of-another-library"
+
+
+class OfAnotherLibrary(Qwen3ForCausalLM):
+    config_class = OfAnotherLibraryConfig
+
+
+def test_a_class_of_another_library_is_found_where_it_is_registered(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    changed = {"architectures": ["OfAnotherLibrary"], "model_type": "of-another-library"}
+    (copy / "config.json").write_text(json.dumps(config | changed))
+    AutoConfig.register("of-another-library", OfAnotherLibraryConfig)
+    AutoModelForCausalLM.register(OfAnotherLibraryConfig, OfAnotherLibrary)
+    try:
+        assert type(load(copy)) is OfAnotherLibrary
+    finally:
+        CONFIG_MAPPING._extra_content.pop("of-another-library")
+        AutoModelForCausalLM._model_mapping._extra_content.pop(OfAnotherLibraryConfig)
 
 
 def test_an_architecture_that_does_not_generate_is_refused(copy: Path) -> None:

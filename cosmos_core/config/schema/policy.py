@@ -47,7 +47,8 @@ class PolicyConfig(Table):
     """Longest sequence: longer SFT rows are cut on the right, prompt + answer never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
-    Cosmos-RL): only norms, activation functions and wide matrices again, between the two in both."""
+    Cosmos-RL): only norms, activation functions and wide matrices again, between the two in both. A family that cannot
+    keeps every activation, and the log says so."""
     lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
     trainable_map: dict[str, bool] | None = None

@@ -1,0 +1,186 @@
+"""Where the files of a model are, and one line for whatever is wrong with them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from cosmos_core.errors import CosmosError, ModelError
+
+KEY = "policy.model_name_or_path"
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+
+
+def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
+    """An existing folder, or a Hub id with the arguments to fetch it.
+
+    Raises:
+        ModelError: it can be neither.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path, {}
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists():
+        problem = "is a file, not a folder" if path.exists() else "does not exist"
+        raise ModelError(f"{KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
+    return model, {"revision": revision, "local_files_only": not _hub_is_reachable()}
+
+
+@contextmanager
+def reading(what: str, model: str) -> Iterator[None]:
+    """Whatever a library raises inside the block, which reads `what` from the files of `model`, as one line.
+
+    Raises:
+        ModelError: something is wrong with the files. A lack of memory or of disk, the network and what is ours pass.
+    """
+    try:
+        yield
+    except CosmosError:
+        raise
+    except Exception as error:
+        if _is_of_the_machine(error):
+            raise
+        raise _as_one_line(what, model, error) from error
+
+
+def read_object(file: Path, model: str) -> dict[str, Any]:
+    """The object in a JSON file of a model's folder; empty without such a file.
+
+    Libraries that meet another value there name neither file nor cause.
+
+    Raises:
+        ModelError: it is damaged, or something else than an object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{KEY} = {model!r}: {file} is not a JSON object; copy it again")
+    return found
+
+
+def check_weights(model: str) -> None:
+    """Open the head of every weight file of a local folder, which reads no tensor; a Hub id is not looked at.
+
+    Raises:
+        ModelError: there is no weight file, an index does not fit, or a file is damaged or holds no tensors.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return
+    for file in _weight_files(folder, model):
+        if not file.is_file():
+            raise ModelError(f"{KEY} = {model!r}: {file} is no file, or a link to none; copy it again")
+        if file.suffix == ".safetensors":
+            _check_safetensors(file, model)
+        else:
+            _check_pickled(file, model)
+
+
+def _weight_files(folder: Path, model: str) -> list[Path]:
+    """The files that transformers reads the weights from."""
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if os.path.lexists(folder / single):  # a link that leads nowhere is to be named, not passed over
+            return [folder / single]
+        if os.path.lexists(folder / index):
+            return _indexed(folder / index, model)
+    raise ModelError(
+        f"{KEY} = {model!r}: cannot load the weights: the folder has no {SAFE_WEIGHTS_NAME} and no "
+        f"{SAFE_WEIGHTS_INDEX_NAME}; copy them again"
+    )
+
+
+def _indexed(file: Path, model: str) -> list[Path]:
+    index = read_object(file, model)
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(f"{KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
+    if not isinstance(index.get("metadata"), dict):  # which transformers reads
+        raise ModelError(f"{KEY} = {model!r}: {file} has no metadata; copy it again")
+    return [file.parent / name for name in sorted(set(names.values()))]
+
+
+def _check_safetensors(file: Path, model: str) -> None:
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
+
+
+def _check_pickled(file: Path, model: str) -> None:
+    try:
+        found = load_state_dict(file)  # mapped, not read
+    except Exception as error:
+        if _is_of_the_machine(error):
+            raise
+        raise ModelError(
+            f"{KEY} = {model!r}: {file} is damaged, or holds more than tensors, which could run any code when read; "
+            "copy it again, or save the model as safetensors"
+        ) from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{KEY} = {model!r}: {file} holds no tensors by name; save the model as safetensors")
+    for name, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"{KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether the same files may be read the next time."""
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch has no class for it on CPU
+        return True
+    if type(error).__module__.startswith("httpx"):  # what the Hub's client speaks through, httpx2 by now
+        return True
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) in _NO_ROOM
+
+
+def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
+    if "automatic conversion of the weights" in str(error):
+        return mixed_up(model)
+    if not Path(model).expanduser().exists() and not _hub_is_reachable():
+        return ModelError(
+            f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
+            f"has no {what} of that name; give a local folder or download the model first"
+        )
+    text = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
+    reason = " ".join(text.split())[:300] or type(error).__name__
+    return ModelError(f"{KEY} = {model!r}: cannot load the {what}: {reason}")
+
+
+def mixed_up(model: str) -> ModelError:
+    """What to raise when transformers cannot make one tensor of several."""
+    return ModelError(
+        f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
+        "or of another shape; the weights do not belong to this config.json"
+    )
+
+
+def _hub_is_reachable() -> bool:
+    """Whether the Hub's name resolves, or a proxy will see to it; otherwise each file is retried for 20 seconds."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    address = urlparse(constants.ENDPOINT)
+    try:
+        socket.getaddrinfo(address.hostname, address.port or address.scheme)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""A manifest that does not say what was saved: its checkpoint is passed over, here and where another run looks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.checkpoint.pinned import pinned_step
+from cosmos_core.checkpoint.resume import load_from
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ModelError
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.earlier import take_over
+from tests.effects.change import SFT, recipe, stage_of
+from tests.unit.test_checkpoint import fill, is_filled_with, make_state, open_checkpoints, train_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
+
+Damage = Callable[[Path], object]
+MANIFEST = "manifest.json"
+UNREADABLE = r"manifest\.json is missing or damaged"
+SILENT = r"manifest\.json is damaged: it does not say"
+
+
+def manifest(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Damage:
+    """The manifest with what `change` makes of it."""
+
+    def damage(policy: Path) -> None:
+        found = json.loads((policy / MANIFEST).read_text())
+        (policy / MANIFEST).write_text(json.dumps(found | change(found)))
+
+    return damage
+
+
+def without(key: str) -> Damage:
+    """Each file without its size, for example."""
+
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        return {"files": {n: {k: v for k, v in r.items() if k != key} for n, r in found["files"].items()}}
+
+    return manifest(change)
+
+
+def text(content: str) -> Damage:
+    return lambda policy: (policy / MANIFEST).write_text(content)
+
+
+def folder_for(pattern: str) -> Damage:
+    def damage(policy: Path) -> None:
+        file = next(policy.glob(pattern))
+        file.unlink()
+        file.mkdir()
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "nested without end": (text("[" * 100_000), UNREADABLE),
+    "a number without end": (text('{"step": ' + "1" * 10_000 + "}"), UNREADABLE),
+    "a list": (text("[]"), UNREADABLE),
+    "a folder": (folder_for(MANIFEST), UNREADABLE),
+    "a folder of tensors": (folder_for("*.safetensors"), r"rank_0\.safetensors is gone"),
+    "no sizes": (without("size"), SILENT),
+    "no digests": (without("sha256"), SILENT),
+    "no files": (manifest(lambda found: {"files": {}}), SILENT),
+    "a list of files": (manifest(lambda found: {"files": list(found["files"])}), SILENT),
+    "words for files": (manifest(lambda found: {"files": dict.fromkeys(found["files"], "x")}), SILENT),
+    "a name that no file can have": (
+        manifest(lambda found: {"files": found["files"] | {"x" * 300: found["files"]["extra.json"]}}), "x{300} is gone",
+    ),
+    "a file left out": (
+        manifest(lambda found: {"files": {n: r for n, r in found["files"].items() if n != "extra.json"}}), SILENT,
+    ),
+    "a word for ranks": (manifest(lambda found: {"ranks": "x"}), SILENT),
+    "no ranks": (manifest(lambda found: {"ranks": 0}), SILENT),
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("case", DAMAGES)
+
+
+def save(folder: Path, case: str, fingerprint: str = "f") -> Path:
+    """Checkpoints of steps 1 and 2, the second damaged."""
+    state = make_state()
+    train_step(state)
+    checkpoints = open_checkpoints(folder, fingerprint=fingerprint)
+    for step in (1, 2):
+        fill(state, float(step))
+        checkpoints.save(step, state)
+    damage, _ = DAMAGES[case]
+    damage(folder / "step_2/policy")
+    return folder
+
+
+@EVERY
+def test_it_is_passed_over_with_a_warning_that_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    loaded = make_state()
+    assert open_checkpoints(save(tmp_path, case)).load_latest(loaded) == 1
+    assert is_filled_with(loaded, 1.0)
+    assert re.search(rf"step_2 is passed over: {DAMAGES[case][1]}", caplog.text)
+
+
+@EVERY
+def test_where_it_is_named_it_is_refused(tmp_path: Path, case: str) -> None:
+    save(tmp_path / "checkpoints", case)
+    with pytest.raises(ModelError, match=DAMAGES[case][1]):
+        load_from(tmp_path / "checkpoints/step_2/policy", make_state())
+    config = StageConfig(name="export", kind="export", model="stage:sft", checkpoint="2")
+    inputs: dict[str, Any] = {"sft": {"path": str(tmp_path), "info": {}}}
+    with pytest.raises(ModelError, match=DAMAGES[case][1]):
+        pinned_step(Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f"))
+
+
+@EVERY
+def test_another_run_says_that_it_passes_it_over_and_takes_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    save(tmp_path / "out/first/stages/sft/checkpoints", case, later.fingerprint)
+    with caplog.at_level(logging.INFO):
+        take_over(later)
+    assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
+    first = re.escape(str(tmp_path / "out/first/stages/sft/checkpoints"))
+    assert re.search(rf"checkpoint {first}/step_2 is passed over: {DAMAGES[case][1]}", caplog.text)
+    assert caplog.messages[-1].startswith("going on from ") and caplog.text.count("passed over") == 1
+
+
+def test_one_of_another_configuration_is_passed_over_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    save(tmp_path / "out/first/stages/sft/checkpoints", "no ranks", "another")
+    take_over(later)
+    assert "passed over" not in caplog.text and "so this one starts at step 0" in caplog.text

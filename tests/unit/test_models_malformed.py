@@ -1,0 +1,215 @@
+"""A folder of a model that is wrong: one line, the same from a process alone, from a mesh and from `cosmos check`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cosmos_core.errors import EXIT_USAGE, ModelError
+from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.source import reading
+from cosmos_core.models.streamed import load_later
+from cosmos_core.train import check
+from tests.unit.test_train import SFT, make_stage, recipe
+from tests.unit.tiny_model import save_tiny_model
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in one file, and in two with an index."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "single")
+    shutil.copytree(folder / "single", folder / "sharded")
+    (folder / "sharded/model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(folder / "single").save_pretrained(folder / "sharded", max_shard_size="200KB")
+    assert (folder / "sharded" / SHARD).is_file()
+    return folder
+
+
+def config(**changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        found = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(found | changes))
+
+    return damage
+
+
+def written(name: str, content: Any) -> Damage:
+    return lambda folder: (folder / name).write_text(json.dumps(content))
+
+
+def index(**changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        found = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps(found | changes))
+
+    return damage
+
+
+def pickled(change: Callable[[dict[str, Any]], Any], size: int | None = None) -> Damage:
+    """The weights in a file of torch, as `change` gives them; cut off at `size`."""
+
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        file = folder / "pytorch_model.bin"
+        torch.save(change(weights), file)
+        file.write_bytes(file.read_bytes()[:size])
+
+    return damage
+
+
+def replaced(make: Damage) -> Damage:
+    """Something else at the place of the weights."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        make(folder / "model.safetensors")
+
+    return damage
+
+
+def line(call: Callable[[], object]) -> str:
+    with pytest.raises(ModelError) as caught:
+        call()
+    assert caught.value.exit_code == EXIT_USAGE and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def lines(folder: Path) -> set[str]:
+    """What is said of a folder by a process alone, by a rank of a mesh, and by `cosmos check`."""
+    model, stage = str(folder), make_stage(folder.parent / "stage", "sft", recipe(SFT), folder)
+    return {
+        line(lambda: load_model(model, dtype=torch.float32)),
+        line(lambda: load_later(model, dtype=torch.float32, device=CPU)),
+        line(lambda: check.run(stage)),
+    }
+
+
+SINGLE: dict[str, tuple[Damage, str]] = {
+    "no heads": (config(num_attention_heads=0), "cannot load the architecture: .* by zero"),
+    "heads in words": (config(num_attention_heads="two"), r"config\.json: .*num_attention_heads.*'two'"),
+    "no such dtype": (config(dtype="float7"), r"cannot load the config\.json: .*float7"),
+    "a word for rope": (config(rope_parameters="x", rope_scaling="x"), r"cannot load the config\.json: .*rope"),
+    "a word for quantization": (config(quantization_config="x"), r"cannot load the config\.json: 'str'"),
+    "no such activation": (config(hidden_act="nope"), r"cannot load the architecture: KeyError\('nope'\)"),
+    "a negative width": (config(hidden_size=-4), r"cannot load the architecture: .*negative dimension -4"),
+    "padding outside the vocabulary": (config(vocab_size=10), "cannot load the architecture: Padding_idx must be"),
+    "quantized, without the package": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "cannot load the quantized weights: .*pip install optimum",
+    ),
+    "a number for a class": (config(architectures=[3]), r"has architectures = \[3\], .* no model for"),
+    "no list of classes": (config(architectures="Qwen3ForCausalLM"), "architectures = 'Qwen3ForCausalLM', .* no model"),
+    "any model": (config(architectures=["AutoModel"]), r"has architectures = \['AutoModel'\], .* no model for"),
+    "a tokenizer": (config(architectures=["Qwen2Tokenizer"]), r"\['Qwen2Tokenizer'\], .* no model for"),
+    "a table of classes": (config(architectures={"a": 1}), r"has architectures = \{'a': 1\}, .* no model for"),
+    "a module": (config(architectures=["models"]), r"has architectures = \['models'\], .* no model for"),
+    "without a head": (config(architectures=["Qwen3Model"]), "Qwen3Model does not generate text"),
+    "of another family": (
+        config(architectures=["OPTForCausalLM"]), r"\['OPTForCausalLM'\] and model_type = 'qwen3', which do not belong",
+    ),
+    "a list for the generation": (written("generation_config.json", []), r"generation_config\.json is not a JSON obj"),
+    "a list for the config": (written("config.json", []), r"/config\.json is not a JSON object"),
+    "a link to nothing": (replaced(lambda file: file.symlink_to("nowhere")), r"model\.safetensors is no file"),
+    "a folder of weights": (replaced(lambda file: file.mkdir()), r"model\.safetensors is no file"),
+    "no weights": (replaced(lambda file: None), r"cannot load the weights: the folder has no model\.safetensors"),
+    "a pickled path": (pickled(lambda weights: weights | {"at": Path("x")}), r"pytorch_model\.bin .* run any code"),
+    "a pickle cut off": (pickled(dict, 5000), r"pytorch_model\.bin is damaged"),
+    "a pickled number": (pickled(lambda weights: weights | {"epoch": 3}), r"pytorch_model\.bin holds 'epoch', which"),
+    "pickled tensors without names": (pickled(lambda weights: list(weights.values())), r"\.bin holds no tensors by"),
+}  # fmt: skip
+SHARDED: dict[str, tuple[Damage, str]] = {
+    "a list": (written(INDEX, []), rf"{INDEX} is not a JSON object"),
+    "nothing": (written(INDEX, {}), rf"{INDEX} has no weight_map"),
+    "a map of null": (index(weight_map=None), rf"{INDEX} has no weight_map"),
+    "a list for a map": (index(weight_map=[SHARD]), rf"{INDEX} has no weight_map"),
+    "an empty map": (index(weight_map={}), rf"{INDEX} has no weight_map"),
+    "numbers for files": (index(weight_map={"lm_head.weight": 3}), rf"{INDEX} has no weight_map"),
+    "no metadata": (index(metadata=None), rf"{INDEX} has no metadata"),
+    "a folder for an index": (lambda f: ((f / INDEX).unlink(), (f / INDEX).mkdir()), rf"{INDEX} has no weight_map"),
+    "a file outside": (index(weight_map={"lm_head.weight": "../../nowhere"}), r"/\.\./\.\./nowhere is no file"),
+    "a lost file": (lambda folder: (folder / SHARD).unlink(), rf"{SHARD} is no file"),
+    "an empty file": (lambda folder: (folder / SHARD).write_bytes(b""), rf"{SHARD} is damaged"),
+    "a lost index": (lambda folder: (folder / INDEX).unlink(), rf"the folder has no model\.safetensors and no {INDEX}"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [*(("single", case) for case in SINGLE), *(("sharded", case) for case in SHARDED)]
+)
+def test_what_is_wrong_with_a_model_is_one_line_and_the_same_everywhere(
+    folders: Path, tmp_path: Path, kind: str, case: str
+) -> None:
+    damage, message = {"single": SINGLE, "sharded": SHARDED}[kind][case]
+    folder = Path(shutil.copytree(folders / kind, tmp_path / "model"))
+    damage(folder)
+    found = lines(folder)
+    assert len(found) == 1, found
+    assert f"policy.model_name_or_path = '{folder}': " in next(iter(found))
+    with pytest.raises(ModelError, match=message):
+        load_model(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_nothing_is_said_of_a_model_that_is_right(folders: Path, tmp_path: Path, kind: str) -> None:
+    stage = make_stage(tmp_path / "stage", "sft", recipe(SFT), folders / kind)
+    assert check.run(stage).info["found"] == "Qwen3ForCausalLM, vocabulary of 259"
+    whole, other = (load_model(str(folders / each), dtype=torch.float32) for each in ("single", kind))
+    assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize("names", [None, [], ["QWen3LMHeadModel"]])
+def test_a_config_that_names_no_class_is_that_of_its_model_type(
+    folders: Path, tmp_path: Path, names: list[str] | None
+) -> None:
+    folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
+    config(architectures=names)(folder)
+    later = load_later(str(folder), dtype=torch.float32, device=CPU)
+    assert type(load_model(str(folder), dtype=torch.float32)).__name__ == type(later).__name__ == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is not a JSON object"),
+        ("tokenizer.json", "[]", r"/tokenizer\.json is not a JSON object"),
+        ("tokenizer.json", "{}", "cannot load the tokenizer: "),
+        ("tokenizer.json", "[" * 100_000, r"/tokenizer\.json is not valid JSON"),
+        ("chat_template.jinja", b"\xff\xfe", "cannot load the tokenizer: .*utf-8"),
+    ],
+)
+def test_what_is_wrong_with_a_tokenizer_is_one_line_and_that_of_the_check(
+    folders: Path, tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    stage = make_stage(tmp_path / "stage", "sft", recipe(SFT), folder)
+    found = {line(lambda: load_tokenizer(str(folder))), line(lambda: check.run(stage))}
+    assert len(found) == 1
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError(28, "No space left on device"), RuntimeError("can't allocate memory: you tried")],
+    ids=["memory", "disk", "memory of torch"],
+)
+def test_what_the_machine_lacks_is_not_blamed_on_the_model(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, reading("weights", "any/model"):
+        raise error
+    assert caught.value is error
