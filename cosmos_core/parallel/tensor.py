@@ -139,6 +139,8 @@ def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
             if hidden_BTH.requires_grad:
                 waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * waves_BTH).sum().backward()
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # not the model's doing
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
