@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ _IDS: dict[RowKind, tuple[str, ...]] = {
 _MASKS: dict[RowKind, tuple[str, ...]] = {
     "sequences": ("loss_mask",), "pairs": ("chosen_mask", "rejected_mask"), "prompts": (),
 }  # fmt: skip
+
+_MOST_REASONS = 5
+"""In a notice: a chat template may say something else of each row."""
 
 
 class Chunk(NamedTuple):
@@ -70,7 +74,10 @@ class Counts:
         """A line about rows that were left out, and one about rows whose turns were put together."""
         found = []
         if self._skipped:
-            reasons = [f"{len(places)} {reason} (first: {places[0]})" for reason, places in self._skipped.items()]
+            told = dict(islice(self._skipped.items(), _MOST_REASONS))
+            reasons = [f"{len(places)} {reason} (first: {places[0]})" for reason, places in told.items()]
+            if others := self.num_skipped - sum(map(len, told.values())):
+                reasons.append(f"{others} for other reasons")
             found.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         if self._merged:
             found.append(

@@ -316,3 +316,15 @@ def test_a_row_that_the_assistant_begins_is_learned_or_skipped_and_never_ends_th
         "plain": ([[answer], [answer, answer]], None),
         "hides": ([[answer]], [f"train: 1 of 2 rows skipped: 1 {reason}"]),
     }
+
+
+def test_a_chat_template_that_says_something_else_of_each_row_is_quoted_five_times(tmp_path: Path) -> None:
+    checks = "{% if m.content.startswith('bad') %}{{ raise_exception(m.content) }}{% endif %}"
+    model = template_model(tmp_path, f"{{% for m in messages %}}{checks}{{% endfor %}}{CHATML}")
+    bad = [LINE.replace(b'"q"', b'"bad %d"' % i) for i in range(9)]
+    (tmp_path / "a.jsonl").write_bytes(LINE + b"".join(bad))
+    (notice,) = prepare(model, tmp_path / "a.jsonl").info["notices"]
+    assert notice.startswith("train: 9 of 10 rows skipped: 1 refused by the chat template (bad 0) (first: a.jsonl:2), ")
+    assert notice.endswith("(bad 4) (first: a.jsonl:6), 4 for other reasons")
+    saved = json.loads((tmp_path / "stage/data/statistics.json").read_text())["train"]
+    assert len(saved["skipped"]) == 9
