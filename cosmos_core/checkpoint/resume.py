@@ -63,10 +63,7 @@ def problem(folder: Path, step: int, fingerprint: str | None) -> str | None:
 
 def read_manifest(policy: Path) -> dict[str, Any]:
     """What was written last into a checkpoint; empty where it is missing or damaged."""
-    try:
-        manifest = read_json(policy / MANIFEST)
-    except (IsADirectoryError, ValueError, RecursionError):  # a number without end, lists in lists in lists
-        return {}
+    manifest = read_json(policy / MANIFEST)
     return manifest if isinstance(manifest, dict) else {}
 
 

@@ -279,6 +279,8 @@ def _refused(what: str) -> Iterator[None]:
     """One line for whatever is raised by those who read a file that anybody may have written."""
     try:
         yield
+    except MemoryError:
+        raise  # not the file's doing
     except Exception as error:
         raise DataError(f"{what}: {_first_line(error)}") from error
 

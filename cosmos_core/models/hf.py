@@ -219,7 +219,7 @@ def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 
 
 def _built(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
-    check_architecture(config, model)
+    _check_architecture(config, model)
     cls = _model_class(config)
     build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
     with reading("architecture", model), no_init_weights():  # some initialisations look at values
@@ -227,7 +227,7 @@ def _built(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrain
     return built
 
 
-def check_architecture(config: PretrainedConfig, model: str) -> None:
+def _check_architecture(config: PretrainedConfig, model: str) -> None:
     """Refuse a config.json that names a class which cannot be trained, or weights that nothing here can read.
 
     Raises:

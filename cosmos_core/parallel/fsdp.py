@@ -46,7 +46,10 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfi
     shards = mesh.shard.shape[-1]
     # Experts of one rank that no other has.
     own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
-    tensor_parallel = {p for module in model.modules() if is_experts_part(module) for p in module.parameters()} - own
+    # Experts of which this rank has some, whole.
+    tensor_parallel = {
+        p for module in model.modules() if getattr(module, "_is_expert_parallel", False) for p in module.parameters()
+    } - own
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return inside(shards, parameter) if parameter in tensor_parallel else None
@@ -74,11 +77,6 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
             found.append(module)
             within.update(module.modules())
     return found
-
-
-def is_experts_part(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer, of which this rank has some."""
-    return bool(getattr(module, "_is_expert_parallel", False))
 
 
 def inside(num_shards: int, parameter: nn.Parameter) -> Shard:

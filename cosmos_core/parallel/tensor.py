@@ -1,4 +1,5 @@
-"""Tensor parallelism by the plan that a transformers model carries: matrices split by columns, then by rows.
+"""Tensor parallelism by the plan that a transformers model carries: matrices split by columns, then by rows,
+and experts dealt to the ranks.
 
 The plan says which; what each entry does is torch's own styles here, because those of transformers sum the gradient of
 a replicated norm once per micro-batch over all of them.
@@ -16,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
@@ -37,13 +38,8 @@ class _PartialGradient(ParallelStyle):
         forward, group = module.forward, device_mesh.get_group()
 
         def with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
-            own = dict(module.named_parameters(recurse=False))
-            try:
-                for name, parameter in own.items():
-                    module._parameters[name] = _SummedBackward.apply(parameter, group)
+            with _weights(module, lambda weight: _SummedBackward.apply(weight, group)):
                 return forward(*args, **kwargs)
-            finally:
-                module._parameters.update(own)
 
         module.forward = with_summed_gradients  # type: ignore[method-assign]
         return module
@@ -62,14 +58,14 @@ class _SomeExperts(ParallelStyle):
         def of_these(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _local_weights(module):
+            with _weights(module, _local):  # kernels know no DTensor
                 found_NH = forward(
                     hidden_NH,
                     (chosen_NK - first).masked_fill(is_other_NK, count),
                     weights_NK.masked_fill(is_other_NK, 0),
                 )
-            summed_NH: Tensor = _Summed.apply(found_NH, group)
-            return summed_NH
+            partial_NH = DTensor.from_local(found_NH, device_mesh, [Partial()], run_check=False)
+            return partial_NH.redistribute(placements=[Replicate()]).to_local()
 
         module.forward = torch.compiler.disable(of_these)
         found: nn.Module = module
@@ -161,7 +157,7 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     if isinstance(gradient, DTensor):
         if set(mesh.mesh_dim_names or ()) & set(gradient.device_mesh.mesh_dim_names or ()):
             return False
-        gradient = gradient.to_local()
+    gradient = _local(gradient)
     if not gradient.numel():
         return False
     ends = torch.stack([gradient.amax(), -gradient.amin()])
@@ -172,12 +168,16 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     return bool((high - low).amax() > _PROBE_TOLERANCE * ends.abs().amax())
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @contextmanager
-def _local_weights(module: Any) -> Iterator[None]:
-    """Plain tensors for what a module has a part of, which some kernels need."""
+def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+    """What `change` makes of a module's own weights, for a forward pass."""
     own = dict(module.named_parameters(recurse=False))
-    module._parameters.update({name: p.to_local() if isinstance(p, DTensor) else p for name, p in own.items()})
     try:
+        module._parameters.update({name: change(parameter) for name, parameter in own.items()})
         yield
     finally:
         module._parameters.update(own)
@@ -205,17 +205,3 @@ class _SummedBackward(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group; each has the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None

@@ -42,7 +42,9 @@ def read_json(path: Path) -> Any | None:
     """The value of a JSON file; None when it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except (ValueError, RecursionError):  # also a number without end, and lists in lists in lists
         return None
 
 

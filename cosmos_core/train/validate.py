@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 from cosmos_core.data.prepared import Pairs, Prompts
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
@@ -25,6 +27,8 @@ def run(stage: Stage) -> Outcome:
     """Measure the model on its held-out rows."""
     rows = held_out(prepared_folder(stage))
     rank, tokenizer = open_rank(stage)
+    with torch.no_grad():
+        rank.prove()
     stage.progress.phase("validate")
     if isinstance(rows, Prompts):
         with (

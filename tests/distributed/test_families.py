@@ -83,9 +83,7 @@ REFUSED = {
     Case(EP2, model="llama4"): "ep_size = 2: Llama4ForConditionalGeneration has no plan that sends tokens to experts",
     Case(EP2, model=THREE): "ep_size = 2: MixtralForCausalLM has 3 experts, which do not divide by it; set it to 1",
     Case(EP2, trained="adapter", model="qwen3-moe"): "where its plan has none; leave them out of policy.lora",
-    Case(
-        TP2, model="llama4"
-    ): "feed_forward.experts of Llama4ForConditionalGeneration is split by 'moe_tp_experts', which",
+    Case(TP2, model="llama4"): "experts of Llama4ForConditionalGeneration is split by 'moe_tp_experts', which this",
     Case(TP2, model=THREE): "tp_size = 2: MixtralForCausalLM has 3 experts, which do not divide by it; set it to 1",
     Case(TP2, trained="adapter", model="qwen3-moe"): "of Qwen3MoeForCausalLM is split by 'moe_tp_experts', which this",
     Case(CP2, model="gemma2"): "cp_size = 2: Gemma2ForCausalLM computes attention in its own way",
