@@ -154,9 +154,9 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return False
-    if isinstance(gradient, DTensor):
-        if set(mesh.mesh_dim_names or ()) & set(gradient.device_mesh.mesh_dim_names or ()):
-            return False
+    axes = set(gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else set()
+    if axes & set(mesh.mesh_dim_names or ()):
+        return False
     gradient = _local(gradient)
     if not gradient.numel():
         return False
