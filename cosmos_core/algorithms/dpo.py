@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from cosmos_core.algorithms.aggregate import Metrics, denominator, masked
 from cosmos_core.algorithms.base import LogProbs, Loss, MicroBatch, Sample, Update
-from cosmos_core.config.schema.dpo import DpoConfig
+from cosmos_core.config.schema.dpo import DpoLossConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Denominators:
     chosen_tokens: float
 
 
-def preference_loss(pairs: Compared, config: DpoConfig, total: Denominators) -> tuple[Tensor, Metrics]:
+def preference_loss(pairs: Compared, config: DpoLossConfig, total: Denominators) -> tuple[Tensor, Metrics]:
     """The loss of some of a step's pairs, and metrics to add up."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
@@ -79,7 +79,7 @@ class Dpo:
     temperature = 1.0
     with_entropy = False
 
-    def __init__(self, config: DpoConfig) -> None:
+    def __init__(self, config: DpoLossConfig) -> None:
         self._config = config
 
     def updates(self, samples: Sequence[Sample], logprobs: LogProbs) -> Iterator[Update]:

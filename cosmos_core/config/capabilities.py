@@ -36,7 +36,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
 def notices_of(pipeline: Pipeline) -> list[str]:
     """What is accepted but not taken as it stands, once each."""
     recipes = pipeline.recipes.values()
-    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_reference)
+    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_algorithm)
     inert = [line for recipe in recipes for notices in found for line in notices(recipe)]
     return list(dict.fromkeys((*pipeline.notices, *inert)))
 
@@ -52,7 +52,7 @@ def _of_ranks(recipe: Recipe) -> Iterator[str]:
     """A batch that means another number of rows than in Cosmos-RL."""
     mesh, train = recipe.policy.parallelism, recipe.train
     ranks = abs(mesh.dp_shard_size) * mesh.dp_replicate_size
-    if train.train_policy.type == "sft" and ranks > 1:
+    if train.train_policy.rows != "prompts" and ranks > 1:
         yield (
             f"train.train_batch_per_replica = {train.train_batch_per_replica}: rows of an optimizer step, of all "
             f"{ranks} data-parallel ranks together (Cosmos-RL: of each)"
@@ -70,14 +70,8 @@ def _of_stages(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _of_reference(recipe: Recipe) -> Iterator[str]:
-    """DPO that means something else than in Cosmos-RL."""
-    policy = recipe.train.train_policy
-    if policy.type == "sft" and policy.trainer_type == "dpo" and "reference_free" not in policy.dpo.model_fields_set:
-        yield (
-            "train.train_policy.dpo.reference_free = false: answers are compared with those of the model that the "
-            "stage starts from (Cosmos-RL's DPO has no reference)"
-        )
+def _of_algorithm(recipe: Recipe) -> Iterator[str]:
+    return recipe.train.train_policy.notices()
 
 
 def _of_local_data(recipe: Recipe) -> Iterator[str]:
@@ -92,7 +86,7 @@ def _of_local_data(recipe: Recipe) -> Iterator[str]:
 def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
     for key, field, value, is_set in set_fields(recipe):
         found, only = status(field), mark(field, Only)
-        if only and value in only.values:
+        if only and only.allows(value):
             continue
         if only:
             yield f"{key} = {_toml(value)}: {only.note}"
@@ -118,8 +112,8 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
         yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
     if train.fp8.enable_fp8 and train.param_dtype != "bfloat16":
         yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {train.param_dtype!r}"
-    if train.train_policy.trainer_type == "dpo" and recipe.validation.reward_function:
-        yield "validation.reward_function: DPO's held-out rows are pairs, and no answers are generated; leave it out"
+    if train.train_policy.rows == "pairs" and recipe.validation.reward_function:
+        yield "validation.reward_function: the held-out rows are pairs, and nothing is generated; leave it out"
     if isinstance(train.optm_lr, tuple):
         yield f"train.optm_lr = {_toml(train.optm_lr)}: a model is one part here; give rates by module path"
     if isinstance(train.optm_impl, tuple):

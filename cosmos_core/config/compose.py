@@ -20,7 +20,6 @@ from cosmos_core.config.graph import in_order
 from cosmos_core.config.load import MAX_FILE_BYTES, TableT, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
-from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
 from cosmos_core.errors import ConfigError
@@ -137,7 +136,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequ
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
         recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)
-        if stage.kind == "rl" and isinstance(recipes[stage.name].train.train_policy, GrpoConfig):
+        if stage.kind == "rl" and recipes[stage.name].train.train_policy.rows == "prompts":
             notices += doubts_about_rl(recipes[stage.name])
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
@@ -178,7 +177,7 @@ def _recipe(where: str, values: Values, notices: list[str]) -> Recipe:
 
 
 def _stages_of_recipe(recipe: Recipe) -> tuple[StageConfig, ...]:
-    kind = "sft" if recipe.train.train_policy.type == "sft" else "rl"
+    kind = "rl" if recipe.train.train_policy.rows == "prompts" else "sft"
     stages = [
         StageConfig(name="prepare", kind="prepare"),
         StageConfig(name=kind, kind=kind, after=("prepare",), data="stage:prepare"),

@@ -38,10 +38,11 @@ def json_schema() -> dict[str, Any]:
 
 def _let_type_be_inferred(schema: dict[str, Any]) -> None:
     """A `train_policy` without `type` has that of the file below, or the one that its keys tell."""
-    schema["$defs"]["SFTDataConfig"]["required"].remove("type")
+    for name in ("SftConfig", "DpoConfig"):
+        schema["$defs"][name]["required"].remove("type")
     field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
     field["anyOf"] = field.pop("oneOf")
-    del field["discriminator"]
+    field.pop("discriminator", None)
 
 
 def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:

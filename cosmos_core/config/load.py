@@ -175,7 +175,7 @@ def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
 
 def _tags(model: type[Table]) -> set[str]:
     tag = model.model_fields.get("type")
-    return set(get_args(tag.annotation)) if tag else set()
+    return {getattr(model, "algorithm", ""), *(get_args(tag.annotation) if tag else ())}
 
 
 def _suggest(table: type[Table], keys: list[str], prefix: str) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import MESH_KINDS, Pipeline, existing, source_of
-from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -34,7 +33,7 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
         ConfigError: the mesh cannot exist; the nearest that can is named.
     """
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
-    if isinstance(recipe.train.train_policy, GrpoConfig):
+    if recipe.train.train_policy.rows == "prompts":
         _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
     mesh = filled(recipe, gpus).policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
@@ -175,7 +174,7 @@ def _check_batch(recipe: Recipe, shards: int) -> None:
     """A replica's completions are dealt to its data-parallel ranks in micro-batches."""
     train, policy = recipe.train, recipe.train.train_policy
     step = shards * policy.mini_batch
-    if not isinstance(policy, GrpoConfig) or train.train_batch_per_replica % step == 0:
+    if policy.rows != "prompts" or train.train_batch_per_replica % step == 0:
         return
     nearest = max(step, train.train_batch_per_replica // step * step)
     smaller = gcd(train.train_batch_per_replica, shards)

@@ -60,7 +60,7 @@ def _by_table() -> list[Key]:
 
 def _heading(path: str, table: str) -> str:
     if path == "train.train_policy":
-        return f'`[train.train_policy]` with `type = "{"sft" if table == "SFTDataConfig" else "grpo"}"`'
+        return f'`[train.train_policy]` with `trainer_type = "{table.removesuffix("Config").lower()}"`'
     return f"`[{path}]`" if path else "Top level"
 
 

@@ -61,7 +61,7 @@ def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | N
     if isinstance(policy, GrpoConfig) or not policy.enable_dp_load_balancing:
         return None
     assert train.max_num_steps is not None  # the schema asks for it
-    seed, shuffle = policy.dataloader_seed, policy.dataloader_shuffle
+    seed, shuffle = train.order_seed, policy.dataloader_shuffle
     return BalancedSteps(
         _pair_lengths(rows, is_packed=train.sequence_packing) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(seed, epoch, len(rows), shuffle),
@@ -96,7 +96,7 @@ class SequenceFeed:
     """Prepared sequences in an order that is a pure function of seed, epoch and position."""
 
     def __init__(self, rows: Sequences, recipe: Recipe) -> None:
-        self._rows = rows
+        self._rows, self._recipe = rows, recipe
         self._policy = recipe.train.train_policy
         self._batch = recipe.train.train_batch_per_replica
         self._drop_last = _drops_last(recipe)
@@ -115,7 +115,12 @@ class SequenceFeed:
             return chosen, {"epoch": self._balanced.epochs_done(step)}
         policy = self._policy
         places = batch_positions(
-            policy.dataloader_seed, step, self._batch, len(self._rows), policy.dataloader_shuffle, self._drop_last
+            self._recipe.train.order_seed,
+            step,
+            self._batch,
+            len(self._rows),
+            policy.dataloader_shuffle,
+            self._drop_last,
         )
         found = [self._sample(int(place)) for place in places]
         return found, {"epoch": (step + 1) / self.steps_per_epoch}
@@ -163,7 +168,12 @@ class PairFeed:
             return self._balanced.micro_batches(step)
         policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
         places = batch_positions(
-            policy.dataloader_seed, step, self._batch, len(self._pairs), policy.dataloader_shuffle, self._drop_last
+            self._recipe.train.order_seed,
+            step,
+            self._batch,
+            len(self._pairs),
+            policy.dataloader_shuffle,
+            self._drop_last,
         )
         ordered = sorted(places.tolist(), key=lambda place: -self._lengths[place])
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
@@ -199,7 +209,7 @@ class RolloutFeed:
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Generate, score, credit."""
         places = batch_positions(
-            self._policy.dataloader_seed, step, self._num_prompts, len(self._prompts), self._policy.dataloader_shuffle
+            self._recipe.train.order_seed, step, self._num_prompts, len(self._prompts), self._policy.dataloader_shuffle
         )
         chosen = [self._prompts[int(place)] for place in places]
         began = time.perf_counter()

@@ -75,7 +75,7 @@ def test_a_key_is_explained(workspace: Workspace) -> None:
 def test_a_key_of_two_kinds_of_training_is_explained_for_both(workspace: Workspace) -> None:
     lines = workspace.cosmos("config", "explain", "train.train_policy.mini_batch").stdout.splitlines()
     assert [line for line in lines if line.startswith("train.")] == [
-        "train.train_policy.mini_batch  (SFTDataConfig)",
+        "train.train_policy.mini_batch  (SftConfig)",
         "train.train_policy.mini_batch  (GrpoConfig)",
     ]
     assert [line for line in lines if line.startswith("  unit")] == ["  unit      rows", "  unit      completions"]

@@ -12,8 +12,8 @@ import torch
 
 from cosmos_core.algorithms.base import MicroBatch, Sample
 from cosmos_core.algorithms.dpo import Dpo
+from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.sft import SFTDataConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import open_pairs, rows_kind
 from cosmos_core.run.stage import Stage
@@ -35,7 +35,7 @@ def softplus(x: float) -> float:
 def loss(recipe: Recipe) -> float:
     """Of a pair of two and one learned tokens."""
     policy = recipe.train.train_policy
-    assert isinstance(policy, SFTDataConfig)
+    assert isinstance(policy, DpoConfig)
     samples = [
         Sample(np.arange(3), np.array([0, 1, name == "chosen"], dtype=np.uint8), reference_logprob=REFERENCE[name])
         for name in LOGPS

@@ -101,13 +101,13 @@ WRONG = [
         "train.train_batch_per_replica=6",
         "train: train_batch_per_replica = 6 must be a multiple of train_policy.mini_batch = 4",
     ),
-    ("train.train_policy.type='ppo'", "train.train_policy.type = 'ppo': must be one of 'sft', 'grpo'"),
+    ("train.train_policy.type='ppo'", "train: train_policy.type = 'ppo': must be one of 'grpo', 'sft'"),
     ("train.train_policy.type='dpo'", "train: train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'"),
     (
         "train.train_policy={type='sft', dpo={beta=1.0}}",
         "train.train_policy: dpo needs trainer_type = 'dpo', not 'sft'; set it or leave dpo out",
     ),
-    ("train.train_policy=3", "train.train_policy = 3: must be a table"),
+    ("train.train_policy=3", "train: train_policy = 3: must be a table"),
     (
         "train.train_policy.dataset.test_size=1.5",
         "train.train_policy.dataset: test_size = 1.5 must be a count of at least 1 or a fraction between 0 and 1",
@@ -286,7 +286,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
         "TrainConfig.resume",  # of these five the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
-        "TrainConfig.output_dir", "TrainConfig.timestamp", "SFTDataConfig.dataloader_num_workers",
+        "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
+        "DpoConfig.dataloader_num_workers",
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "LoggingConfig.logger",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",
     }  # fmt: skip

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from cosmos_core.algorithms.aggregate import means
 from cosmos_core.algorithms.base import MicroBatch, Sample
 from cosmos_core.algorithms.dpo import Dpo
-from cosmos_core.config.schema.dpo import DpoConfig
+from cosmos_core.config.schema.dpo import DpoLossConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import Pairs, open_pairs
@@ -110,7 +110,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         feed.reference = reference.pair_logprobs(rank, pairs, np.arange(len(pairs)), 3)
         moved(rank.model)
         samples, _ = feed.samples(0)
-        (update,) = Dpo(DpoConfig(beta=0.5)).updates(samples, lambda _: [])
+        (update,) = Dpo(DpoLossConfig(beta=0.5)).updates(samples, lambda _: [])
         figures = rank.update(update, temperature=1.0, with_entropy=False)
         assert figures["loss"] == pytest.approx(loss.item(), rel=1e-12)
         assert figures["rewards/margin"] != 0
@@ -150,7 +150,7 @@ def test_the_losses_by_hand(settings: dict[str, Any], expected: float) -> None:
             mask = np.array([0] + [1] * num, dtype=np.uint8)
             samples.append(Sample(np.arange(1 + num), mask, reference_logprob=REFERENCE[name][i]))
             rows.append([LOGPS[name][i] / num] * num + [99.0] * (3 - num))
-    (update,) = Dpo(DpoConfig(beta=0.5, **settings)).updates(samples, lambda _: [])
+    (update,) = Dpo(DpoLossConfig(beta=0.5, **settings)).updates(samples, lambda _: [])
     logprobs_BS = torch.tensor(rows, dtype=torch.float64)
     found = update.loss(MicroBatch(samples[::-1], logprobs_BS.flip(0), logprobs_BS.flip(0) != 99, None))
     assert found.value.item() == pytest.approx(expected, rel=1e-12)

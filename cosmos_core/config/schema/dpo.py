@@ -1,25 +1,28 @@
-"""`[train.train_policy.dpo]`: how a pair of answers is compared (arXiv 2305.18290)."""
+"""`[train.train_policy]` with `trainer_type = "dpo"`: direct preference optimisation (arXiv 2305.18290)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cosmos_core.config.schema.table import OURS, Names, NonNegativeFloat, PositiveFloat, Table
+from cosmos_core.config.schema.algorithm import RowKind
+from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.config.schema.table import LATER, OURS, Names, NonNegativeFloat, PositiveFloat, Table
 
 LossType = Literal["sigmoid", "bco_pair", "sft"]
 
 
-class DpoConfig(Table):
-    """Read with `trainer_type = "dpo"`; Cosmos-RL has three of these in `[custom]`: `dpo_beta`, `dpo_loss_type`,
+class DpoLossConfig(Table):
+    """How a pair of responses is compared. Cosmos-RL has three of these in `[custom]`: `dpo_beta`, `dpo_loss_type`,
     `dpo_loss_weights`."""
 
     beta: Annotated[PositiveFloat, OURS] = 0.1
-    """Reward of an answer: beta x (its log-probability - that under the reference)."""
+    """Reward of a response: beta x (its log-probability - that under the reference)."""
     loss_type: Annotated[Names, OURS] = ("sigmoid",)
-    """With rewards c of the chosen and r of the rejected answer: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
-    sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen answers' tokens; or a list of them."""
+    """With rewards c of the chosen and r of the rejected response: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
+    sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens; or a list of them."""
     loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False), OURS] = None
     """Weight of each; None: 1."""
     reference_free: Annotated[bool, OURS] = False
@@ -35,9 +38,35 @@ class DpoConfig(Table):
         return names
 
     @model_validator(mode="after")
-    def _one_weight_each(self) -> DpoConfig:
+    def _one_weight_each(self) -> DpoLossConfig:
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights = {list(self.loss_weights)} must be one for each of loss_type = {list(self.loss_type)}"
             )
         return self
+
+
+class DpoConfig(SupervisedConfig):
+    """`type = "sft"`, `trainer_type = "dpo"`: learn from pairs of a chosen and a rejected response."""
+
+    algorithm: ClassVar[str] = "dpo"
+    rows: ClassVar[RowKind] = "pairs"
+    scores_rows_once: ClassVar[bool] = True
+
+    trainer_type: Annotated[Literal["dpo"], LATER] = "dpo"
+    """The algorithm."""
+    dpo: DpoLossConfig = DpoLossConfig()
+    """How responses are compared."""
+
+    @property
+    def named_weights(self) -> tuple[str, ...]:
+        """See `AlgorithmConfig.named_weights`."""
+        return () if self.dpo.reference_free else ("reference",)
+
+    def notices(self) -> Iterator[str]:
+        """See `AlgorithmConfig.notices`."""
+        if self.named_weights and "reference_free" not in self.dpo.model_fields_set:
+            yield (
+                "train.train_policy.dpo.reference_free = false: responses are compared with those of the model that "
+                "the stage starts from (Cosmos-RL's DPO has no reference)"
+            )

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.distillation import DistillationConfig
-from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.logging import LoggingConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
+from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.table import LATER, Table, no_effect
 from cosmos_core.config.schema.train import TrainConfig
@@ -74,7 +74,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _lora_in_rl(self) -> Recipe:
-        if self.policy.lora is None or not isinstance(self.train.train_policy, GrpoConfig) or self.policy.is_diffusers:
+        if self.policy.lora is None or not isinstance(self.train.train_policy, RlConfig) or self.policy.is_diffusers:
             return self
         if self.train.compile:
             raise ValueError("policy.lora with GRPO excludes train.compile; set train.compile = false")
@@ -90,14 +90,14 @@ class Recipe(Table):
     def _inherited(self) -> Recipe:
         """What validation takes from training, and what a teacher forces."""
         policy = self.train.train_policy
-        remote = isinstance(policy, GrpoConfig) and policy.use_remote_reward
+        remote = isinstance(policy, RlConfig) and policy.use_remote_reward
         asked = self.validation.use_remote_reward
         if asked is not None and asked != remote:
             raise ValueError(
                 f"validation.use_remote_reward = {str(asked).lower()} must equal train.train_policy.use_remote_reward "
                 f"= {str(remote).lower()}; leave it out to inherit"
             )
-        if not isinstance(policy, GrpoConfig):
+        if not isinstance(policy, RlConfig):
             return self
         remote_reward = self.validation.remote_reward or policy.remote_reward
         self.settle(validation=self.validation.derived(use_remote_reward=remote, remote_reward=remote_reward))
@@ -114,7 +114,7 @@ def check_rl(recipe: Recipe) -> None:
         ValueError: one is broken; the message names keys, values and the rule.
     """
     policy = recipe.train.train_policy
-    assert isinstance(policy, GrpoConfig)
+    assert isinstance(policy, RlConfig)
     batch = recipe.train.train_batch_per_replica
     optimize = policy.batch_size_per_optimize
     if optimize is not None and batch % optimize:
@@ -126,7 +126,7 @@ def check_rl(recipe: Recipe) -> None:
 def doubts_about_rl(recipe: Recipe) -> Iterator[str]:
     """What Cosmos-RL accepts of reinforcement learning without a word, and what it means."""
     policy = recipe.train.train_policy
-    assert isinstance(policy, GrpoConfig)
+    assert isinstance(policy, RlConfig)
     temperature = recipe.rollout.sampling_config.temperature
     if policy.temperature != temperature and not recipe.policy.is_diffusers:
         yield (

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.algorithm import algorithm_of, kinds
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
+from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.precision import FP4Config, FP8Config
-from cosmos_core.config.schema.sft import SFTDataConfig
+from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import (
     LATER,
     DType,
@@ -40,12 +43,17 @@ _OVERLAP = planned("this version waits for the communication of tensor paralleli
 _SYNC = planned("weights go to the engine after every step in this version; leave it out")
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
+AlgorithmTable = Annotated[
+    Annotated[SftConfig, Tag("sft")] | Annotated[DpoConfig, Tag("dpo")] | Annotated[GrpoConfig, Tag("grpo")],
+    Discriminator(algorithm_of),
+]
+
 
 class TrainConfig(Table):
     """`[train]`"""
 
-    train_policy: SFTDataConfig | GrpoConfig = Field(default_factory=GrpoConfig, discriminator="type")
-    """What is learned from what; `type` is `sft` or `grpo`."""
+    train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
+    """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
 
     epoch: Annotated[PositiveInt, Unit("epochs")] = 1
     """Passes over the data."""
@@ -202,15 +210,27 @@ class TrainConfig(Table):
                 raise ValueError(f"{name!r} is not a signal that can ask a process to stop")
         return names
 
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of rows: `train_policy.dataloader_seed`, else `seed`."""
+        seed = self.seed if self.train_policy.dataloader_seed is None else self.train_policy.dataloader_seed
+        assert seed is not None
+        return seed
+
     @model_validator(mode="before")
     @classmethod
     def _infer_policy_type(cls, values: Any) -> Any:
-        """A `train_policy` without `type` is GRPO when it has a key that only GRPO knows, as in Cosmos-RL."""
+        """Take a `train_policy` without `type` for GRPO when it has a key that only GRPO knows, as Cosmos-RL does."""
         policy = values.get("train_policy") if isinstance(values, dict) else None
+        if policy is not None and not isinstance(policy, dict | Table):
+            raise ValueError(f"train_policy = {policy!r}: must be a table")
         if isinstance(policy, dict) and policy.get("type") == "dpo":
             raise ValueError("train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'")
         if isinstance(policy, dict) and "type" not in policy:
             values = {**values, "train_policy": {**policy, "type": "grpo" if _ONLY_GRPO & set(policy) else "sft"}}
+        elif isinstance(policy, dict) and policy["type"] not in kinds():
+            known = ", ".join(map(repr, kinds()))
+            raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known}")
         return values
 
     @model_validator(mode="after")
@@ -228,7 +248,7 @@ class TrainConfig(Table):
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
         if self.async_tp_enabled and not self.compile:
             raise ValueError("async_tp_enabled = true needs compile = true; set compile = true or leave it out")
-        if isinstance(policy, SFTDataConfig) and policy.enable_dp_load_balancing and self.max_num_steps is None:
+        if policy.balances_tokens and self.max_num_steps is None:
             raise ValueError(
                 "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
                 "length of an epoch is unknown; set train.max_num_steps"
@@ -240,7 +260,7 @@ class TrainConfig(Table):
         if self.transfer_dtype is None:
             self.settle(transfer_dtype=self.master_dtype)
         policy = self.train_policy
-        if not isinstance(policy, GrpoConfig):
+        if not isinstance(policy, RlConfig):
             return self
         if policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(

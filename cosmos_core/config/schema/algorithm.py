@@ -1,0 +1,128 @@
+"""The base of `[train.train_policy]`: what every algorithm's table has, and what an algorithm declares to the rest.
+
+Each algorithm has a table of its own, a subclass in the file of its name; `algorithm_of` finds the one that a recipe
+means. Nobody else asks which algorithm is running: they ask for these declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.table import LATER, Rows, Table, no_effect
+
+RowKind = Literal["sequences", "pairs", "prompts"]
+
+PREPARED = no_effect("the prepare stage keeps its rows and reuses them")
+MAPPED = no_effect("prepared rows are memory-mapped, so nothing is loaded ahead")
+POSITIONS = no_effect("each rank reads the rows of its own positions")
+REWARD_TIMEOUT_SECONDS = 10.0
+
+
+class AlgorithmConfig(Table):
+    """What every algorithm has."""
+
+    algorithm: ClassVar[str]
+    """The `trainer_type` that means this table."""
+    rows: ClassVar[RowKind]
+    """What `prepare` makes: token sequences, pairs of them, or prompts to complete."""
+    modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
+    """The model adapters that accept the algorithm."""
+    scores_rows_once: ClassVar[bool] = False
+    """Whether the reference policy is asked for each row before the first step alone, so that no copy of it is kept."""
+
+    trainer_type: str
+    """The algorithm: a name, or `path/file.py:Class` of a user's own, with its parameters in `[custom]`."""
+    dataset: DatasetConfig = DatasetConfig()
+    """Rows to learn from."""
+    mini_batch: Rows = 2
+    """Rows per forward pass; changes speed and memory, not results."""
+    dataloader_shuffle: bool = True
+    """Another order each epoch; False: the order of the file."""
+    dataloader_seed: Annotated[int | None, LATER] = None
+    """Seed of that order; None: `train.seed`."""
+    dataloader_batch_size: Annotated[int, POSITIONS, LATER] = 1
+    """Batch of the controller's iterator; 0 or less: all."""
+    enable_dataset_cache: Annotated[bool, PREPARED] = False
+    """Keep processed rows on disk."""
+    dataloader_prefetch_factor: Annotated[int | None, MAPPED] = None
+    """Batches that a loader reads ahead."""
+    data_dispatch_as_rank_in_mesh: Annotated[bool, POSITIONS, LATER] = False
+    """Hand out rows by global rank."""
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether rows that fill no train step are left out."""
+        return True
+
+    @property
+    def balances_tokens(self) -> bool:
+        """Whether micro-batches are filled to a budget of tokens."""
+        return False
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The reward functions with their weights; empty: nothing is scored."""
+        return {}
+
+    @property
+    def reward_seconds(self) -> float:
+        """How long one reward may take."""
+        return REWARD_TIMEOUT_SECONDS
+
+    @property
+    def named_weights(self) -> tuple[str, ...]:
+        """The weights that the algorithm asks for beside the policy's."""
+        return ()
+
+    @property
+    def sequences_per_row(self) -> int:
+        """How many sequences one row is."""
+        return 2 if self.rows == "pairs" else 1
+
+    def notices(self) -> Iterator[str]:
+        """Yield what a user of Cosmos-RL would expect otherwise."""
+        yield from ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _key_of_another(cls, values: Any) -> Any:
+        """Name the algorithm that a key belongs to."""
+        names = [] if not isinstance(values, dict) else [name for name in values if name not in cls.model_fields]
+        for name in names:
+            for other in _algorithms():
+                if other.__base__ is cls.__base__ and name in other.model_fields:
+                    raise ValueError(
+                        f"{name} needs trainer_type = {other.algorithm!r}, not {cls.algorithm!r}; set it or leave "
+                        f"{name} out"
+                    )
+        return values
+
+
+def algorithm_of(values: Any) -> str:
+    """Return the algorithm whose table a recipe means: that of `trainer_type`, else that of `type`, on which a path of
+    the user's own builds."""
+    if isinstance(values, AlgorithmConfig):
+        return values.algorithm
+    kind, name = str(values.get("type")), values.get("trainer_type")
+    known = [table.algorithm for table in _algorithms() if kind in _kinds(table)]
+    return name if name in known else kind
+
+
+def kinds() -> list[str]:
+    """Return the values of `type`."""
+    return sorted({kind for table in _algorithms() for kind in _kinds(table)})
+
+
+def _kinds(table: type[AlgorithmConfig]) -> tuple[str, ...]:
+    found: tuple[str, ...] = table.model_fields["type"].annotation.__args__  # type: ignore[union-attr]
+    return found
+
+
+def _algorithms(parent: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
+    """Return every table that names an algorithm, in the order of their definition."""
+    found = [parent] if "algorithm" in vars(parent) else []
+    return [*found, *(table for child in parent.__subclasses__() for table in _algorithms(child))]

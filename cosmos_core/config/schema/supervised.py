@@ -1,0 +1,87 @@
+"""`[train.train_policy]` with `type = "sft"`: what learning from given rows has, whatever the loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import model_validator
+
+from cosmos_core.config.schema.algorithm import POSITIONS, AlgorithmConfig
+from cosmos_core.config.schema.table import (
+    LATER,
+    Needs,
+    NoResult,
+    PositiveInt,
+    Tokens,
+    Unit,
+    no_effect,
+)
+
+
+class SupervisedConfig(AlgorithmConfig):
+    """What SFT and DPO share."""
+
+    type: Literal["sft"]
+    """Which kind of training."""
+    dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
+    """Processes that tokenise in the `prepare` stage; 0 or less: one."""
+    dataloader_drop_last: Annotated[bool, LATER] = True
+    """True: rows that fill no batch wait for another epoch; False: the last batch of an epoch may be smaller."""
+    conversation_column_name: str = "conversations"
+    """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
+    `response`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`."""
+    system_prompt: str = ""
+    """Put before conversations that have no system turn; empty: none."""
+    balance_dp_token: Annotated[
+        bool, no_effect("losses are always divided by the tokens of all ranks together"), LATER
+    ] = True
+    """Divide by the tokens of all data-parallel ranks."""
+    enable_dp_load_balancing: Annotated[bool, LATER] = False
+    """Fill micro-batches to a budget of tokens; `train_batch_per_replica` and `dataloader_drop_last` mean nothing
+    then."""
+    load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing"), LATER] = 32
+    """Rows that are looked at to find the next one of a micro-batch."""
+    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing"), LATER] = None
+    """Budget of a micro-batch, padding counted unless `sequence_packing`; a longer row stands alone. None: `mini_batch`
+    x `policy.model_max_length`."""
+    load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing"), LATER] = "prefer_closest"
+    """Which of equally cheap rows comes next: `prefer_first` the one that waits longest, `prefer_closest` the one
+    nearest in length to the longest so far."""
+    load_balanced_batches_per_optimizer_step: Annotated[
+        int, Unit("micro-batches"), Needs("enable_dp_load_balancing"), LATER
+    ] = 1
+    """Micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
+    dataloader_broadcast: Annotated[bool, POSITIONS, LATER] = False
+    """One rank loads for its group."""
+
+    @property
+    def drops_last(self) -> bool:
+        """See `AlgorithmConfig.drops_last`."""
+        return self.dataloader_drop_last
+
+    @property
+    def balances_tokens(self) -> bool:
+        """See `AlgorithmConfig.balances_tokens`."""
+        return self.enable_dp_load_balancing
+
+    @model_validator(mode="after")
+    def _loaders(self) -> SupervisedConfig:
+        if self.dataloader_num_workers <= 0:
+            self.settle(dataloader_num_workers=0, dataloader_prefetch_factor=None)
+        return self
+
+    @model_validator(mode="after")
+    def _balanced(self) -> SupervisedConfig:
+        if not self.enable_dp_load_balancing:
+            return self
+        if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:
+            raise ValueError(
+                f"load_balanced_batching_strategy = {self.load_balanced_batching_strategy!r} must be 'prefer_first' "
+                f"or 'prefer_closest'"
+            )
+        if self.load_balanced_batches_per_optimizer_step < 1:
+            raise ValueError(
+                f"load_balanced_batches_per_optimizer_step = {self.load_balanced_batches_per_optimizer_step} must be "
+                f"at least 1"
+            )
+        return self
