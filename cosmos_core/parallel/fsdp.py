@@ -35,7 +35,7 @@ def settings(train: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
+def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
 
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
@@ -163,7 +163,7 @@ def _received(source: int) -> Tensor:
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose parameters have no data; taken before `shard`, which changes the classes of modules."""
+    """A copy whose parameters have no data; taken before `apply_fsdp`, which changes the classes of modules."""
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
     }

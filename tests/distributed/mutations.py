@@ -91,5 +91,5 @@ def expert_flops(model: Path, stop: threading.Event) -> tuple[list[int], list[in
     before = flops()
     mesh = open_mesh(ParallelismConfig(dp_shard_size=2, ep_size=2), "cpu")
     assert mesh is not None
-    expert.spread(loaded, mesh, recipe(Case()).train)
+    expert.apply_ep(loaded, mesh, recipe(Case()).train)
     return before, flops()
