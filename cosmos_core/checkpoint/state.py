@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.mesh import gathered
+from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.types import JsonValue
 
 _MODEL = "model."
@@ -56,7 +56,7 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
     """
     targets = _model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
-    stages = gathered({name: tensor.shape for name, tensor in targets.items()})
+    stages = all_gather_object({name: tensor.shape for name, tensor in targets.items()})
     wanted = {name: shape for stage in stages for name, shape in stage.items()}
     found = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
     if wanted != found:

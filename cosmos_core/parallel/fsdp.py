@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.parallel.mesh import Mesh, gathered, is_first
+from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first
 
 
 def settings(train: TrainConfig) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def on_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _holders(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     """Of each tensor that any rank has (a part of): these ranks. The same on all ranks, in the same order."""
     found: dict[str, list[int]] = {}
-    for rank, names in enumerate(gathered(list(tensors))):
+    for rank, names in enumerate(all_gather_object(list(tensors))):
         for name in names:
             found.setdefault(name, []).append(rank)
     return found

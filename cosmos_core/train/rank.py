@@ -140,7 +140,7 @@ class Rank:
         runner.train(False)
         self._run(runner, samples, keep, size, temperature=temperature)
         if self.mesh:
-            parts = self.mesh.gathered({i: row.cpu() for i, row in rows.items()})
+            parts = self.mesh.all_gather_object({i: row.cpu() for i, row in rows.items()})
             rows = {i: row.to(self._device) for part in parts for i, row in part.items()}
         return [rows[i] for i in range(len(samples))]
 
@@ -157,7 +157,7 @@ class Rank:
         self._runner.train(False)
         self._run(self._runner, samples, add, size, figure=is_top)
         if self.mesh:
-            sums = [pair for part in self.mesh.gathered(sums) for pair in part]
+            sums = [pair for part in self.mesh.all_gather_object(sums) for pair in part]
         return sum(pair[0] for pair in sums), sum(pair[1] for pair in sums)
 
     def whole_model(self) -> PreTrainedModel | None:
@@ -291,7 +291,7 @@ class Rank:
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
         """Loss and figures of all micro-batches of all ranks together; the same on each."""
         if self.mesh:
-            losses = [loss for part in self.mesh.gathered([_on_cpu(loss) for loss in losses]) for loss in part]
+            losses = [loss for part in self.mesh.all_gather_object([_on_cpu(loss) for loss in losses]) for loss in part]
         total: Metrics = {}
         values: dict[str, list[Tensor]] = {}
         for loss in losses:

@@ -18,7 +18,7 @@ from cosmos_core.checkpoint.state import TrainState, capture_rng, named_tensors,
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.fsdp import on_first
-from cosmos_core.parallel.mesh import gathered, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, rank_number
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.rank import Rank
 from tests.distributed.loading import split
@@ -82,7 +82,7 @@ def train_and_save(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     losses = [step(rank), step(rank)]
     saver.save(3, state)
     saver.close()
-    return Saved(held, losses, gathered(torch.rand(()).item()))
+    return Saved(held, losses, all_gather_object(torch.rand(()).item()))
 
 
 def load_all(cases: list[tuple[str, Mesh, Path]], models: Path, scratch: Path, stop: threading.Event) -> list[Saved]:
@@ -98,7 +98,7 @@ def load_and_train(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     if rng is not None:
         restore_rng(rng)  # type: ignore[arg-type]
     losses = [step(rank), step(rank)]
-    return Saved(held, losses, gathered(torch.rand(()).item()) if rng else [], state.extra["value"])
+    return Saved(held, losses, all_gather_object(torch.rand(()).item()) if rng else [], state.extra["value"])
 
 
 def save_where_one_disk_is_full(
