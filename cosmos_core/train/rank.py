@@ -26,7 +26,7 @@ from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.scorer import Scorer, entropy, is_top
 from cosmos_core.models.shapes import kernel_length
-from cosmos_core.models.streamed import read_weights
+from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.parallel.context import apply_cp, joined, piece_of
 from cosmos_core.parallel.expert import apply_ep
 from cosmos_core.parallel.fsdp import apply_fsdp, fill, fill_all, without_weights
@@ -184,7 +184,7 @@ class Rank:
         if mesh:
             for root in runner.roots:
                 apply_fsdp(root, root.model, mesh, self._train)
-            read_weights(model)
+            load_sharded(model)
         if self._is_packed:
             self._pack(model, runner)
         if mesh and mesh.context:

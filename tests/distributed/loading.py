@@ -23,7 +23,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.streamed import load_later
+from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
@@ -81,7 +81,7 @@ def differences(
     torch.set_num_threads(1)
     found: list[list[str]] = []
     for folder, mesh, dtype, policy in cases:
-        later = load_later(str(folder), dtype=dtype, device=CPU)
+        later = init_on_meta(str(folder), dtype=dtype, device=CPU)
         assert all(parameter.is_meta for parameter in later.parameters())
         ours, theirs = (
             split(trained(model, policy), mesh, scratch) for model in (later, load_model(str(folder), dtype=dtype))
@@ -113,7 +113,7 @@ def refusals(folders: list[Path], scratch: Path, stop: threading.Event) -> list[
     found = []
     for folder in folders:
         try:
-            split(load_later(str(folder), dtype=torch.float32, device=CPU), {"dp_shard_size": 2}, scratch)
+            split(init_on_meta(str(folder), dtype=torch.float32, device=CPU), {"dp_shard_size": 2}, scratch)
             said = "nothing"
         except ModelError as error:
             said = str(error)
@@ -126,10 +126,10 @@ def refusals(folders: list[Path], scratch: Path, stop: threading.Event) -> list[
 def peaks(folder: Path, mesh: dict[str, int], warm: Path, scratch: Path, stop: threading.Event) -> list[Peak]:
     """What each rank took to load a model with float32 weights; the small one `warm` brings imports and groups."""
     torch.set_num_threads(1)
-    split(load_later(str(warm), dtype=torch.float32, device=CPU), mesh, scratch)
+    split(init_on_meta(str(warm), dtype=torch.float32, device=CPU), mesh, scratch)
     gc.collect()
     with anonymous_memory() as found:
-        rank = split(load_later(str(folder), dtype=torch.float32, device=CPU), mesh, scratch)
+        rank = split(init_on_meta(str(folder), dtype=torch.float32, device=CPU), mesh, scratch)
     shard = sum(tensor.nbytes for tensor in parts(rank).values())
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, Peak(shard, max(found) - found[0]))

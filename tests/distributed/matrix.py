@@ -23,8 +23,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.stand_in import reads_base
-from cosmos_core.models.streamed import load_later
+from cosmos_core.models.meta_device import reads_base
+from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import on_first
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
@@ -120,7 +120,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     config = recipe(case).train
     mesh = open_mesh(ParallelismConfig.model_validate(dict(case.mesh)), "cpu")
     trained = PolicyConfig.model_validate(TRAINED[case.trained])
-    load = load_later if mesh and not reads_base(trained.lora) else load_model
+    load = init_on_meta if mesh and not reads_base(trained.lora) else load_model
     loaded = load(
         str(models / case.model), dtype=torch.float32, device=torch.device("cpu"),
         gradient_checkpointing=case.checkpointing,

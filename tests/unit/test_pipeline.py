@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.streamed import load_later
+from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.pipeline import apply_pp, layers_of, own_stages, stage_of
 from cosmos_core.train import check
 from tests.effects.change import SFT, recipe
@@ -73,7 +73,7 @@ def test_the_stages_of_a_family_are_its_whole_body(name: str, tmp_path: Path) ->
     with torch.no_grad():
         expected = hidden(model, inputs())
     assert torch.equal(through_stages(model, TWO), expected)
-    later = load_later(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    later = init_on_meta(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     assert next(later.parameters()).is_meta
     apply_pp(later, TWO, 0)
     names = {name for name, _ in later.named_parameters()}

@@ -81,7 +81,7 @@ class _Unread:
 _UNREAD: WeakKeyDictionary[PreTrainedModel, _Unread] = WeakKeyDictionary()
 
 
-def load_later(
+def init_on_meta(
     model: str,
     *,
     revision: str | None = None,
@@ -89,7 +89,7 @@ def load_later(
     device: torch.device,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """What `load_model` gives on `device`, with parameters on the meta device until `read_weights`. Where the files
+    """What `load_model` gives on `device`, with parameters on the meta device until `load_sharded`. Where the files
     cannot be read in parts the model comes whole.
 
     Raises:
@@ -110,8 +110,8 @@ def load_later(
     return built
 
 
-def read_weights(model: PreTrainedModel) -> None:
-    """Read the data of what this rank has of a model of `load_later`; nothing for any other. All ranks must call this.
+def load_sharded(model: PreTrainedModel) -> None:
+    """Read the data of what this rank has of a model of `init_on_meta`; nothing for any other. All ranks must call this.
 
     Raises:
         ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read any more: on
