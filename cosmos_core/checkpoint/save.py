@@ -29,7 +29,7 @@ from cosmos_core.checkpoint.best import BEST, Best
 from cosmos_core.checkpoint.disk import saving
 from cosmos_core.checkpoint.parts import Part, own_parts, write_parts
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
-from cosmos_core.checkpoint.state import TrainState, named_tensors
+from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
 from cosmos_core.parallel.mesh import broadcast_object, is_alone, is_first
 from cosmos_core.run.files import replaced_folder, write_json
@@ -79,7 +79,7 @@ class Checkpointer:
         if is_first():
             shutil.rmtree(self._parts(step), ignore_errors=True)
         parts = own_parts({name: tensor.detach() for name, tensor in named_tensors(state).items()})
-        extra = json.dumps(state.extra)
+        extra = json.dumps(json_values(state))
         if self._writer is None:
             self._write(step, parts, extra, best)
         else:

@@ -111,7 +111,7 @@ def init_on_meta(
 
 
 def load_sharded(model: PreTrainedModel) -> None:
-    """Read the data of what this rank has of a model of `init_on_meta`; nothing for any other. All ranks must call this.
+    """Read this rank's part of the weights of a model of `init_on_meta`; all ranks must call this. Leave others alone.
 
     Raises:
         ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read any more: on

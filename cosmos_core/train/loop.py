@@ -174,8 +174,8 @@ class Loop:
         return self.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _state(self) -> TrainState:
-        averages = self.average.tensors if self.average else {}
-        return TrainState(self.rank.model, self.rank.optimizer, averages=averages)
+        named_weights = {"ema": self.average.tensors} if self.average else {}
+        return TrainState(self.rank.model, self.rank.optimizer, named_weights=named_weights)
 
     def _measured(self, step: int) -> dict[str, float]:
         assert self.measure is not None

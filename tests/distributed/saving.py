@@ -32,7 +32,8 @@ def begin(model: Path, mesh: Mesh, scratch: Path) -> tuple[Rank, TrainState]:
     torch.set_num_threads(1)
     rank = split(load_model(str(model), dtype=torch.float32), mesh, scratch)
     average = MovingAverage(rank.model, recipe(Case()).train)
-    return rank, TrainState(rank.model, rank.optimizer, averages=average.tensors)
+    old = {name: tensor.detach().clone() for name, tensor in average.tensors.items()}
+    return rank, TrainState(rank.model, rank.optimizer, named_weights={"ema": average.tensors, "old": old})
 
 
 def step(rank: Rank) -> float:
@@ -72,8 +73,12 @@ def train_and_save(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     rank, state = begin(model, mesh, scratch)
     rank.set_learning_rate(5, 10)
     step(rank)
-    for average in state.averages.values():
+    for average in state.named_weights["ema"].values():
         average.mul_(0.5)
+    for tensor in state.named_weights["old"].values():
+        tensor.add_(3.0)
+    state.feed = {"frontier": 5, "buffered": [torch.arange(6)]}
+    state.algorithm = {"baseline": torch.tensor([0.5, 0.25]), "seen": 3}
     held = content(state)
     saver = checkpoints(folder)
     torch.manual_seed(rank_number())
@@ -94,6 +99,7 @@ def load_and_train(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     rank, state = begin(model, mesh, scratch)
     rank.set_learning_rate(5, 10)
     assert checkpoints(folder).load_latest(state) == 1
+    assert state.feed["frontier"] == 5 and state.algorithm["seen"] == 3
     held, rng = content(state), state.extra["rng"]
     if rng is not None:
         restore_rng(rng)  # type: ignore[arg-type]
