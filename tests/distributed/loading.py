@@ -24,6 +24,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, named_weights
 from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.models.streamed import streamed_weights
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
@@ -94,11 +95,30 @@ def differences(
         of_all: list[Any] = [None] * dist.get_world_size()
         logprobs = [torch.cat(rank.logprobs(samples(0), 1.0)) for rank in (ours, theirs)]
         wrong += [] if torch.equal(*logprobs) and logprobs[0].isfinite().all() else ["log-probabilities"]
+        streamed = {name: tensor.clone() for name, tensor in streamed_weights(skeleton_of(ours), ours.model)}
         whole = ours.whole_model()
+        if whole is not None:
+            wrong += differing(dict(named_weights(whole)), streamed)
         wrong += [] if whole is None or has_weights_of(whole, folder, dtype) else ["the whole model"]
         dist.all_gather_object(of_all, wrong)
         found.append(sorted({name for each in of_all for name in each}))
     return found
+
+
+def skeleton_of(rank: Rank) -> PreTrainedModel:
+    """The model of a rank without its weights."""
+    assert rank._skeleton is not None
+    return rank._skeleton
+
+
+def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """Names of weights that are not the same in both."""
+    names = expected.keys() | found.keys()
+    return [
+        f"streamed {name}"
+        for name in names
+        if name not in expected or name not in found or not torch.equal(expected[name], found[name])
+    ]
 
 
 def has_weights_of(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> bool:

@@ -17,8 +17,8 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, named_tensors, restore_rng
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
-from cosmos_core.parallel.fsdp import on_first
-from cosmos_core.parallel.mesh import all_gather_object, rank_number
+from cosmos_core.parallel.fsdp import full_tensors
+from cosmos_core.parallel.mesh import all_gather_object, is_first, rank_number
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.rank import Rank
 from tests.distributed.loading import split
@@ -50,8 +50,7 @@ def checkpoints(folder: Path, *, asynchronous: bool = True) -> Checkpointer:
 
 def content(state: TrainState) -> dict[str, np.ndarray]:
     """Every tensor whole, on the first rank."""
-    found = on_first({name: tensor.detach() for name, tensor in named_tensors(state).items()})
-    return {name: tensor.numpy() for name, tensor in found.items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in full_tensors(named_tensors(state)) if is_first()}
 
 
 class Saved(NamedTuple):
