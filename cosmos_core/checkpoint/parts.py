@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cosmos_core.parallel.mesh import gathered, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, rank_number
 from cosmos_core.run.files import sha256, write_text
 
 EXTRA = "extra.json"
@@ -35,7 +35,7 @@ def own_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
     """The parts that this rank writes: of those that several ranks have, the first. All ranks must call this."""
     parts = {name: part for name, tensor in tensors.items() if (part := _part(tensor)).tensor.numel()}
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
-    for rank, places in enumerate(gathered([(name, part.offsets) for name, part in parts.items()])):
+    for rank, places in enumerate(all_gather_object([(name, part.offsets) for name, part in parts.items()])):
         for place in places:
             owners.setdefault(place, rank)
     return {name: part for name, part in parts.items() if owners[name, part.offsets] == rank_number()}

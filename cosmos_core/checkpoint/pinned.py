@@ -61,7 +61,7 @@ def pinned_model(stage: Stage, step: int) -> PreTrainedModel:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     averages = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
     # An optimizer that keeps nothing: weights are all that is read.
-    tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), averages=averages))
+    tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": averages}))
     if missing := sorted(tensors.keys() - saved):
         raise ModelError(f"checkpoint {folder} has no {missing[0]!r}: it is of another model than {training.model}")
     dcp.load(tensors, storage_reader=reader, no_dist=True)

@@ -18,9 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from cosmos_core.checkpoint.parts import EXTRA, extra_name
-from cosmos_core.checkpoint.state import TrainState, adopt_optimizer_tensors, begin_averages, empty_tensors
+from cosmos_core.checkpoint.state import (
+    TrainState,
+    adopt_json_values,
+    adopt_optimizer_tensors,
+    begin_named_weights,
+    empty_tensors,
+)
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.mesh import from_first, is_first, num_ranks, rank_number
+from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks, rank_number
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
@@ -99,7 +105,7 @@ def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None
     Raises:
         ModelError: the checkpoint is of another model, or of Cosmos-RL.
     """
-    step = from_first(newest_whole(folder, fingerprint) if is_first() else None)
+    step = broadcast_object(newest_whole(folder, fingerprint) if is_first() else None)
     if step is not None:
         _fill(state, step_folder(folder, step) / "policy")
     return step
@@ -129,8 +135,8 @@ def _fill(state: TrainState, policy: Path) -> None:
     tensors = empty_tensors(state, saved)
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
-    begin_averages(state, tensors)
-    state.extra = _extra(policy)
+    begin_named_weights(state, tensors)
+    adopt_json_values(state, _extra(policy), tensors)
 
 
 def _extra(policy: Path) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from cosmos_core.checkpoint.best import BEST, Best
 from cosmos_core.checkpoint.disk import saving
 from cosmos_core.checkpoint.parts import Part, own_parts, write_parts
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
-from cosmos_core.checkpoint.state import TrainState, named_tensors
+from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
-from cosmos_core.parallel.mesh import from_first, is_alone, is_first
+from cosmos_core.parallel.mesh import broadcast_object, is_alone, is_first
 from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
@@ -79,7 +79,7 @@ class Checkpointer:
         if is_first():
             shutil.rmtree(self._parts(step), ignore_errors=True)
         parts = own_parts({name: tensor.detach() for name, tensor in named_tensors(state).items()})
-        extra = json.dumps(state.extra)
+        extra = json.dumps(json_values(state))
         if self._writer is None:
             self._write(step, parts, extra, best)
         else:
@@ -94,11 +94,11 @@ class Checkpointer:
             StageFailed: the last asynchronous save failed.
         """
         self._drain()
-        from_first(None)  # a rank that went on to its end would take the writing one with it
+        broadcast_object(None)  # a rank that went on to its end would take the writing one with it
 
     def latest(self) -> int | None:
         """The newest step that can be continued from; None when there is none."""
-        return from_first(resume.newest_whole(self._folder, self._fingerprint) if is_first() else None)
+        return broadcast_object(resume.newest_whole(self._folder, self._fingerprint) if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
         """Fill `state` from the newest whole checkpoint and return its step; None when there is none.

@@ -1,7 +1,9 @@
-"""What a checkpoint holds: weights, optimizer state, and a JSON value for everything else.
+"""What a checkpoint holds: weights, optimizer state, named weights, and the states of the feed and the algorithm.
 
 Hyper-parameters of the optimizer are left out on purpose: they come from the recipe, which the fingerprint covers,
-and the learning rate is a pure function of the step.
+and the learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used because it makes a
+step with zero gradients where there is no state: a weight that had no gradient yet would count one step too many. Its
+`get_model_state_dict` keeps both names of tied weights.
 """
 
 from __future__ import annotations
@@ -16,14 +18,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.mesh import gathered
+from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.types import JsonValue
 
 _MODEL = "model."
-_AVERAGE = "ema."
 _OPTIMIZER = "optimizer."
+_TABLES = ("feed", "algorithm")
+_FOLLOWING = ("ema", "old")
+"""Named weights that follow the policy: where a checkpoint has none they begin at its weights. Others, such as a
+reference, stay as the stage loaded them."""
+_TENSOR = "__tensor__"
+"""Key of what stands in JSON for a tensor: its name among the tensors."""
 
 
 @dataclass
@@ -34,29 +43,49 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     extra: dict[str, JsonValue] = field(default_factory=dict)
     """Step, data position, `capture_rng()` and whatever else the loop needs to go on; JSON values only."""
-    averages: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Moving average of each trained weight, by its name; empty: none is kept."""
+    named_weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Weights beside the policy's: by the name of the set ("ema", "old", "reference"), then of the parameter."""
+    feed: dict[str, Any] = field(default_factory=dict)
+    """State of the feed: JSON values and tensors, in dictionaries and lists; equal on all ranks unless a DTensor."""
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    """State of the algorithm, as `feed`."""
 
 
-def named_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by name: `model.NAME`, `ema.NAME`, `optimizer.SLOT.NAME`; storage is shared."""
-    tensors = _model_tensors(state.model) | _averages(state)
+def named_tensors(state: TrainState) -> dict[str, Tensor]:
+    """Return every tensor of the state by name: `model.NAME`, `SET.NAME`, `optimizer.SLOT.NAME`, `feed.KEY`; storage is
+    shared."""
+    tensors = model_tensors(state.model) | _named_weights(state)
     for name, parameter in state.model.named_parameters():
         for slot, value in state.optimizer.state.get(parameter, {}).items():
             tensors |= {f"{_OPTIMIZER}{slot}{part}.{name}": tensor for part, tensor in _parts(value).items()}
+    for table in _TABLES:
+        _take_tensors(getattr(state, table), table, tensors)
     return tensors
 
 
-def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-    """Where what this rank has of a checkpoint with the tensors `saved` is read into: live weights and averages, new
-    optimizer tensors. All ranks must call this.
+def json_values(state: TrainState) -> dict[str, JsonValue]:
+    """Return `extra` with the states of feed and algorithm, in which a name stands for each tensor."""
+    tables = {table: getattr(state, table) for table in _TABLES}
+    return state.extra | {table: _take_tensors(value, table, {}) for table, value in tables.items() if value}
+
+
+def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Fill `extra`, `feed` and `algorithm` with what `json_values` returned and the tensors that were read."""
+    for table in _TABLES:
+        setattr(state, table, _put_tensors(values.pop(table, {}), tensors))
+    state.extra = values
+
+
+def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return the tensors into which this rank's part of a checkpoint with the tensors `saved` is read: live weights and
+    named weights, new tensors for the optimizer, feed and algorithm. All ranks must call this.
 
     Raises:
         ModelError: the checkpoint and the model do not have the same tensors.
     """
-    targets = _model_tensors(state.model)
+    targets = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
-    stages = gathered({name: tensor.shape for name, tensor in targets.items()})
+    stages = all_gather_object({name: tensor.shape for name, tensor in targets.items()})
     wanted = {name: shape for stage in stages for name, shape in stage.items()}
     found = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
     if wanted != found:
@@ -65,21 +94,27 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
             f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
             f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
         )
+    live: dict[str, Tensor] = {}
+    for table in _TABLES:
+        _take_tensors(getattr(state, table), table, live)
     for name, (shape, dtype) in saved.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER).partition(".")[2])
         if name.startswith(_OPTIMIZER) and parameter is not None:
             like = parameter if parameter.shape == shape else torch.empty(shape)
             targets[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return targets | {name: average for name, average in _averages(state).items() if name in saved}
+        elif name.startswith(tuple(f"{table}." for table in _TABLES)):
+            is_split = isinstance(live.get(name), DTensor)
+            targets[name] = live[name] if is_split else torch.empty(shape, dtype=dtype)
+    return targets | {name: tensor for name, tensor in _named_weights(state).items() if name in saved}
 
 
-def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
+def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Make the optimizer go on from `tensors`, as `empty_tensors` made and a reader filled them."""
     live = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     named = dict(state.model.named_parameters())
-    slots: dict[int, dict[str, torch.Tensor]] = {}
+    slots: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(_OPTIMIZER):
             slot, _, name = key.removeprefix(_OPTIMIZER).partition(".")
@@ -88,16 +123,17 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, torch.Tenso
     state.optimizer.load_state_dict({"state": joined, "param_groups": live["param_groups"]})
 
 
-def begin_averages(state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let averages that a checkpoint did not have begin at its weights."""
+def begin_named_weights(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the weights into the named weights that follow them, where the checkpoint had none."""
     named = dict(state.model.named_parameters())
-    for name, average in state.averages.items():
-        if _AVERAGE + name not in tensors:
-            average.copy_(named[name].detach())
+    for which in _FOLLOWING:
+        for name, tensor in state.named_weights.get(which, {}).items():
+            if f"{which}.{name}" not in tensors:
+                tensor.copy_(named[name].detach())
 
 
 def capture_rng() -> dict[str, JsonValue]:
-    """The state of the random generators of Python, NumPy and torch (CPU and each GPU)."""
+    """Return the state of the random generators of Python, NumPy and torch (CPU and each GPU)."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     return {
@@ -124,19 +160,19 @@ def restore_rng(captured: Mapping[str, Any]) -> None:
 
 
 def seed_rng(*numbers: int) -> None:
-    """Begin the random generators anew, at a place that these numbers choose."""
+    """Seed the random generators with a digest of these numbers."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     torch.manual_seed(int.from_bytes(digest[:7]))
 
 
-def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Trained weights and persistent buffers by name; one that is tied to another appears once, under its first name.
+def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return trained weights and persistent buffers by name; of tied ones the first name.
 
     Frozen weights are those that the stage started from: whoever resumes has loaded them.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
@@ -146,18 +182,41 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _averages(state: TrainState) -> dict[str, torch.Tensor]:
-    return {_AVERAGE + name: average for name, average in state.averages.items()}
+def _named_weights(state: TrainState) -> dict[str, Tensor]:
+    assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}  # the names of other tensors begin so
+    return {f"{which}.{name}": tensor for which, each in state.named_weights.items() for name, tensor in each.items()}
 
 
-def _parts(value: torch.Tensor) -> dict[str, torch.Tensor]:
+def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
+    """Return `value` with the name of each tensor in its place; the tensors themselves go into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        assert all(isinstance(key, str) for key in value), f"{name}: JSON has no other keys than strings"
+        return {key: _take_tensors(each, f"{name}.{key}", tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take_tensors(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+    found: JsonValue = value
+    return found
+
+
+def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _put_tensors(each, tensors) for key, each in value.items()}
+    return [_put_tensors(each, tensors) for each in value] if isinstance(value, list) else value
+
+
+def _parts(value: Tensor) -> dict[str, Tensor]:
     """A moment in eight bits as the plain tensors that torchao makes it of; any other tensor as it is."""
     if not hasattr(value, "qmap"):
         return {"": value}
     return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
 
 
-def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The slots of one parameter, which `_parts` took apart."""
     slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
     for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:
@@ -167,9 +226,9 @@ def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return slots
 
 
-def _text(state: torch.Tensor) -> str:
+def _text(state: Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
-def _tensor(text: str) -> torch.Tensor:
+def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.lora import add_adapter
-from cosmos_core.models.stand_in import stand_ins
+from cosmos_core.models.meta_device import placeholders
 from cosmos_core.registry import suggestion
 
 
@@ -33,7 +33,7 @@ def choose_trained(model: PreTrainedModel, policy: PolicyConfig) -> None:
             raise ConfigError(
                 f"policy.{given[0]} excludes policy.lora, which trains adapters and modules_to_save alone"
             )
-        with stand_ins(model):
+        with placeholders(model):
             add_adapter(model, policy.lora)
         return
     names = _names(model)

@@ -95,7 +95,7 @@ def changes_base(model: nn.Module) -> bool:
 
 
 @contextmanager
-def merged(model: PreTrainedModel) -> Iterator[None]:
+def merged(model: nn.Module) -> Iterator[None]:
     """The model with its adapter in the base weights, for `plain_state` and for a forward pass; nothing without one.
 
     The weights come back bit for bit: they are put aside, not computed back.
@@ -115,10 +115,16 @@ def merged(model: PreTrainedModel) -> Iterator[None]:
 
 
 def plain_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """`state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    """Return `state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    state = model.state_dict()
+    return {name: state[key] for key, name in plain_names(model).items()}
+
+
+def plain_names(model: PreTrainedModel) -> dict[str, str]:
+    """Map the names in the state dict to those without an adapter; what is a part of the adapter is left out."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
-    named = {_plain_name(key, wrappers): tensor for key, tensor in model.state_dict().items()}
-    return {name: tensor for name, tensor in named.items() if name}
+    named = {key: _plain_name(key, wrappers) for key in model.state_dict()}
+    return {key: name for key, name in named.items() if name}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

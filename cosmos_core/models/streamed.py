@@ -1,369 +1,73 @@
-"""Load a model that is split over ranks: build it without data, split it, then read each rank's part from the files.
-
-No rank ever holds more than its part and one group of tensors that transformers converts together, like the matrices
-that become the fused experts of a layer. What is loaded, and what is refused, is that of `load_model`.
-"""
+"""The whole weights of a sharded model, one block at a time: for engines and exports, without a whole copy anywhere."""
 
 from __future__ import annotations
 
-import copy
-import logging
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 
 import torch
-from safetensors import SafetensorError, safe_open
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    SkipParameters,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
-from transformers.initialization import meta_device_safe_creation_ops
-from transformers.modeling_utils import LoadStateDictInfo
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from cosmos_core.errors import ModelError
-from cosmos_core.models.hf import audit, load_model, model_without_weights, not_finite
-from cosmos_core.models.recompute import Recompute
-from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
-from cosmos_core.parallel.mesh import first_problem
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-}  # fmt: skip
-
-_ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
-"""What an adapter puts into the names of weights that are in the files."""
-
-_Transform = WeightRenaming | WeightConverter
-_Source = tuple[str, str, Any]
-"""A key in the files, which pattern of a transform it matches, and its slice."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Tensors of the files that become one weight of the model or several, and how."""
-
-    transform: _Transform
-    sources: Sequence[_Source]
-    shapes: Mapping[str, torch.Size]
-    """Of what becomes of them, by name in the model."""
-
-
-@dataclass(frozen=True)
-class _Unread:
-    model: str
-    device: torch.device
-    groups: Sequence[_Group]
-
-
-_UNREAD: WeakKeyDictionary[PreTrainedModel, _Unread] = WeakKeyDictionary()
-
-
-def load_later(
-    model: str,
-    *,
-    revision: str | None = None,
-    dtype: torch.dtype,
-    device: torch.device,
-    gradient_checkpointing: Recompute = False,
-) -> PreTrainedModel:
-    """What `load_model` gives on `device`, with parameters on the meta device until `read_weights`. Where the files
-    cannot be read in parts the model comes whole.
-
-    Raises:
-        ModelError: as `load_model`, but for values that are not finite.
-    """
-    files, reason = _weight_files(model, revision)
-    if not reason:
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            built = model_without_weights(
-                model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
-            )
-        reason = _start(built, model, revision, dtype, device, files)
-    if reason:
-        logger.info("every rank loads the whole of %s before it is split, because %s", model, reason)
-        return load_model(
-            model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
-        )
-    return built
-
-
-def read_weights(model: PreTrainedModel) -> None:
-    """Read the data of what this rank has of a model of `load_later`; nothing for any other. All ranks must call this.
-
-    Raises:
-        ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read any more: on
-            every rank what the first of them met.
-    """
-    unread = _UNREAD.pop(model, None)
-    if unread is None:
-        return
-    problem = None
-    try:
-        targets, done = _materialised(model, unread.device), set[Tensor]()
-        for group in unread.groups:
-            _read(group, targets, model, done)
-    except (ModelError, SafetensorError, OSError) as error:
-        problem = str(error)
-    if problem := first_problem(problem):
-        raise ModelError(f"{KEY} = {unread.model!r}: {problem}")
-
-
-def _start(
-    built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
-) -> str:
-    """Plan what to read and make what is no parameter; why the model cannot be read in parts, or nothing.
-
-    Raises:
-        ModelError: a damaged file, or a tensor that is missing, left over or of the wrong shape.
-    """
-    if getattr(built.config, "quantization_config", None):
-        return "its weights are quantized"
-    source, options = source_of(model, revision)
-    keeps_float32 = _keeps_float32(built, dtype)
-    for name, tensor in built.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and keeps_float32(name):
-            tensor.data = tensor.data.float()
-    with reading("weights", model):
-        slices = {key: file.get_slice(key) for file in _opened(files) for key in file.keys()}  # noqa: SIM118
-    groups, info = _planned(built, slices, model)
-    missing = set(info.missing_keys)
-    info.missing_keys -= {name for names in _names_in_one(built) if set(names) - missing for name in names}
-    needed = set(info.missing_keys)
-    built._adjust_missing_and_unexpected_keys(info)
-    audit(built, info.to_dict(), model)
-    if needed - info.missing_keys:
-        return "transformers makes up some of its weights"
-    _make_buffers(built, device)
-    with reading("generation_config.json", model), suppress(OSError):  # it has one of its config
-        built.generation_config = GenerationConfig.from_pretrained(str(source), **options)
-    built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
-    _UNREAD[built] = _Unread(model, device, groups)
-    return ""
-
-
-def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
-    """The safetensors files of a model, or why there are none to read."""
-    source, options = source_of(model, revision)
-    check_weights(model)
-    options |= {"_raise_exceptions_for_missing_entries": False}
-    with reading("weights", model):
-        single = cached_file(str(source), SAFE_WEIGHTS_NAME, **options)
-        if single:
-            return [single], ""
-        index = cached_file(str(source), SAFE_WEIGHTS_INDEX_NAME, **options)
-        if index is None:
-            return [], f"it has no {SAFE_WEIGHTS_NAME}"
-        options.pop("_raise_exceptions_for_missing_entries")
-        return get_checkpoint_shard_files(str(source), index, **options)[0], ""
-
-
-def _opened(files: Sequence[str]) -> Iterator[Any]:
-    for file in files:
-        yield safe_open(file, framework="pt")
-
-
-def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Which tensors become which weights; what does not fit is in the information, as transformers gives it."""
-    state = built.state_dict()
-    mapping = get_model_conversion_mapping(built)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    together: dict[str, tuple[_Transform, list[_Source]]] = {}
-    info = LoadStateDictInfo(set(state), set(), set(), [], {}, set())
-    for key in sorted(slices, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, built.base_model_prefix, state)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], built.base_model_prefix, state)
-        if name not in state:
-            others = by_pattern[pattern].target_patterns if pattern else [""]
-            info.unexpected_keys |= {name.replace(others[0], other) for other in others}
-            continue
-        transform: _Transform = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
-        together.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
-    built.__dict__["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
-    groups = []
-    for name, (transform, sources) in together.items():
-        empty = [_empty(each) for _, _, each in sources]
-        try:
-            found = _converted(name, transform, sources, empty, built, info)
-        except SkipParameters:
-            raise mixed_up(model) from None
-        groups.append(_Group(transform, sources, {key: tensor.shape for key, tensor in found.items()}))
-        for key, tensor in found.items():
-            info.missing_keys.discard(key)
-            if key not in state:
-                info.unexpected_keys.add(key)
-            elif tensor.shape != state[key].shape:
-                info.mismatched_keys.add((key, tuple(tensor.shape), tuple(state[key].shape)))  # type: ignore[arg-type]
-    return groups, info
-
-
-def _empty(source: Any) -> Tensor:
-    return torch.empty(source.get_shape(), dtype=_DTYPES.get(source.get_dtype(), torch.float32), device="meta")
-
-
-def _converted(
-    name: str,
-    transform: _Transform,
-    sources: Sequence[_Source],
-    tensors: Sequence[Any],
-    model: PreTrainedModel,
-    info: LoadStateDictInfo | None = None,
-) -> dict[str, Tensor]:
-    """What becomes of `tensors`, or of functions that read them, by name in the model."""
-    transform = copy.deepcopy(transform)
-    for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
-        transform.add_tensor(name, key, pattern, tensor)
-    found = transform.convert(name, model=model, config=model.config, loading_info=info)
-    return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
-
-
-def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]) -> None:
-    """Fill this rank's part of what a group becomes; `done` are the tensors that are filled."""
-    mine = {name: [t for t in targets.get(name, ()) if _local(t).numel()] for name in group.shapes}
-    if not any(mine.values()):
-        return
-    sources, first = group.sources, 0
-    if isinstance(group.transform, WeightRenaming):
-        found: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
-    else:
-        if _is_stack(group):
-            here = _bounds(next(iter(mine.values()))[0])[0]
-            sources, first = _experts(sources, here), here.start
-        readers = [partial(source.__getitem__, ...) for _, _, source in sources]
-        found = _converted(next(iter(mine)), group.transform, sources, readers, model)
-    for name, tensors in mine.items():
-        for tensor in tensors:
-            _copy(name, tensor, found[name], first, is_check=tensor in done)
-            done.add(tensor)
-
-
-def _is_stack(group: _Group) -> bool:
-    """Whether each row of the one weight that a group becomes, an expert, has tensors of its own in the files."""
-    operations = list(getattr(group.transform, "operations", ()))
-    if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
-        return False
-    (shape,) = group.shapes.values()
-    patterns = Counter(pattern for _, pattern, _ in group.sources)
-    return all(map(_keeps_rows, operations[1:])) and set(patterns.values()) == {shape[0]}
-
-
-def _keeps_rows(operation: Any) -> bool:
-    if isinstance(operation, Concatenate):
-        return operation.dim > 0
-    return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
-
-
-def _experts(sources: Sequence[_Source], here: slice) -> list[_Source]:
-    """Those of some experts; the sources of each pattern are in the order of the experts."""
-    by_pattern: dict[str, list[_Source]] = {}
-    for source in sources:
-        by_pattern.setdefault(source[1], []).append(source)
-    return [source for of_one in by_pattern.values() for source in of_one[here]]
-
-
-def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
-    """Copy this rank's part of `source`, a tensor or a slice of a file, whose first row is that of number `first`.
-
-    `is_check`: the tensor has its values, and must have these.
-    """
-    bounds = _bounds(tensor)
-    if first:
-        bounds = (slice(bounds[0].start - first, bounds[0].stop - first), *bounds[1:])
-    part, local = source[bounds or ...], _local(tensor)
-    if not is_check:
-        local.copy_(part)
-        if problem := not_finite(name, local):
-            raise ModelError(problem)
-    elif not torch.equal(local, part.to(local)):
-        raise ModelError(
-            f"config.json ties {name} to a tensor that has other values in the files; they do not belong together"
-        )
-
-
-def _bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a tensor is in the whole of it."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + size) for o, size in zip(offsets, _local(tensor).shape, strict=True))
+from cosmos_core.models.lora import merged, plain_names
+from cosmos_core.parallel.fsdp import blocks_of, full_tensors
 
 
 @torch.no_grad()
-def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
-    """Give every parameter without data its memory on this rank; those and the buffers by their name in the files."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and _local(parameter).is_meta:
-                if parameter not in made:
-                    made[parameter] = _with_memory(parameter, device)
-                module._parameters[name] = made[parameter]
-    targets: dict[str, list[Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        targets.setdefault(_ADAPTED.sub("", name), []).append(tensor)
-    return targets
+def streamed_weights(skeleton: PreTrainedModel, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the sharded `model` under their names in a checkpoint, merged with its adapter, tied ones
+    under both names: those of `named_weights`, in the same order on every rank. All ranks must call this.
+
+    One block is whole at a time, on the device of its shards. `skeleton` is `without_weights(model)`, and is left as it
+    was. A tensor that is not sharded is the live one: copy what is kept.
+    """
+    units = _units(skeleton)
+    names = plain_names(skeleton)
+    for unit, group in groupby(full_tensors(model), lambda named: _unit_of(named[0], units)):
+        tensors = dict(group)
+        with _with_tensors(skeleton, tensors), merged(skeleton.get_submodule(unit)):
+            found = {names[key]: _tensor(skeleton, key).detach() for key in tensors if key in names}
+        yield from revert_weight_conversion(skeleton, found).items()
 
 
-def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    local = torch.empty_like(_local(parameter), device=device, memory_format=torch.contiguous_format)
-    if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-            stride=parameter.stride(),
-        )  # fmt: skip
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+def _units(skeleton: PreTrainedModel) -> set[str]:
+    """Return the names of modules whose weights belong together: blocks, and modules that have an adapter."""
+    blocks = set(blocks_of(skeleton))
+    wrappers = (LoraLayer, ModulesToSaveWrapper)
+    return {name for name, module in skeleton.named_modules() if module in blocks or isinstance(module, wrappers)}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+def _unit_of(key: str, units: set[str]) -> str:
+    """Return the outermost unit that a weight is in, or else its module."""
+    parts = key.split(".")[:-1]
+    paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return next((path for path in paths if path in units), ".".join(parts))
 
 
-def _names_in_one(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter: several, where weights are tied."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.values())
+@contextmanager
+def _with_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give the skeleton these tensors inside the block, then its own objects again, so that ties stay."""
+    tables = {}
+    for key in tensors:
+        path, _, name = key.rpartition(".")
+        module = skeleton.get_submodule(path)
+        tables[key] = (module._parameters if name in module._parameters else module._buffers, name)
+    kept = {key: table[name] for key, (table, name) in tables.items()}
+    try:
+        for key, (table, name) in tables.items():
+            is_weight = isinstance(kept[key], nn.Parameter)
+            table[name] = nn.Parameter(tensors[key], requires_grad=False) if is_weight else tensors[key]  # type: ignore[assignment]
+        yield
+    finally:
+        for key, (table, name) in tables.items():
+            table[name] = kept[key]  # type: ignore[assignment]
 
 
-def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
-    plan = built._get_dtype_plan(dtype)
-    return build_glob_alternation(list(plan))[0].search if plan else lambda name: None
-
-
-def _make_buffers(built: PreTrainedModel, device: torch.device) -> None:
-    """Buffers on `device`; those that are in no file get their values, as `from_pretrained` gives them."""
-    for tensor in built.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    built._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)
-    built._initialize_missing_keys(is_quantized=False)
-    for module in built.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                made = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
-                module._buffers[name] = made.to(device)
+def _tensor(module: nn.Module, key: str) -> Tensor:
+    path, _, name = key.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(path), name)
+    return found

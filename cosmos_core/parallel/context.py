@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     """Which of all chosen tokens they are."""
 
 
-def share_attention(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
+def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     """Make attention see whole rows. `packed`: the attention that reads packed rows, as it is registered.
 
     Raises:

@@ -28,8 +28,8 @@ from cosmos_core.parallel.plan import matches
 _DISPATCHED = "ep_dispatch_experts"
 
 
-def spread(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
-    """Leave each rank its experts of every layer, sharded over `mesh.expert_shard`; before `shard`.
+def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
+    """Leave each rank its experts of every layer, sharded over `mesh.expert_shard`; before `apply_fsdp`.
 
     Raises:
         ModelError: no plan sends tokens to the experts, an adapter is around them, or they do not divide.

@@ -6,7 +6,7 @@ Gradients are summed over ranks, never averaged: losses are already divided by a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.parallel.mesh import Mesh, gathered, is_first
+from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ranks
 
 
 def settings(train: TrainConfig) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def settings(train: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def shard(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
+def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
 
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
@@ -98,72 +98,36 @@ def reshard(root: nn.Module) -> None:
             module.reshard()
 
 
-def on_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies on the first rank's CPU, one tensor at a time; nothing on the others. All ranks must call this.
+def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors (of a model: its state dict) whole, one at a time, in the same order on every rank. All ranks
+    must go through them together.
 
-    What the first rank has no part of, like the layers of another pipeline stage, it is sent by the first that has.
+    What a rank has no part of, like the layers of another pipeline stage, is broadcast by the first rank that has. A
+    tensor that is not sharded is the live one: copy what is kept.
     """
-    found = {}
-    for name, holders in _holders(tensors).items():
-        full = _full(tensors.get(name))
-        if is_first():
-            found[name] = _received(holders[0]) if full is None else full.detach().to("cpu", copy=True)
-        elif holders[0] == dist.get_rank() and full is not None:
-            _send(full.detach().cpu().contiguous())
-    return found
+    own = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
+    about: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in own.items()})):
+        about |= theirs
+        for name in theirs:
+            holders.setdefault(name, []).append(rank)
+    device = next((_local(tensor).device for tensor in own.values()), torch.device("cpu"))
+    for name, (shape, dtype) in about.items():
+        tensor = own.get(name)
+        full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full(tensor.detach())
+        if len(holders[name]) < num_ranks():
+            full = full.contiguous()
+            dist.broadcast(full, src=holders[name][0])
+        yield name, full
 
 
-def on_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies on the CPU of every rank, one tensor at a time. All ranks must call this."""
-    found = {}
-    for name, holders in _holders(tensors).items():
-        full = _full(tensors.get(name))
-        copy_ = None if full is None else full.detach().to("cpu", copy=True).contiguous()
-        if len(holders) < dist.get_world_size():
-            copy_ = _broadcast(copy_, holders[0])
-        assert copy_ is not None
-        found[name] = copy_
-    return found
-
-
-def _holders(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Of each tensor that any rank has (a part of): these ranks. The same on all ranks, in the same order."""
-    found: dict[str, list[int]] = {}
-    for rank, names in enumerate(gathered(list(tensors))):
-        for name in names:
-            found.setdefault(name, []).append(rank)
-    return found
-
-
-def _full(tensor: Tensor | None) -> Tensor | None:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _broadcast(tensor: Tensor | None, source: int) -> Tensor:
-    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
-    dist.broadcast_object_list(about, src=source)
-    if dist.get_rank() != source:
-        tensor = torch.empty(about[0][0], dtype=about[0][1])
-    assert tensor is not None
-    dist.broadcast(tensor, src=source)
-    return tensor
-
-
-def _send(tensor: Tensor) -> None:
-    dist.send_object_list([(tensor.shape, tensor.dtype)], dst=0)
-    dist.send(tensor, dst=0)
-
-
-def _received(source: int) -> Tensor:
-    about: list[Any] = [None]
-    dist.recv_object_list(about, src=source)
-    tensor = torch.empty(about[0][0], dtype=about[0][1])
-    dist.recv(tensor, src=source)
-    return tensor
-
-
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose parameters have no data; taken before `shard`, which changes the classes of modules."""
+    """A copy whose parameters have no data; taken before `apply_fsdp`, which changes the classes of modules."""
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
     }
@@ -171,14 +135,14 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel | None:
-    """`skeleton` with the weights of the sharded `model` on the first rank's CPU; None on the others."""
-    tensors = on_first(dict(model.state_dict(keep_vars=True)))
-    return _filled(skeleton, tensors) if is_first() else None
+    """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU, and None on the others."""
+    found = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
+    return _filled(skeleton, found) if is_first() else None
 
 
 def fill_all(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """`skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
-    return _filled(skeleton, on_all(dict(model.state_dict(keep_vars=True))))
+    """Return `skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
+    return _filled(skeleton, {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model)})
 
 
 def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:

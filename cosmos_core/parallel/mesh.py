@@ -42,7 +42,7 @@ class Mesh:
         """Those of `items` that are this rank's; neighbours go to different ranks."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks with samples of their own, in the order of `share`; of a pipeline those of its last
         stage, which alone sees the end of a sample."""
         found: list[Any] = [None] * self.data.size()
@@ -108,7 +108,7 @@ def is_first() -> bool:
     return is_alone() or dist.get_rank() == 0
 
 
-def from_first(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """The value of the first rank, on every rank."""
     if is_alone():
         return value
@@ -118,7 +118,7 @@ def from_first(value: T) -> T:
     return answer
 
 
-def gathered(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """The values of all ranks, in their order."""
     if is_alone():
         return [value]
@@ -127,11 +127,11 @@ def gathered(value: T) -> list[T]:
     return found
 
 
-def any_rank(flag: bool) -> bool:
+def any_on_ranks(flag: bool) -> bool:
     """Whether `flag` is true on any rank; all of them get the same answer."""
-    return any(gathered(flag))
+    return any(all_gather_object(flag))
 
 
 def first_problem(problem: str | None) -> str | None:
     """The first rank's that has one; all of them get the same answer."""
-    return next((each for each in gathered(problem) if each), None)
+    return next((each for each in all_gather_object(problem) if each), None)

@@ -96,7 +96,7 @@ def own_stages(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> r
     return range(rank, num_stages(model, sizes), sizes.pp_size)
 
 
-def cut(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
+def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
     """Leave of the model what is of the stages of one rank of the pipeline; the data of all else is freed.
 
     Weights may be on the meta device. An embedding and a head that are tied stay together, on the first rank and on
@@ -111,7 +111,7 @@ def cut(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
-    """One stage of a model that was `cut`, with the same modules and weights."""
+    """One stage of a model that was `apply_pp`, with the same modules and weights."""
     twin, body = _twin(model), _twin(model.base_model)
     twin._modules[model.base_model_prefix] = body
     _keep(twin, body, [stage], num_stages(model, sizes), lambda module: module)

@@ -83,7 +83,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def split(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
+def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
     """Give each rank its part of every matrix in the model's plan; a head and an embedding that are tied stay whole.
 
     `with_experts`: also some of the experts; False: another axis shares them.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from cosmos_core.parallel.mesh import gathered, num_ranks, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, num_ranks, rank_number
 from cosmos_core.rollout.base import Engine
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -22,7 +22,7 @@ class SpreadEngine:
         """See `Engine.generate`; which rank answers a prompt does not change its random numbers."""
         size = num_ranks() // self._ranks_each
         share = prompts[rank_number() // self._ranks_each :: size]
-        parts = gathered(self._own.generate(share, sampling, step) if share else [])[:: self._ranks_each]
+        parts = all_gather_object(self._own.generate(share, sampling, step) if share else [])[:: self._ranks_each]
         return [parts[i % size][i // size] for i in range(len(prompts))]
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -11,9 +11,9 @@ from cosmos_core.config.compose import MESH_KINDS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
+from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
-from cosmos_core.models.streamed import load_later
-from cosmos_core.parallel.pipeline import cut
+from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import open_rewards, reward_weights
 from cosmos_core.types import Outcome
@@ -48,7 +48,7 @@ def _check_model(stage: Stage) -> None:
     sizes = stage.recipe.policy.parallelism
     revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
     if stage.config.kind in MESH_KINDS and sizes.pp_size > 1:
-        cut(load_later(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
+        apply_pp(init_on_meta(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
     else:
         with torch.device("meta"), meta_device_safe_creation_ops():
             model_without_weights(stage.model, revision=revision, dtype=dtype)

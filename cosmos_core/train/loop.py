@@ -20,7 +20,7 @@ from cosmos_core.checkpoint.resume import load_from
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
-from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.parallel.mesh import any_on_ranks
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
@@ -92,7 +92,7 @@ class Loop:
         Raises:
             Preempted: a signal asked to stop.
         """
-        if not any_rank(self.stage.stop_requested):
+        if not any_on_ranks(self.stage.stop_requested):
             return
         if self.stage.recipe.train.save_ckpt_at_exit and step > 0:
             self.checkpointer.wait()
@@ -174,8 +174,8 @@ class Loop:
         return self.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _state(self) -> TrainState:
-        averages = self.average.tensors if self.average else {}
-        return TrainState(self.rank.model, self.rank.optimizer, averages=averages)
+        named_weights = {"ema": self.average.tensors} if self.average else {}
+        return TrainState(self.rank.model, self.rank.optimizer, named_weights=named_weights)
 
     def _measured(self, step: int) -> dict[str, float]:
         assert self.measure is not None

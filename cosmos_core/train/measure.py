@@ -31,7 +31,7 @@ from cosmos_core.data.prepared import (
     rows_kind,
 )
 from cosmos_core.errors import DataError
-from cosmos_core.parallel.mesh import from_first, is_first, num_ranks
+from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine
 from cosmos_core.run.progress import Progress
@@ -177,12 +177,12 @@ def reward_weights(recipe: Recipe) -> dict[str, float]:
 def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroups]:
     """Scores groups by these rewards, in killable children of the first rank; all ranks get the scores."""
     if not is_first():
-        yield lambda groups: from_first([])
+        yield lambda groups: broadcast_object([])
         return
     policy = stage.recipe.train.train_policy
     seconds = policy.reward_timeout_seconds if isinstance(policy, GrpoConfig) else GrpoConfig().reward_timeout_seconds
     with RewardRunner(weights, timeout_seconds=seconds, custom=stage.recipe.custom, beat=stage.progress.beat) as runner:
-        yield lambda groups: from_first(runner.score_groups(groups))
+        yield lambda groups: broadcast_object(runner.score_groups(groups))
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences:

@@ -26,13 +26,13 @@ from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.scorer import Scorer, entropy, is_top
 from cosmos_core.models.shapes import kernel_length
-from cosmos_core.models.streamed import read_weights
-from cosmos_core.parallel.context import joined, piece_of, share_attention
-from cosmos_core.parallel.expert import spread
-from cosmos_core.parallel.fsdp import fill, fill_all, shard, without_weights
+from cosmos_core.models.sharded_load import load_sharded
+from cosmos_core.parallel.context import apply_cp, joined, piece_of
+from cosmos_core.parallel.expert import apply_ep
+from cosmos_core.parallel.fsdp import apply_fsdp, fill, fill_all, without_weights
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.pipeline import clip_over_stages, cut, sum_tied
-from cosmos_core.parallel.tensor import prove_split, split
+from cosmos_core.parallel.pipeline import apply_pp, clip_over_stages, sum_tied
+from cosmos_core.parallel.tensor import apply_tp, prove_split
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
 from cosmos_core.train.runner import Answer, Batch, Runner, Whole
@@ -140,7 +140,7 @@ class Rank:
         runner.train(False)
         self._run(runner, samples, keep, size, temperature=temperature)
         if self.mesh:
-            parts = self.mesh.gathered({i: row.cpu() for i, row in rows.items()})
+            parts = self.mesh.all_gather_object({i: row.cpu() for i, row in rows.items()})
             rows = {i: row.to(self._device) for part in parts for i, row in part.items()}
         return [rows[i] for i in range(len(samples))]
 
@@ -157,7 +157,7 @@ class Rank:
         self._runner.train(False)
         self._run(self._runner, samples, add, size, figure=is_top)
         if self.mesh:
-            sums = [pair for part in self.mesh.gathered(sums) for pair in part]
+            sums = [pair for part in self.mesh.all_gather_object(sums) for pair in part]
         return sum(pair[0] for pair in sums), sum(pair[1] for pair in sums)
 
     def whole_model(self) -> PreTrainedModel | None:
@@ -175,20 +175,20 @@ class Rank:
         """Split the model over the mesh, and read what this rank has of it."""
         mesh = self.mesh
         if mesh and mesh.pipeline:
-            cut(model, mesh.sizes, mesh.pipeline.get_local_rank())
+            apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
         if mesh and mesh.tensor:
-            split(model, mesh.tensor, with_experts=mesh.expert is None)
+            apply_tp(model, mesh.tensor, with_experts=mesh.expert is None)
         if mesh and mesh.expert:
-            spread(model, mesh, self._train)
+            apply_ep(model, mesh, self._train)
         runner = Stages(model, self._train, mesh) if mesh and mesh.pipeline else Whole(Scorer(model), self._train)
         if mesh:
             for root in runner.roots:
-                shard(root, root.model, mesh, self._train)
-            read_weights(model)
+                apply_fsdp(root, root.model, mesh, self._train)
+            load_sharded(model)
         if self._is_packed:
             self._pack(model, runner)
         if mesh and mesh.context:
-            share_attention(model, mesh.context, PACKED)
+            apply_cp(model, mesh.context, PACKED)
         return runner
 
     def _pack(self, model: PreTrainedModel, runner: Runner) -> None:
@@ -291,7 +291,7 @@ class Rank:
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
         """Loss and figures of all micro-batches of all ranks together; the same on each."""
         if self.mesh:
-            losses = [loss for part in self.mesh.gathered([_on_cpu(loss) for loss in losses]) for loss in part]
+            losses = [loss for part in self.mesh.all_gather_object([_on_cpu(loss) for loss in losses]) for loss in part]
         total: Metrics = {}
         values: dict[str, list[Tensor]] = {}
         for loss in losses:

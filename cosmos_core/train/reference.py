@@ -20,7 +20,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepared import Pairs
 from cosmos_core.errors import ConfigError, Preempted
-from cosmos_core.parallel.mesh import any_rank, from_first, is_first
+from cosmos_core.parallel.mesh import any_on_ranks, broadcast_object, is_first
 from cosmos_core.run.files import read_json, sha256, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.rank import Rank
@@ -54,13 +54,13 @@ def reference_logprobs(stage: Stage, rank: Rank, pairs: Pairs, split: str, place
     stage.progress.phase(FOLDER)
     file = stage.path / FOLDER / f"{split}.json"
     key = {"fingerprint": stage.fingerprint, "rows": sha256(pairs.path)}
-    found = from_first(_saved(file, key, len(pairs)) if is_first() else np.zeros(0))
+    found = broadcast_object(_saved(file, key, len(pairs)) if is_first() else np.zeros(0))
     policy, saved = stage.recipe.train.train_policy, time.monotonic()
     for start in range(0, len(places), PIECE):
         piece = places[start : start + PIECE]
         if not np.isnan(found[piece]).any():
             continue
-        if any_rank(stage.stop_requested):
+        if any_on_ranks(stage.stop_requested):
             _save(file, key, found)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(places)} pairs")
         found[piece] = pair_logprobs(rank, pairs, piece, policy.mini_batch)

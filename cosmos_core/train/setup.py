@@ -36,9 +36,9 @@ from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer, named_weights
 from cosmos_core.models.kernels import use_fp8, use_liger, without_fp8
 from cosmos_core.models.lora import FOLDER, is_adapted
+from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.processor import Vision, load_processor, processor_files
-from cosmos_core.models.stand_in import reads_base
-from cosmos_core.models.streamed import load_later
+from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import blocks_of, move_buffers
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.rollout.base import Engine
@@ -155,7 +155,7 @@ def open_rank(stage: Stage) -> tuple[Rank, PreTrainedTokenizerBase]:
     vision = _vision(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
-    load = load_later if mesh and not reads_base(policy.lora) else load_model
+    load = init_on_meta if mesh and not reads_base(policy.lora) else load_model
     if mesh and load is load_model:
         logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
     model = load(
@@ -308,7 +308,7 @@ def _reference(stage: Stage, rank: Rank, policy: GrpoConfig) -> LogProbs | None:
     if not policy.kl_beta:
         return None
     train = stage.recipe.train
-    load = load_later if rank.mesh else load_model
+    load = init_on_meta if rank.mesh else load_model
     frozen = load(
         stage.model,
         revision=stage.recipe.policy.model_revision,

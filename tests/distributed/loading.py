@@ -23,7 +23,8 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.streamed import load_later
+from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.models.streamed import streamed_weights
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
@@ -81,7 +82,7 @@ def differences(
     torch.set_num_threads(1)
     found: list[list[str]] = []
     for folder, mesh, dtype, policy in cases:
-        later = load_later(str(folder), dtype=dtype, device=CPU)
+        later = init_on_meta(str(folder), dtype=dtype, device=CPU)
         assert all(parameter.is_meta for parameter in later.parameters())
         ours, theirs = (
             split(trained(model, policy), mesh, scratch) for model in (later, load_model(str(folder), dtype=dtype))
@@ -94,11 +95,30 @@ def differences(
         of_all: list[Any] = [None] * dist.get_world_size()
         logprobs = [torch.cat(rank.logprobs(samples(0), 1.0)) for rank in (ours, theirs)]
         wrong += [] if torch.equal(*logprobs) and logprobs[0].isfinite().all() else ["log-probabilities"]
+        streamed = {name: tensor.clone() for name, tensor in streamed_weights(skeleton_of(ours), ours.model)}
         whole = ours.whole_model()
+        if whole is not None:
+            wrong += differing(dict(named_weights(whole)), streamed)
         wrong += [] if whole is None or has_weights_of(whole, folder, dtype) else ["the whole model"]
         dist.all_gather_object(of_all, wrong)
         found.append(sorted({name for each in of_all for name in each}))
     return found
+
+
+def skeleton_of(rank: Rank) -> PreTrainedModel:
+    """The model of a rank without its weights."""
+    assert rank._skeleton is not None
+    return rank._skeleton
+
+
+def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """Names of weights that are not the same in both."""
+    names = expected.keys() | found.keys()
+    return [
+        f"streamed {name}"
+        for name in names
+        if name not in expected or name not in found or not torch.equal(expected[name], found[name])
+    ]
 
 
 def has_weights_of(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> bool:
@@ -113,7 +133,7 @@ def refusals(folders: list[Path], scratch: Path, stop: threading.Event) -> list[
     found = []
     for folder in folders:
         try:
-            split(load_later(str(folder), dtype=torch.float32, device=CPU), {"dp_shard_size": 2}, scratch)
+            split(init_on_meta(str(folder), dtype=torch.float32, device=CPU), {"dp_shard_size": 2}, scratch)
             said = "nothing"
         except ModelError as error:
             said = str(error)
@@ -126,10 +146,10 @@ def refusals(folders: list[Path], scratch: Path, stop: threading.Event) -> list[
 def peaks(folder: Path, mesh: dict[str, int], warm: Path, scratch: Path, stop: threading.Event) -> list[Peak]:
     """What each rank took to load a model with float32 weights; the small one `warm` brings imports and groups."""
     torch.set_num_threads(1)
-    split(load_later(str(warm), dtype=torch.float32, device=CPU), mesh, scratch)
+    split(init_on_meta(str(warm), dtype=torch.float32, device=CPU), mesh, scratch)
     gc.collect()
     with anonymous_memory() as found:
-        rank = split(load_later(str(folder), dtype=torch.float32, device=CPU), mesh, scratch)
+        rank = split(init_on_meta(str(folder), dtype=torch.float32, device=CPU), mesh, scratch)
     shard = sum(tensor.nbytes for tensor in parts(rank).values())
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, Peak(shard, max(found) - found[0]))

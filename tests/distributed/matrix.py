@@ -23,10 +23,10 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.stand_in import reads_base
-from cosmos_core.models.streamed import load_later
-from cosmos_core.parallel.fsdp import on_first
-from cosmos_core.parallel.mesh import open_mesh
+from cosmos_core.models.meta_device import reads_base
+from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.parallel.fsdp import full_tensors
+from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
 
@@ -120,7 +120,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     config = recipe(case).train
     mesh = open_mesh(ParallelismConfig.model_validate(dict(case.mesh)), "cpu")
     trained = PolicyConfig.model_validate(TRAINED[case.trained])
-    load = load_later if mesh and not reads_base(trained.lora) else load_model
+    load = init_on_meta if mesh and not reads_base(trained.lora) else load_model
     loaded = load(
         str(models / case.model), dtype=torch.float32, device=torch.device("cpu"),
         gradient_checkpointing=case.checkpointing,
@@ -147,7 +147,11 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
     whole = rank.whole_model()
     weights = {} if whole is None else {name: p.detach().clone() for name, p in whole.named_parameters()}
-    return {"figures": figures, "gradients": on_first(gradients), "weights": weights}
+    return {
+        "figures": figures,
+        "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first()},
+        "weights": weights,
+    }
 
 
 def run_cases(cases: list[Case], models: Path, scratch: Path, stop: threading.Event) -> None:

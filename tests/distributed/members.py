@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.parallel.mesh import any_on_ranks
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run_rl, run_sft
@@ -42,7 +42,7 @@ def die(stop: threading.Event) -> None:
 def stop_together(started: Path, stop: threading.Event) -> list[int]:
     """The step at which each rank stopped; there is a file `started` from the third on."""
     step = 0
-    while not any_rank(stop.is_set()):
+    while not any_on_ranks(stop.is_set()):
         step += 1
         if step == 3:
             started.touch()

@@ -51,7 +51,7 @@ def _mutation(mesh: Any, target: Any, name: str, by: Any) -> Mutation:
 
 MUTATIONS = {
     "gradients are averaged over ranks": _mutation(DP2, FSDPModule, "set_gradient_divide_factor", _averaged),
-    "the loss is that of one rank": _mutation(DP2, Mesh, "gathered", lambda mesh, value: [value]),
+    "the loss is that of one rank": _mutation(DP2, Mesh, "all_gather_object", lambda mesh, value: [value]),
     "ranks have the same rows": _mutation(DP2, Mesh, "share", lambda mesh, rows: rows[:: mesh.data.size()]),
     "attention sees a piece of a row": _mutation(CP2, context, "_exchanged", lambda states, *_: states),
     "norms have the gradient of some heads": _mutation(
@@ -91,5 +91,5 @@ def expert_flops(model: Path, stop: threading.Event) -> tuple[list[int], list[in
     before = flops()
     mesh = open_mesh(ParallelismConfig(dp_shard_size=2, ep_size=2), "cpu")
     assert mesh is not None
-    expert.spread(loaded, mesh, recipe(Case()).train)
+    expert.apply_ep(loaded, mesh, recipe(Case()).train)
     return before, flops()

@@ -17,8 +17,8 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, named_tensors, restore_rng
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
-from cosmos_core.parallel.fsdp import on_first
-from cosmos_core.parallel.mesh import gathered, rank_number
+from cosmos_core.parallel.fsdp import full_tensors
+from cosmos_core.parallel.mesh import all_gather_object, is_first, rank_number
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.rank import Rank
 from tests.distributed.loading import split
@@ -32,7 +32,8 @@ def begin(model: Path, mesh: Mesh, scratch: Path) -> tuple[Rank, TrainState]:
     torch.set_num_threads(1)
     rank = split(load_model(str(model), dtype=torch.float32), mesh, scratch)
     average = MovingAverage(rank.model, recipe(Case()).train)
-    return rank, TrainState(rank.model, rank.optimizer, averages=average.tensors)
+    old = {name: tensor.detach().clone() for name, tensor in average.tensors.items()}
+    return rank, TrainState(rank.model, rank.optimizer, named_weights={"ema": average.tensors, "old": old})
 
 
 def step(rank: Rank) -> float:
@@ -49,8 +50,7 @@ def checkpoints(folder: Path, *, asynchronous: bool = True) -> Checkpointer:
 
 def content(state: TrainState) -> dict[str, np.ndarray]:
     """Every tensor whole, on the first rank."""
-    found = on_first({name: tensor.detach() for name, tensor in named_tensors(state).items()})
-    return {name: tensor.numpy() for name, tensor in found.items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in full_tensors(named_tensors(state)) if is_first()}
 
 
 class Saved(NamedTuple):
@@ -72,8 +72,12 @@ def train_and_save(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     rank, state = begin(model, mesh, scratch)
     rank.set_learning_rate(5, 10)
     step(rank)
-    for average in state.averages.values():
+    for average in state.named_weights["ema"].values():
         average.mul_(0.5)
+    for tensor in state.named_weights["old"].values():
+        tensor.add_(3.0)
+    state.feed = {"frontier": 5, "buffered": [torch.arange(6)]}
+    state.algorithm = {"baseline": torch.tensor([0.5, 0.25]), "seen": 3}
     held = content(state)
     saver = checkpoints(folder)
     torch.manual_seed(rank_number())
@@ -82,7 +86,7 @@ def train_and_save(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     losses = [step(rank), step(rank)]
     saver.save(3, state)
     saver.close()
-    return Saved(held, losses, gathered(torch.rand(()).item()))
+    return Saved(held, losses, all_gather_object(torch.rand(()).item()))
 
 
 def load_all(cases: list[tuple[str, Mesh, Path]], models: Path, scratch: Path, stop: threading.Event) -> list[Saved]:
@@ -94,11 +98,12 @@ def load_and_train(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     rank, state = begin(model, mesh, scratch)
     rank.set_learning_rate(5, 10)
     assert checkpoints(folder).load_latest(state) == 1
+    assert state.feed["frontier"] == 5 and state.algorithm["seen"] == 3
     held, rng = content(state), state.extra["rng"]
     if rng is not None:
         restore_rng(rng)  # type: ignore[arg-type]
     losses = [step(rank), step(rank)]
-    return Saved(held, losses, gathered(torch.rand(()).item()) if rng else [], state.extra["value"])
+    return Saved(held, losses, all_gather_object(torch.rand(()).item()) if rng else [], state.extra["value"])
 
 
 def save_where_one_disk_is_full(

@@ -25,6 +25,7 @@ from tests.distributed import loading
 from tests.unit.tiny_families import FAMILIES
 
 DP2, DP4, TP2 = {"dp_shard_size": 2}, {"dp_shard_size": 4}, {"tp_size": 2}
+PP2 = {"pp_size": 2, "pp_schedule": "1F1B"}
 HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
 TP2_DP2, CP2_DP2 = {"tp_size": 2, "dp_shard_size": 2}, {"cp_size": 2, "dp_shard_size": 2}
 EP2, EP2_DP4 = {"ep_size": 2, "dp_shard_size": 2}, {"ep_size": 2, "dp_shard_size": 4}
@@ -34,6 +35,7 @@ TWO = [
     *(("untied", mesh, torch.bfloat16) for mesh in (DP2, TP2)),
     *((name, DP2, torch.float32) for name in ("moe", "gpt-oss", "gemma3-vlm")),
     ("moe", EP2, torch.float32),
+    ("tied", PP2, torch.float32),
     ("untied", DP2, torch.float32, ("lora", {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"]})),
     ("tied", TP2, torch.float32, ("lora", {"r": 4, "target_modules": ["q_proj", "down_proj"]})),
     ("tied", DP2, torch.float32, ("freeze_pattern", ["embed_tokens"])),

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.parallelism import ParallelismConfig
-from cosmos_core.parallel.fsdp import on_first
-from cosmos_core.parallel.mesh import open_mesh
+from cosmos_core.parallel.fsdp import full_tensors
+from cosmos_core.parallel.mesh import is_first, open_mesh
 from tests.unit.test_visual_families import loaded, make_rank, samples
 
 
@@ -27,7 +27,11 @@ def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, A
     (update,) = Sft().updates(rows, lambda _: [])
     figures = rank.update(update, temperature=1.0, with_entropy=False)
     gradients = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
-    return {"loss": figures["loss"], "evaluated": evaluated, "gradients": on_first(gradients)}
+    return {
+        "loss": figures["loss"],
+        "evaluated": evaluated,
+        "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first()},
+    }
 
 
 def of_families(names: list[str], folder: Path, stop: threading.Event) -> None:

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.parallel.mesh import open_mesh
-from cosmos_core.parallel.pipeline import Elsewhere, cut
+from cosmos_core.parallel.pipeline import Elsewhere, apply_pp
 from cosmos_core.train.stages import Stages
 from tests.effects.change import SFT, Change, changes
 
@@ -36,7 +36,7 @@ def facts(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
             Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=5, num_attention_heads=2,
                         num_key_value_heads=2, head_dim=4)
         )  # fmt: skip
-        cut(model, mesh.sizes, mesh.pipeline.get_local_rank())
+        apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
         stages, size = Stages(model, recipe.train, mesh), recipe.train.train_policy.mini_batch
         own = [
             [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, Elsewhere)]

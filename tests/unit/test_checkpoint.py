@@ -53,7 +53,7 @@ def make_state(*, name: str = "AdamW", implementation: str = "fused", width: int
     rates = {"global": 1e-2, "layers.0": 1e-3}
     train = TrainConfig.model_validate({"optm_lr": rates, "optm_name": name, "optm_impl": implementation})
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return TrainState(model, build_optimizer(model, train), averages=averages)
+    return TrainState(model, build_optimizer(model, train), named_weights={"ema": averages})
 
 
 def train_step(state: TrainState) -> float:
@@ -69,7 +69,7 @@ def train_step(state: TrainState) -> float:
 def fill(state: TrainState, value: float) -> None:
     """Make the content tell its step: each weight, its average and each moment is `value`."""
     with torch.no_grad():
-        for average in state.averages.values():
+        for average in state.named_weights["ema"].values():
             average.fill_(value)
         for parameter in state.model.parameters():
             parameter.fill_(value)
@@ -80,7 +80,7 @@ def fill(state: TrainState, value: float) -> None:
 
 def is_filled_with(state: TrainState, value: float) -> bool:
     slots = [slot for each in state.optimizer.state.values() for slot in each.values()]
-    tensors = [*state.model.parameters(), *state.averages.values(), *slots]
+    tensors = [*state.model.parameters(), *state.named_weights["ema"].values(), *slots]
     return len(slots) > 0 and state.extra == {"value": value} and all(bool((t == value).all()) for t in tensors)
 
 
@@ -131,6 +131,50 @@ def test_saving_has_no_effect_on_the_training_even_before_its_first_step(tmp_pat
     fresh = make_state()
     assert open_checkpoints(tmp_path).load_latest(fresh) == 0
     assert not fresh.optimizer.state_dict()["state"]
+
+
+def test_named_weights_and_the_states_of_feed_and_algorithm_come_back(tmp_path: Path) -> None:
+    state = make_state()
+    train_step(state)
+    names = [name for name, _ in state.model.named_parameters()]
+    weights = dict(state.model.named_parameters())
+    state.named_weights = {
+        which: {name: torch.full_like(weights[name], value) for name in names}
+        for which, value in (("old", 2.0), ("reference", 3.0))
+    }
+    state.feed = {"frontier": [4, 7], "buffered": [{"reward": 0.5, "ids": torch.tensor([5, 6])}]}
+    state.algorithm = {"baseline": torch.tensor(0.25, dtype=torch.float64), "seen": 3}
+    open_checkpoints(tmp_path).save(1, state)
+
+    fresh = make_state()
+    sets = ("ema", "old", "reference", "teacher")
+    fresh.named_weights = {which: {name: torch.full_like(weights[name], 9.0) for name in names} for which in sets}
+    assert open_checkpoints(tmp_path).load_latest(fresh) == 1
+    values = {"old": 2.0, "reference": 3.0, "teacher": 9.0}  # a teacher that was not saved stays as it was loaded
+    for name in names:
+        for which, value in values.items():
+            assert (fresh.named_weights[which][name] == value).all(), (which, name)
+        assert torch.equal(fresh.named_weights["ema"][name], weights[name])  # begins at the weights
+    assert fresh.feed["frontier"] == [4, 7] and fresh.feed["buffered"][0]["reward"] == 0.5
+    assert fresh.feed["buffered"][0]["ids"].tolist() == [5, 6]
+    assert fresh.algorithm["seen"] == 3 and fresh.algorithm["baseline"].item() == 0.25
+    assert fresh.algorithm["baseline"].dtype == torch.float64 and fresh.extra == {}
+
+
+def test_a_weight_without_a_gradient_so_far_begins_its_moments_with_its_first(tmp_path: Path) -> None:
+    state = make_state()
+    first, second = list(state.model.parameters())[:2]
+    first.grad = torch.ones_like(first)
+    state.optimizer.step()
+    open_checkpoints(tmp_path).save(1, state)
+    resumed = make_state()
+    open_checkpoints(tmp_path).load_latest(resumed)
+    for each in (state, resumed):
+        for parameter in each.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.optimizer.step()
+        assert [each.optimizer.state[p]["step"].item() for p in list(each.model.parameters())[:2]] == [2, 1]
+    assert torch.equal(list(resumed.model.parameters())[1], second)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit"])

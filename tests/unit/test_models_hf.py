@@ -38,7 +38,7 @@ from cosmos_core.models.hf import (
     token_logprobs,
 )
 from cosmos_core.models.recompute import Recompute
-from cosmos_core.models.streamed import load_later
+from cosmos_core.models.sharded_load import init_on_meta
 from tests.unit.tiny_model import save_tiny_model
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -120,7 +120,7 @@ def test_a_family_that_cannot_recompute_keeps_everything_and_says_so_once(
     JetMoeForCausalLM(config).save_pretrained(tmp_path)
     if is_later:
         cpu = torch.device("cpu")
-        model = load_later(str(tmp_path), dtype=torch.float32, device=cpu, gradient_checkpointing=how)
+        model = init_on_meta(str(tmp_path), dtype=torch.float32, device=cpu, gradient_checkpointing=how)
     else:
         model = load_model(str(tmp_path), dtype=torch.float32, gradient_checkpointing=how)
     assert model.is_gradient_checkpointing is False

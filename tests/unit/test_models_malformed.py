@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_core.errors import EXIT_USAGE, ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import reading
-from cosmos_core.models.streamed import load_later
 from cosmos_core.train import check
 from tests.unit.test_train import SFT, make_stage, recipe
 from tests.unit.tiny_model import save_tiny_model
@@ -94,7 +94,7 @@ def lines(folder: Path) -> set[str]:
     model, stage = str(folder), make_stage(folder.parent / "stage", "sft", recipe(SFT), folder)
     return {
         line(lambda: load_model(model, dtype=torch.float32)),
-        line(lambda: load_later(model, dtype=torch.float32, device=CPU)),
+        line(lambda: init_on_meta(model, dtype=torch.float32, device=CPU)),
         line(lambda: check.run(stage)),
     }
 
@@ -178,7 +178,7 @@ def test_a_config_that_names_no_class_is_that_of_its_model_type(
 ) -> None:
     folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
     config(architectures=names)(folder)
-    later = load_later(str(folder), dtype=torch.float32, device=CPU)
+    later = init_on_meta(str(folder), dtype=torch.float32, device=CPU)
     assert type(load_model(str(folder), dtype=torch.float32)).__name__ == type(later).__name__ == "Qwen3ForCausalLM"
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.streamed import load_later
-from cosmos_core.parallel.pipeline import cut, layers_of, own_stages, stage_of
+from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.parallel.pipeline import apply_pp, layers_of, own_stages, stage_of
 from cosmos_core.train import check
 from tests.effects.change import SFT, recipe
 from tests.effects.change import stage_of as stage_of_run
@@ -52,7 +52,7 @@ def through_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> Tensor:
     """The last hidden states, each rank with its own copy of what it has."""
     ranks = [copy.deepcopy(model) for _ in range(sizes.pp_size)]
     for rank, part in enumerate(ranks):
-        cut(part, sizes, rank)
+        apply_pp(part, sizes, rank)
     given = inputs()
     for stage in range(own_stages(ranks[-1], sizes, sizes.pp_size - 1)[-1] + 1):
         given["inputs_embeds"] = hidden(stage_of(ranks[stage % sizes.pp_size], stage, sizes), given)
@@ -73,9 +73,9 @@ def test_the_stages_of_a_family_are_its_whole_body(name: str, tmp_path: Path) ->
     with torch.no_grad():
         expected = hidden(model, inputs())
     assert torch.equal(through_stages(model, TWO), expected)
-    later = load_later(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    later = init_on_meta(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     assert next(later.parameters()).is_meta
-    cut(later, TWO, 0)
+    apply_pp(later, TWO, 0)
     names = {name for name, _ in later.named_parameters()}
     assert {name for name in names if ".layers." in name} == {
         name for name, _ in model.named_parameters() if ".layers.0." in name
@@ -94,7 +94,7 @@ def test_seven_layers_make_a_body_however_they_are_cut(sizes: dict[str, Any], is
     assert torch.equal(through_stages(model, settings), expected)
     ranks = [copy.deepcopy(model) for _ in range(settings.pp_size)]
     for rank, part in enumerate(ranks):
-        cut(part, settings, rank)
+        apply_pp(part, settings, rank)
     held = [name for part in ranks for name, _ in part.named_parameters()]
     assert set(held) == {name for name, _ in model.named_parameters()}
     assert sorted(name for name in set(held) if held.count(name) > 1) == (
@@ -130,14 +130,14 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ModelError, match="makes 8 stages of 7 layers; lower it, or raise pp_layers_per_stage"):
-        cut(qwen3(7), ParallelismConfig(pp_size=2, pp_layers_per_stage=1), 0)
+        apply_pp(qwen3(7), ParallelismConfig(pp_size=2, pp_layers_per_stage=1), 0)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_does_more_than_its_plan_says_is_refused(name: str) -> None:
     make, reason = REFUSED[name]
     with pytest.raises(ModelError) as caught:
-        cut(make(), TWO, 0)
+        apply_pp(make(), TWO, 0)
     text = str(caught.value)
     assert text.startswith("policy.parallelism.pp_size = 2: ") and reason in text
     assert text.endswith("; set it to 1 and raise dp_shard_size")
@@ -154,7 +154,7 @@ def test_a_model_whose_layers_see_tokens_is_refused() -> None:
     model = qwen3(2)
     model.model.__class__ = SeesTokens
     with pytest.raises(ModelError, match=r"its layers are given 'tokens', which is made of tokens"):
-        cut(model, TWO, 0)
+        apply_pp(model, TWO, 0)
 
 
 def test_a_check_refuses_a_model_before_a_rank_starts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters with values in a model whose own weights are read later (`streamed.py`)."""
+"""Adapters with values in a model whose own weights are read later (`sharded_load.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reads_base(lora: LoraConfig | None) -> bool:
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
+def placeholders(model: nn.Module) -> Iterator[None]:
     """Give parameters without data a place for the time of the block, so that modules made for them get data there:
     each is one number seen as many. Nothing where new tensors have no data either, as in an estimate."""
     stands: dict[nn.Parameter, nn.Parameter] = {}

@@ -11,7 +11,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, model_without_weights
-from cosmos_core.models.stand_in import reads_base
+from cosmos_core.models.meta_device import reads_base
 from tests.unit.tiny_model import save_tiny_model
 
 POLICY = PolicyConfig.model_validate(

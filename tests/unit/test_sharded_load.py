@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.streamed import load_later, read_weights
+from cosmos_core.models.sharded_load import init_on_meta, load_sharded
 from tests.unit.tiny_families import FAMILIES, save_family
 from tests.unit.tiny_model import save_tiny_model
 
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 def test_every_family_is_the_one_that_is_loaded_whole(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path / family)
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(folder)
-    whole, later = load_model(str(folder), dtype=dtype), load_later(str(folder), dtype=dtype, device=CPU)
+    whole, later = load_model(str(folder), dtype=dtype), init_on_meta(str(folder), dtype=dtype, device=CPU)
     assert all(parameter.is_meta for parameter in later.parameters())
-    read_weights(later)
+    load_sharded(later)
     assert [name for name, _ in later.named_parameters()] == [name for name, _ in whole.named_parameters()]  # ties
     for ours, theirs in (
         (later.state_dict(), whole.state_dict()),
@@ -50,9 +50,9 @@ def test_files_that_are_no_safetensors_are_loaded_whole_and_it_is_said(
     (folder / "model.safetensors").unlink()
     torch.save(whole.state_dict(), folder / "pytorch_model.bin")
     with caplog.at_level(logging.INFO, "cosmos_core"):
-        model = load_later(str(folder), dtype=torch.float32, device=CPU)
+        model = init_on_meta(str(folder), dtype=torch.float32, device=CPU)
     assert "every rank loads the whole of" in caplog.text and "it has no model.safetensors" in caplog.text
     assert not any(parameter.is_meta for parameter in model.parameters())
-    read_weights(model)
+    load_sharded(model)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
