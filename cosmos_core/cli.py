@@ -199,7 +199,7 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     from cosmos_core.config.mesh import on_these_gpus
     from tasks.kinds import all_kinds
 
-    pipeline = on_these_gpus(load_pipeline(configs[0], overrides, tuple(all_kinds()), configs[1:]))
+    pipeline = on_these_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
     note(notices_of(pipeline))
     return pipeline
 

@@ -97,4 +97,4 @@ def _load(file: Path) -> Pipeline:
     from cosmos_core.config.compose import load_pipeline
     from tasks.kinds import all_kinds
 
-    return load_pipeline(file, [], tuple(all_kinds()))
+    return load_pipeline(file, [], all_kinds())

@@ -14,13 +14,32 @@ JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "Jso
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """What the pipeline has to know about one kind of stage."""
+    """The policy of one kind of stage: everything that the rest of the system has to know about it."""
 
     name: str
     entry: str
-    """Import path `module:function` of the program; called with one `run.stage.Stage`."""
+    """Import path `module:function` of the program; called with one `run.stage.Stage`. Empty: the stage names it."""
     result_version: int
     """Part of the fingerprint; raised by hand when a change of code changes results."""
+    makes: Literal["", "data", "model", "metrics", "publication", "page"] = ""
+    """What the stage is run for: prepared rows, a model of the architecture that it started from, measurements of a
+    model, a published copy of it, a page about the run. Empty: something else."""
+    feed: Literal["", "dataset", "rollouts"] = ""
+    """What the stage trains on: the rows of a data set, or rollouts scored by rewards. Empty: it does not train."""
+    has_mesh: bool = False
+    """True: it runs on the ranks of `policy.parallelism`."""
+    scores: bool = False
+    """True: it may call the rewards of its recipe."""
+    reads_model: Literal["", "tokenizer", "weights"] = ""
+    """How much of the model it reads; without `model` it is that of the recipe. A kind that reads one is looked at by
+    `cosmos check`. Empty: it reads none of its own."""
+    reads_data: Literal["", "source", "prepared"] = ""
+    """`source`: it reads the data set of its recipe, or what `data` names. `prepared`: it reads rows that another stage
+    prepared."""
+    required_keys: dict[str, str] = field(default_factory=dict)
+    """Keys of `[[pipeline.stages]]` that the stage needs, and how a value looks."""
+    allowed_keys: tuple[str, ...] = ()
+    """Keys of `[[pipeline.stages]]` that have a meaning only with this kind and others that list them."""
     is_numeric: bool = True
     """False: its result does not depend on threads or accelerator, so another machine may reuse it."""
     in_worker: bool = True
@@ -29,6 +48,11 @@ class StageKind:
     """False: the outside world decides (a gate, an upload), so it runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the stage changes weights."""
+        return bool(self.feed)
 
 
 @dataclass(frozen=True, slots=True)

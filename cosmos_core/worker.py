@@ -21,7 +21,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cosmos_core.config.compose import MESH_KINDS
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks import attached
@@ -66,15 +65,16 @@ def run_program(stage: Stage) -> None:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {spec['entry']}: {error}") from error
-    kind, inputs = stage.config.kind, stage.inputs
-    size = stage.recipe.policy.parallelism.world_size if kind in MESH_KINDS else 1
+    size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if size > 1:
         group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)
         outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)
     else:
         with attached(stage):
             outcome = program(stage, **stage.config.arguments)
-    commit(stage.path, outcome, name=stage.name, kind=kind, fingerprint=stage.fingerprint, inputs=inputs)
+    commit(
+        stage.path, outcome, name=stage.name, kind=stage.kind.name, fingerprint=stage.fingerprint, inputs=stage.inputs
+    )
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event) -> Outcome:

@@ -69,7 +69,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
                 "leave alone is reused"
             )
         return open_run(path, kinds)
-    pipeline = on_these_gpus(load_pipeline(path, overrides, tuple(kinds)))
+    pipeline = on_these_gpus(load_pipeline(path, overrides, kinds))
     # A flow run that Prefect retries goes on with the run that it began.
     note = pipeline.output_dir.expanduser().absolute() / ".cosmos" / "flow_runs" / request
     if request and not run_id and note.is_file():

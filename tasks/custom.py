@@ -2,4 +2,10 @@
 
 from cosmos_core.types import StageKind
 
-KIND = StageKind(name="custom", entry="", result_version=1)
+KIND = StageKind(
+    name="custom",
+    entry="",
+    result_version=1,
+    required_keys={"entry": '"module:function" or "path/file.py:function"'},
+    allowed_keys=("entry", "arguments"),
+)

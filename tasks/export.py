@@ -6,6 +6,9 @@ KIND = StageKind(
     name="export",
     entry="cosmos_core.checkpoint.export:run",
     result_version=1,
+    makes="model",
+    reads_model="weights",
+    allowed_keys=("checkpoint",),
     is_numeric=False,
     recipe_tables=("train.param_dtype", "policy.model_revision"),
 )

@@ -8,7 +8,15 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
 from cosmos_core.upload.base import target_of
 
-KIND = StageKind(name="gate", entry="tasks.gate:run", result_version=1, in_worker=False, is_reusable=False)
+KIND = StageKind(
+    name="gate",
+    entry="tasks.gate:run",
+    result_version=1,
+    required_keys={"require": '["METRIC >= NUMBER"]'},
+    allowed_keys=("require", "target"),
+    in_worker=False,
+    is_reusable=False,
+)
 
 
 def run(stage: Stage) -> Outcome:

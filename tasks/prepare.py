@@ -6,6 +6,9 @@ KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
     result_version=3,
+    makes="data",
+    reads_model="tokenizer",
+    reads_data="source",
     is_numeric=False,
     # Only what decides about the rows: another learning rate must not tokenise again.
     recipe_tables=(

@@ -3,5 +3,10 @@
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
-    name="report", entry="cosmos_core.observe.report:run", result_version=1, in_worker=False, is_reusable=False
+    name="report",
+    entry="cosmos_core.observe.report:run",
+    result_version=1,
+    makes="page",
+    in_worker=False,
+    is_reusable=False,
 )

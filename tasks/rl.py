@@ -6,5 +6,11 @@ KIND = StageKind(
     name="rl",
     entry="cosmos_core.train.setup:run_rl",
     result_version=1,
+    makes="model",
+    feed="rollouts",
+    has_mesh=True,
+    scores=True,
+    reads_model="weights",
+    reads_data="prepared",
     recipe_tables=("train", "policy", "rollout", "validation", "custom"),
 )

@@ -6,6 +6,12 @@ KIND = StageKind(
     name="sft",
     entry="cosmos_core.train.setup:run_sft",
     result_version=1,
+    makes="model",
+    feed="dataset",
+    has_mesh=True,
+    scores=True,
+    reads_model="weights",
+    reads_data="prepared",
     # Rollout and custom: held-out answers may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom"),
 )

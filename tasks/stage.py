@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,7 @@ def _lay_out(run: Run, stage: StageConfig, print_: Fingerprint) -> None:
         "fingerprint": print_.value,
         "model": _output(stage, "model", inputs) or recipe.policy.model_name_or_path,
         "data": _output(stage, "data", inputs),
+        "kind": asdict(kind),
         "stage": stage.model_dump(),
         "recipe": recipe.model_dump(),
         "inputs": {name: {key: result[key] for key in keys} for name, result in inputs.items()},

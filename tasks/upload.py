@@ -11,7 +11,16 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome, StageKind
 from cosmos_core.upload.base import target_of
 
-KIND = StageKind(name="upload", entry="tasks.upload:run", result_version=1, in_worker=False, is_reusable=False)
+KIND = StageKind(
+    name="upload",
+    entry="tasks.upload:run",
+    result_version=1,
+    makes="publication",
+    required_keys={"model": '"stage:NAME"', "target": '"FOLDER"'},
+    allowed_keys=("target",),
+    in_worker=False,
+    is_reusable=False,
+)
 
 
 def run(stage: Stage) -> Outcome:

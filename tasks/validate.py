@@ -6,6 +6,11 @@ KIND = StageKind(
     name="validate",
     entry="cosmos_core.train.validate:run",
     result_version=1,
+    makes="metrics",
+    has_mesh=True,
+    scores=True,
+    reads_model="weights",
+    reads_data="prepared",
     recipe_tables=(
         "train.seed",
         "train.master_dtype",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_core.config.compose import MESH_KINDS, Pipeline, existing
+from cosmos_core.config.compose import Pipeline, existing
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Only, mark, set_fields, status
 from cosmos_core.errors import ConfigError
+from cosmos_core.types import StageKind
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
@@ -28,8 +29,8 @@ def check_capabilities(pipeline: Pipeline) -> None:
             raise ConfigError(
                 f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path"
             )
-        recipe = pipeline.recipes[stage.name]
-        for problem in (*_of_recipe(recipe, stage.kind), *_of_mesh(recipe, stage.kind)):
+        recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+        for problem in (*_of_recipe(recipe, kind), *_of_mesh(recipe, kind)):
             raise ConfigError(f"{where}: {problem}")
 
 
@@ -83,7 +84,7 @@ def _of_local_data(recipe: Recipe) -> Iterator[str]:
                 yield f"{table}.dataset.{key} = {_toml(value)} has no effect here: {dataset.name} is on this machine"
 
 
-def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
+def _of_recipe(recipe: Recipe, kind: StageKind) -> Iterator[str]:
     for key, field, value, is_set in set_fields(recipe):
         found, only = status(field), mark(field, Only)
         if only and only.allows(value):
@@ -95,7 +96,7 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
     if recipe.policy.lora and recipe.policy.lora.init_lora_weights == "eva":
         yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
     train, rollout = recipe.train, recipe.rollout
-    if kind == "rl":
+    if kind.feed == "rollouts":
         if rollout.n_generation < 2:
             yield "rollout.n_generation = 1: advantages compare answers of one group; make it at least 2"
         if train.train_batch_per_replica % rollout.n_generation:
@@ -124,10 +125,10 @@ def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
         yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
 
 
-def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
+def _of_mesh(recipe: Recipe, kind: StageKind) -> Iterator[str]:
     """What stages on several ranks cannot do."""
     mesh = recipe.policy.parallelism
-    if kind not in MESH_KINDS:
+    if not kind.has_mesh:
         return
     yield from _of_engines(recipe, kind)
     if recipe.train.fsdp_offload and (mesh.ep_size > 1 or abs(mesh.dp_shard_size) * mesh.cp_size == 1):
@@ -150,9 +151,9 @@ def _of_mesh(recipe: Recipe, kind: str) -> Iterator[str]:
                 yield f"{key} = true excludes policy.parallelism.{axis} = {getattr(mesh, axis)} here; set it to 1"
 
 
-def _of_engines(recipe: Recipe, kind: str) -> Iterator[str]:
+def _of_engines(recipe: Recipe, kind: StageKind) -> Iterator[str]:
     """Engines that share the ranks of the model in a way that they cannot."""
-    if kind == "sft" and not recipe.validation.reward_function:
+    if kind.feed == "dataset" and not recipe.validation.reward_function:
         return
     ranks, each = recipe.policy.parallelism.world_size, recipe.rollout.parallelism.tp_size
     key = f"rollout.parallelism.tp_size = {each}"

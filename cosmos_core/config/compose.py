@@ -24,21 +24,10 @@ from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
+from cosmos_core.types import StageKind
 
-TRAINING_KINDS = ("sft", "rl")
-MESH_KINDS = (*TRAINING_KINDS, "validate")
-"""Kinds of stages that run on the ranks of `policy.parallelism`."""
 STAGE_PREFIX = "stage:"
-_KEYS_OF_KINDS = {
-    "entry": ("custom",), "arguments": ("custom",), "require": ("gate",), "target": ("gate", "upload"),
-    "checkpoint": ("export",),
-}  # fmt: skip
-_REQUIRED = (
-    ("custom", "entry", '"module:function" or "path/file.py:function"'),
-    ("gate", "require", '["METRIC >= NUMBER"]'),
-    ("upload", "model", '"stage:NAME"'),
-    ("upload", "target", '"FOLDER"'),
-)
+Kinds = Mapping[str, StageKind]
 
 
 @dataclass(frozen=True)
@@ -49,6 +38,8 @@ class Pipeline:
     config: PipelineConfig
     recipes: dict[str, Recipe]
     """By stage name."""
+    kinds: Kinds
+    """Every kind that a stage may have, by name."""
     notices: tuple[str, ...] = ()
     """What was changed in the values that the files say, once each."""
 
@@ -76,6 +67,10 @@ class Pipeline:
             f"{self.source}: no stage {name!r} in this pipeline{suggestion(name, [s.name for s in self.stages])}"
         )
 
+    def kind_of(self, stage: StageConfig) -> StageKind:
+        """Return what is declared of the stage's kind."""
+        return self.kinds[stage.kind]
+
     def behind(self, name: str) -> set[str]:
         """The stage and every stage that depends on it."""
         found = {self.stage(name).name}
@@ -97,8 +92,10 @@ def source_of(reference: str) -> str | None:
     return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
-def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequence[Path] = ()) -> Pipeline:
+def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path] = ()) -> Pipeline:
     """Read, compose and check a pipeline or a plain recipe; the files `over` win over it, `overrides` over them.
+
+    `kinds` has every kind that a stage may have; their policies decide what is checked and added.
 
     Raises:
         ConfigError: any mistake, in one line that names the file and the key.
@@ -116,14 +113,14 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Sequence[str], ov
     return pipeline
 
 
-def _load(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequence[Path]) -> Pipeline:
+def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path]) -> Pipeline:
     notices: list[str] = []
     shared = read_config(path, notices, over)
     table = shared.pop("pipeline", {})
     given = [parse_setting(text) for text in overrides]
     entries = _entries(path, table)
     if not entries:
-        implied = _stages_of_recipe(_recipe(str(path), merge(shared, shared_values(given)), []))
+        implied = _stages_of_recipe(_recipe(str(path), merge(shared, shared_values(given)), []), kinds)
         entries = [stage.model_dump(exclude_defaults=True) for stage in implied]
     settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
     shared = merge(shared, settings.shared)
@@ -136,12 +133,14 @@ def _load(path: Path, overrides: Sequence[str], kinds: Sequence[str], over: Sequ
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
         recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)
-        if stage.kind == "rl" and recipes[stage.name].train.train_policy.rows == "prompts":
-            notices += doubts_about_rl(recipes[stage.name])
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, complete, recipes, tuple(dict.fromkeys(map(printable, notices))))
-    _check_stages(pipeline, kinds)
+    pipeline = Pipeline(path, complete, recipes, kinds)
+    _check_stages(pipeline)
+    for stage in stages:
+        if kinds[stage.kind].feed == "rollouts":
+            notices += doubts_about_rl(recipes[stage.name])
+    pipeline = replace(pipeline, notices=tuple(dict.fromkeys(map(printable, notices))))
     return _absolute(_sorted(_with_prepared_data(pipeline)))
 
 
@@ -176,30 +175,45 @@ def _recipe(where: str, values: Values, notices: list[str]) -> Recipe:
     return parse(Recipe, values, source=where, notices=notices)
 
 
-def _stages_of_recipe(recipe: Recipe) -> tuple[StageConfig, ...]:
-    kind = "rl" if recipe.train.train_policy.rows == "prompts" else "sft"
+def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
+    """A stage of each kind that has something to do, named as its kind."""
+    prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_feed(recipe))
+    data = f"{STAGE_PREFIX}{prepare}"
     stages = [
-        StageConfig(name="prepare", kind="prepare"),
-        StageConfig(name=kind, kind=kind, after=("prepare",), data="stage:prepare"),
+        StageConfig(name=prepare, kind=prepare),
+        StageConfig(name=train, kind=train, after=(prepare,), data=data),
     ]
-    model: Values = {"after": (kind,), "model": f"stage:{kind}"}
+    model: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
-        stages.append(StageConfig(name="validate", kind="validate", data="stage:prepare", **model))
+        measure = _kind(kinds, makes="metrics")
+        stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
     if recipe.train.ckpt.export_safetensors:
-        stages.append(StageConfig(name="export", kind="export", **model))
+        export = _kind(kinds, makes="model", feed="")
+        stages.append(StageConfig(name=export, kind=export, **model))
     return tuple(stages)
 
 
-def _check_stages(pipeline: Pipeline, kinds: Sequence[str]) -> None:
+def _kind(kinds: Kinds, **policy: str) -> str:
+    """The name of the kind with that policy."""
+    return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
+
+
+def _feed(recipe: Recipe) -> str:
+    """What the recipe's algorithm trains on, as in `StageKind.feed`."""
+    return "rollouts" if recipe.train.train_policy.rows == "prompts" else "dataset"
+
+
+def _check_stages(pipeline: Pipeline) -> None:
+    kinds = pipeline.kinds
     names = [stage.name for stage in pipeline.stages]
-    trainings = [stage.name for stage in pipeline.stages if stage.kind in TRAINING_KINDS]
+    trainings = [s.name for s in pipeline.stages if s.kind in kinds and kinds[s.kind].trains]
     for stage in pipeline.stages:
         where = f"{pipeline.source}: stage {stage.name!r}"
         if names.count(stage.name) > 1:
             raise ConfigError(f"{where}: the name is used twice; stage names are unique")
         if stage.kind not in kinds:
             raise ConfigError(f"{where}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
-        _check_kind(where, stage, pipeline.recipes[stage.name])
+        _check_kind(where, stage, pipeline.recipes[stage.name], kinds)
         if stage.checkpoint and source_of(stage.model) not in trainings:
             raise ConfigError(f'{where}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
         for upstream in stage.after:
@@ -215,20 +229,22 @@ def _check_stages(pipeline: Pipeline, kinds: Sequence[str]) -> None:
                 )
 
 
-def _check_kind(where: str, stage: StageConfig, recipe: Recipe) -> None:
+def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) -> None:
     """The rules of each kind; what another kind would ignore is refused."""
-    for key, users in _KEYS_OF_KINDS.items():
-        if getattr(stage, key) and stage.kind not in users:
-            raise ConfigError(f"{where}: {key} has a meaning only with kind = {' or '.join(map(repr, users))}")
-    for kind, key, form in _REQUIRED:
-        if stage.kind == kind and not getattr(stage, key):
-            raise ConfigError(f"{where}: kind {kind!r} needs {key} = {form}")
-    if stage.kind in TRAINING_KINDS:
-        wanted = "sft" if stage.kind == "sft" else "grpo"
-        found = recipe.train.train_policy.type
-        if found != wanted:
-            raise ConfigError(f"{where}: kind {stage.kind!r} needs train.train_policy.type = {wanted!r}, not {found!r}")
-    if stage.kind == "rl":
+    kind = kinds[stage.kind]
+    for key in dict.fromkeys(key for other in kinds.values() for key in other.allowed_keys):
+        if getattr(stage, key) and key not in kind.allowed_keys:
+            users = [repr(other.name) for other in kinds.values() if key in other.allowed_keys]
+            raise ConfigError(f"{where}: {key} has a meaning only with kind = {' or '.join(users)}")
+    for key, form in kind.required_keys.items():
+        if not getattr(stage, key):
+            raise ConfigError(f"{where}: kind {kind.name!r} needs {key} = {form}")
+    if kind.trains and kind.feed != _feed(recipe):
+        raise ConfigError(
+            f"{where}: kind {kind.name!r} does not train with train.train_policy.type = "
+            f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_feed(recipe))!r}"
+        )
+    if kind.feed == "rollouts":
         try:
             check_rl(recipe)
         except ValueError as error:
@@ -260,8 +276,9 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """A gate compares with what the first upload behind it replaces, unless it names a target itself."""
-    uploads = [s.target for s in pipeline.stages if s.kind == "upload" and s.name in pipeline.behind(stage.name)]
-    target = stage.target or (uploads[0] if stage.kind == "gate" and uploads else "")
+    behind = pipeline.behind(stage.name)
+    uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in behind]
+    target = stage.target or (uploads[0] if stage.require and uploads else "")
     where = f"{pipeline.source}: stage {stage.name!r}"
     if not target and any(parse_condition(text).needs_published for text in stage.require):
         raise ConfigError(
@@ -279,44 +296,47 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     stages: list[StageConfig] = []
     recipes = dict(pipeline.recipes)
     by_name = {stage.name: stage for stage in pipeline.stages}
+    kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
+
+    def prepared(stage: StageConfig) -> str:
+        """The stage that prepares its rows; empty: none does."""
+        name = source_of(stage.data) or ""
+        return name if name in kinds and kinds[name].makes == "data" else ""
+
     for stage in pipeline.stages:
-        if stage.kind not in MESH_KINDS or _prepares(by_name, source_of(stage.data)):
+        if kinds[stage.name].reads_data != "prepared" or prepared(stage):
             stages.append(stage)
             continue
         trained = by_name.get(source_of(stage.model) or "")
-        if trained is not None and trained.kind == "export":
+        if trained is not None and kinds[trained.name].makes == "model" and not kinds[trained.name].trains:
             trained = by_name.get(source_of(trained.model) or "")
-        if stage.kind == "validate" and not stage.data and trained is not None and trained.kind in TRAINING_KINDS:
-            prepared = (
-                source_of(trained.data) if _prepares(by_name, source_of(trained.data)) else f"{trained.name}-data"
-            )
-            stages.append(_depending(stage, data=f"stage:{prepared}", after=prepared or ""))
+        is_training = trained is not None and kinds[trained.name].trains
+        if trained is not None and is_training and not kinds[stage.name].trains and not stage.data:
+            name = prepared(trained) or f"{trained.name}-data"
+            stages.append(_depending(stage, data=f"stage:{name}", after=name))
             continue
         name = f"{stage.name}-data"
         if name in by_name:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
             )
-        origin = _origin_of_model(by_name, pipeline.recipes, stage)
+        origin = _origin_of_model(pipeline, by_name, stage)
         needs = tuple(dict.fromkeys(s for s in (source_of(origin), source_of(stage.data)) if s))
-        stages.append(StageConfig(name=name, kind="prepare", model=origin, data=stage.data, after=needs))
+        prepare = _kind(pipeline.kinds, makes="data")
+        stages.append(StageConfig(name=name, kind=prepare, model=origin, data=stage.data, after=needs))
         recipes[name] = recipes[stage.name]
         stages.append(_depending(stage, data=f"stage:{name}", after=name))
     return _with_stages(replace(pipeline, recipes=recipes), stages)
-
-
-def _prepares(by_name: Mapping[str, StageConfig], name: str | None) -> bool:
-    return name is not None and name in by_name and by_name[name].kind == "prepare"
 
 
 def _depending(stage: StageConfig, *, data: str, after: str) -> StageConfig:
     return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, after)))})
 
 
-def _origin_of_model(by_name: Mapping[str, StageConfig], recipes: Mapping[str, Recipe], stage: StageConfig) -> str:
+def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
     """Where the tokenizer comes from: training does not change it, so rows need not wait for the training."""
-    model, seen = stage.model, {stage.name}
-    while (name := source_of(model)) is not None and by_name[name].kind in (*TRAINING_KINDS, "export"):
+    recipes, model, seen = pipeline.recipes, stage.model, {stage.name}
+    while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
         if name in seen:
             break  # a cycle; reported with its path when the graph is sorted
         seen.add(name)

@@ -14,7 +14,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import MESH_KINDS, Pipeline, existing, source_of
+from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -51,7 +51,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
     """
     taken = {}
     for stage in pipeline.stages:
-        if stage.kind not in MESH_KINDS:
+        if not pipeline.kind_of(stage).has_mesh:
             continue
         recipe = pipeline.recipes[stage.name]
         model = stage.model or recipe.policy.model_name_or_path
@@ -73,7 +73,7 @@ def on_these_gpus(pipeline: Pipeline) -> Pipeline:
     gpus = pipeline.config.gpus or visible_gpus()
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
-        if stage.kind in MESH_KINDS:
+        if pipeline.kind_of(stage).has_mesh:
             try:
                 recipes[stage.name] = filled(recipes[stage.name], gpus)
             except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import tomli_w
@@ -17,7 +18,6 @@ from cosmos_core.run.fingerprint import threads
 from cosmos_core.run.manifest import Result
 
 _PROGRAM = "cosmos_core.train.check:run"
-CHECKED_KINDS = ("prepare", "sft", "rl", "validate", "export")
 
 
 def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
@@ -28,7 +28,7 @@ def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
         StageFailed: a check crashed.
     """
     for stage in pipeline.stages:
-        if stage.kind not in CHECKED_KINDS:
+        if not pipeline.kind_of(stage).reads_model:
             continue
         unknown = _unknown(pipeline, stage)
         if unknown:
@@ -59,6 +59,7 @@ def look(
         "fingerprint": "look",
         "model": model or stage.model or recipe.policy.model_name_or_path,
         "data": data,
+        "kind": asdict(pipeline.kind_of(stage)),
         "stage": stage.model_dump(),
         "recipe": recipe.model_dump(),
     }
@@ -80,6 +81,6 @@ def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
     """The stage that has to run before this one can be looked at; prepared rows are looked at where they are made."""
     model = source_of(stage.model)
     data = source_of(stage.data)
-    if data and pipeline.stage(data).kind == "prepare":
+    if data and pipeline.kind_of(pipeline.stage(data)).makes == "data":
         data = None
     return model or data

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, source_of
+from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.mesh import filled
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -34,7 +34,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
         StageFailed: an estimate crashed.
     """
     for stage in pipeline.stages:
-        if stage.kind not in TRAINING_KINDS:
+        if not pipeline.kind_of(stage).trains:
             continue
         model = _model(pipeline, stage, decisions)
         if not model:
@@ -108,7 +108,7 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
         if made := _made(stage.model, "model", decisions):
             return made
         stage = pipeline.stage(name)
-        if stage.kind not in (*TRAINING_KINDS, "export"):
+        if pipeline.kind_of(stage).makes != "model":
             return ""
     return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
 

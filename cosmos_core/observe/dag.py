@@ -61,7 +61,7 @@ def draw(run: RunRecord) -> str:
 
 def label(stage: StageRecord) -> str:
     """The state as people read it; the report that is being written cannot know its own end."""
-    return "this page" if stage.kind == "report" and stage.status == "running" else stage.status
+    return "this page" if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
 def _nodes(stages: tuple[StageRecord, ...]) -> list[_Node]:
@@ -107,13 +107,13 @@ def _box(node: _Node, stage: StageRecord) -> str:
     x, y, seconds = node.left, node.y, stage.seconds
     time = wording.duration(seconds) if seconds is not None and label(stage) == stage.status else ""
     name = stage.name if len(stage.name) <= 17 else f"{stage.name[:16]}…"
-    hint = f"{stage.name} ({stage.kind}): {stage.status}"
+    hint = f"{stage.name} ({stage.kind.name}): {stage.status}"
     return (
         f'<g class="box state-{escape(stage.status)}"><title>{escape(hint)}</title>'
         f'<rect x="{x:g}" y="{y:g}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="8"/>'
         f'<rect class="edge-mark" x="{x:g}" y="{y + 8:g}" width="3.5" height="{_BOX_HEIGHT - 16}" rx="1.75"/>'
         f'<text class="name" x="{x + 13:g}" y="{y + 20:g}">{escape(name)}</text>'
-        f'<text class="kind" x="{x + 13:g}" y="{y + 35:g}">{escape(stage.kind)}</text>'
+        f'<text class="kind" x="{x + 13:g}" y="{y + 35:g}">{escape(stage.kind.name)}</text>'
         f'<text class="state" x="{x + 13:g}" y="{y + 52:g}">{escape(label(stage))}</text>'
         f'<text class="time" x="{x + _BOX_WIDTH - 10:g}" y="{y + 52:g}">{escape(time)}</text></g>'
     )

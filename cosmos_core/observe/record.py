@@ -15,7 +15,9 @@ from typing import Any
 
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import read_kind
 from cosmos_core.run.state import read_state
+from cosmos_core.types import StageKind
 
 FINISHED = frozenset({"done", "reused"})
 
@@ -26,7 +28,8 @@ class StageRecord:
 
     path: Path
     name: str
-    kind: str
+    kind: StageKind
+    """As the run recorded it."""
     after: tuple[str, ...]
     depth: int
     """Longest chain of stages before it; 0: it waits for nothing."""
@@ -93,7 +96,7 @@ class RunRecord:
     @property
     def outcome(self) -> str:
         """`failed` or `stopped` when a stage is, `done` when all are finished, else `running`; reports do not count."""
-        states = {stage.status for stage in self.stages if stage.kind != "report"}
+        states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "stopped"):
             if state in states:
                 return state
@@ -109,7 +112,7 @@ class RunRecord:
     def model(self) -> Path | None:
         """Folder of the model that the run ends with: the last export, else the last model of any stage."""
         made = [stage for stage in self.stages if isinstance(stage.info.get("model"), str)]
-        exports = [stage for stage in made if stage.kind == "export"] or made
+        exports = [stage for stage in made if stage.kind.makes == "model" and not stage.kind.trains] or made
         return exports[-1].path / exports[-1].info["model"] if exports else None
 
 
@@ -120,8 +123,10 @@ def read_run(path: Path) -> RunRecord:
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
     after = {entry["name"]: _names(entry.get("after", ())) for entry in entries}
-    stages = [_read_stage(path / "stages" / entry["name"], entry, after) for entry in entries]
     facts = _read_dict(path / "run.json")
+    kinds = facts.get("kinds")
+    known = kinds if isinstance(kinds, dict) else {}
+    stages = [_read_stage(path / "stages" / entry["name"], entry, after, known) for entry in entries]
     name = str(pipeline.get("name") or facts.get("pipeline") or "pipeline")
     return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -131,7 +136,7 @@ def rows(run: RunRecord) -> list[dict[str, Any]]:
     return [
         {
             "stage": stage.name,
-            "kind": stage.kind,
+            "kind": stage.kind.name,
             "state": stage.status,
             "attempt": stage.state["attempt"],
             "step": stage.progress.get("step", stage.state.get("step")),
@@ -171,18 +176,27 @@ def loading_line(model: Path) -> str:
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 
 
-def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]]) -> StageRecord:
+def _read_stage(
+    path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], kinds: dict[str, Any]
+) -> StageRecord:
     name, result = entry["name"], _read_dict(path / "result.json")
     return StageRecord(
         path=path,
         name=name,
-        kind=str(entry.get("kind") or result.get("kind") or ""),
+        kind=_kind(str(entry.get("kind") or result.get("kind") or ""), kinds),
         after=after[name],
         depth=_depth(name, after),
         state=read_state(path),
         progress=_read_dict(path / "progress.json"),
         result=result,
     )
+
+
+def _kind(name: str, recorded: dict[str, Any]) -> StageKind:
+    try:
+        return read_kind(recorded[name])
+    except (AttributeError, KeyError, TypeError):  # damaged, or of a version with other fields
+        return StageKind(name=name, entry="", result_version=0)
 
 
 def _depth(name: str, after: dict[str, tuple[str, ...]], seen: tuple[str, ...] = ()) -> int:

@@ -92,7 +92,7 @@ def _cards(record: RunRecord) -> str:
             ("inside stage workers", wording.duration(inside)),
             ("overhead", wording.duration(max(0.0, wall - inside))),
         ]
-    finished = sum(stage.status in {"done", "reused"} for stage in record.stages if stage.kind != "report")
-    cards.append(("stages finished", f"{finished} of {sum(stage.kind != 'report' for stage in record.stages)}"))
+    finished = sum(stage.status in {"done", "reused"} for stage in record.stages if stage.kind.makes != "page")
+    cards.append(("stages finished", f"{finished} of {sum(stage.kind.makes != 'page' for stage in record.stages)}"))
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards)
     return f'<dl class="cards">{cells}</dl>'

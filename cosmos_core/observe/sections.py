@@ -48,9 +48,9 @@ def clock(unix: Any) -> str:
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
-    """The stages whose validation figures are compared: those of kind validate, else whichever have some."""
+    """The stages whose validation figures are compared: those that only measure, else whichever have some."""
     found = [stage for stage in run.stages if any(key.startswith("validation/") for key in stage.metrics)]
-    return [stage for stage in found if stage.kind == "validate"] or found
+    return [stage for stage in found if stage.kind.makes == "metrics"] or found
 
 
 def before_and_after(run: RunRecord) -> str:
@@ -70,7 +70,7 @@ def before_and_after(run: RunRecord) -> str:
 
 def samples(run: RunRecord) -> str:
     """The answers to the same prompts by each validate stage, side by side."""
-    stages = [stage for stage in run.stages if stage.samples and stage.kind != "rl"]
+    stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     answers = [_newest_by_prompt(stage) for stage in stages]
     everywhere = [prompt for prompt in answers[0] if all(prompt in other for other in answers)] if answers else []
     prompts = everywhere or list(dict.fromkeys(prompt for other in answers for prompt in other))
@@ -209,7 +209,7 @@ def _stage(stage: StageRecord) -> str:
         _facts([(key, wording.number(value)) for key, value in figures.items()], "metrics"),
         f'<div class="curves">{drawn}</div>' if drawn else "",
         _info(stage),
-        _rollouts(stage) if stage.kind == "rl" else "",
+        _rollouts(stage) if stage.kind.feed == "rollouts" else "",
         _events(stage),
     ]
     found = wording.key_metrics(stage.metrics, most=1).items()
@@ -217,7 +217,7 @@ def _stage(stage: StageRecord) -> str:
     seconds = wording.duration(stage.seconds) if stage.seconds is not None else ""
     is_open = " open" if drawn or stage.status in {"failed", "stopped"} else ""
     return (
-        f"<details{is_open}><summary><b>{escape(stage.name)}</b> <i>{escape(stage.kind)}</i> "
+        f"<details{is_open}><summary><b>{escape(stage.name)}</b> <i>{escape(stage.kind.name)}</i> "
         f'{badge(stage.status, label(stage))}<span class="right">{escape(headline)}</span>'
         f'<span class="right">{escape(seconds)}</span></summary>{"".join(body)}</details>'
     )

@@ -64,7 +64,7 @@ class WandB:
         self._run = wandb.init(
             project=config.project_name,
             group=config.group_name or title,
-            job_type=stage.config.kind,
+            job_type=stage.kind.name,
             name=f"{title}-{stage.name}",
             id=_wandb_id(stage.path / "wandb" / "id"),
             resume="allow",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,11 @@ def create_run(
         "python": sys.version.split()[0],
         "versions": versions(),
         "seeds": seeds,
+        "kinds": {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
     }
     write_json(path / "run.json", facts)
     _list_run(output_dir, facts)
-    return Run(path, load_pipeline(path / PIPELINE, (), tuple(kinds)), kinds)
+    return Run(path, load_pipeline(path / PIPELINE, (), kinds), kinds)
 
 
 def open_or_create_run(
@@ -121,7 +122,7 @@ def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
     """
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
-    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), tuple(kinds)), kinds)
+    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds), kinds)
 
 
 def claim(run: Run) -> Lock:

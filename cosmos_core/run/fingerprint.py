@@ -15,14 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import MESH_KINDS, TRAINING_KINDS, Pipeline, source_of
+from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
-    REWARDED_KINDS,
     adapter_source,
     data_sources,
     kernel_packages,
@@ -73,7 +72,7 @@ def fingerprint(
         ConfigError: user code is not there.
     """
     recipe = pipeline.recipes[stage.name]
-    model = model_source(stage, recipe)
+    model = model_source(stage, recipe, kind)
     labels = _labels(recipe)
     patterns = ("*",) if stage.entry else DATA_FILES  # a user's function may read any file
     ingredients: dict[str, Any] = {
@@ -82,26 +81,26 @@ def fingerprint(
         "config": _at(_renamed(result_values(recipe), labels), kind.recipe_tables),
         "inputs": dict(upstream),
         "model": _model_digest(model, recipe, kind, digests),
-        "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe)],
+        "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": device() if kind.in_worker and kind.is_numeric else None,
-        "world_size": recipe.policy.parallelism.world_size if stage.kind in MESH_KINDS else None,
+        "world_size": recipe.policy.parallelism.world_size if kind.has_mesh else None,
         "versions": versions(pipeline.config.python) if kind.in_worker else {},
     }
-    if kind.name in REWARDED_KINDS:
+    if kind.scores:
         ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
         ingredients["config"] = result_values(recipe)  # the function is handed all of it
-    if stage.kind in TRAINING_KINDS and (checkpoint := resume_source(recipe)):
+    if kind.trains and (checkpoint := resume_source(recipe)):
         ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # has the digest of every other file
-    if stage.kind in TRAINING_KINDS and (adapter := adapter_source(recipe)):
+    if kind.trains and (adapter := adapter_source(recipe)):
         ingredients["adapter"] = digests.of_folder(adapter, ("*",))
-    if stage.kind in TRAINING_KINDS and (packages := kernel_packages(recipe)):
+    if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = installed(tuple(packages), pipeline.config.python)
     if stage.checkpoint:
         ingredients["checkpoint"] = stage.checkpoint
-    if kind.name == "gate":
+    if stage.require:
         ingredients["require"] = list(stage.require)
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
@@ -124,7 +123,7 @@ def versions(python: str = "") -> dict[str, str]:
 
 def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:
     if isinstance(model, Path):
-        return digests.of_folder(model, TOKENIZER_FILES if kind.name == "prepare" else ("*",))
+        return digests.of_folder(model, TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",))
     if model is None or source_of(model) is not None:
         return model  # the digest of that stage is among the inputs
     return f"hub:{model}@{recipe.policy.model_revision or 'main'}"

@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, existing, source_of
+from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
 from cosmos_core.registry import code_file, is_import_path, offered_names, suggestion
 from cosmos_core.run.packages import device, installed
+from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
-MODEL_KINDS = ("prepare", "sft", "rl", "validate", "export")
-REWARDED_KINDS = ("sft", "rl", "validate")
 SINK_PACKAGES = ("wandb", "tensorboard")
 """Of the same name as the sink, and as the extra of ours that brings it."""
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
@@ -36,16 +35,16 @@ def check_inputs(pipeline: Pipeline) -> None:
     asked |= {package for recipe in recipes for package in kernel_packages(recipe)}
     missing = asked - installed(sorted(asked), pipeline.config.python).keys() if asked else set()
     for stage in pipeline.stages:
-        recipe = pipeline.recipes[stage.name]
+        recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
             _check_sinks(missing.intersection(recipe.logging.logger))
-            model_source(stage, recipe)
-            data_sources(stage, recipe)
-            if stage.kind in TRAINING_KINDS:
+            model_source(stage, recipe, kind)
+            data_sources(stage, recipe, kind)
+            if kind.trains:
                 resume_source(recipe)
                 adapter_source(recipe)
                 _check_kernels(recipe, missing)
-            if stage.kind in REWARDED_KINDS:
+            if kind.scores:
                 for key, name in reward_names(recipe).items():
                     _check_reward(key, name)
             if stage.entry:
@@ -54,13 +53,14 @@ def check_inputs(pipeline: Pipeline) -> None:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
 
 
-def model_source(stage: StageConfig, recipe: Recipe) -> Path | str | None:
+def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | str | None:
     """Folder of the model, its name on the Hub or `stage:NAME`; None: the stage reads no model.
 
     Raises:
         ModelError: it can only be a folder, and there is none.
     """
-    key, model = ("model", stage.model) if stage.model else ("policy.model_name_or_path", _own_model(stage, recipe))
+    own = recipe.policy.model_name_or_path if kind.reads_model else ""
+    key, model = ("model", stage.model) if stage.model else ("policy.model_name_or_path", own)
     if not model or source_of(model) is not None:
         return model or None
     found = existing(model, Path.cwd())
@@ -71,14 +71,14 @@ def model_source(stage: StageConfig, recipe: Recipe) -> Path | str | None:
     return model
 
 
-def data_sources(stage: StageConfig, recipe: Recipe) -> list[Path | str]:
+def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Path | str]:
     """Files, folders and Hub names of the rows that the stage reads itself; those of other stages left out.
 
     Raises:
         DataError: one can only be a file or folder, and there is none.
     """
     named = {"data": stage.data}
-    if stage.kind == "prepare":
+    if kind.reads_data == "source":
         if not stage.data:
             media = media_of(recipe)
             named = {
@@ -163,10 +163,6 @@ def reward_names(recipe: Recipe) -> dict[str, str]:
     return {f"train.train_policy.reward_function.{name}": name for name in trained} | {
         f"validation.reward_function.{name}": name for name in recipe.validation.reward_function
     }
-
-
-def _own_model(stage: StageConfig, recipe: Recipe) -> str:
-    return recipe.policy.model_name_or_path if stage.kind in MODEL_KINDS else ""
 
 
 def _check_reward(key: str, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.progress import Metrics, Progress
+from cosmos_core.types import StageKind
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Stage:
     """`result.json` of each stage in `after`, by name, with `path` added."""
     fingerprint: str
     """Of everything that can change the result."""
+    kind: StageKind
+    """What is declared of its kind."""
     stop_requested: bool = field(default=False)
     """A signal asked to stop: save at the next safe point and raise `Preempted`."""
 
@@ -73,4 +76,15 @@ def load_stage(path: Path) -> Stage:
         data=Path(spec["data"]) if spec.get("data") else None,
         inputs=spec.get("inputs", {}),
         fingerprint=spec["fingerprint"],
+        kind=read_kind(spec["kind"]),
     )
+
+
+def read_kind(table: dict[str, Any]) -> StageKind:
+    """Return the kind that `dataclasses.asdict` wrote as a table; its arrays are tuples again.
+
+    Raises:
+        TypeError: the table is of another version, whose kinds have other fields.
+    """
+    values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in table.items()}
+    return StageKind(**values)

@@ -7,7 +7,6 @@ import json
 import torch
 from transformers.initialization import meta_device_safe_creation_ops
 
-from cosmos_core.config.compose import MESH_KINDS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
@@ -30,7 +29,7 @@ def run(stage: Stage) -> Outcome:
     check_row_length(config, stage.recipe.policy.model_max_length)
     tokenizer = load_tokenizer(stage.model, revision)
     found = [f"{next(iter(config.architectures or ()), type(config).__name__)}, vocabulary of {len(tokenizer)}"]
-    if stage.config.kind == "prepare":
+    if stage.kind.makes == "data":
         prepare.run(stage)
         found += _rows(stage)
     else:
@@ -47,7 +46,7 @@ def _check_model(stage: Stage) -> None:
     """Build the model without reading its weights, and cut it into pipeline stages where the run will."""
     sizes = stage.recipe.policy.parallelism
     revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
-    if stage.config.kind in MESH_KINDS and sizes.pp_size > 1:
+    if stage.kind.has_mesh and sizes.pp_size > 1:
         apply_pp(init_on_meta(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
     else:
         with torch.device("meta"), meta_device_safe_creation_ops():
@@ -56,9 +55,9 @@ def _check_model(stage: Stage) -> None:
 
 def _rewards(stage: Stage) -> dict[str, float]:
     policy = stage.recipe.train.train_policy
-    trained = policy.reward_function if stage.config.kind == "rl" and isinstance(policy, GrpoConfig) else {}
-    is_measured = stage.config.kind == "validate" or stage.recipe.validation.enable
-    return {**trained, **(reward_weights(stage.recipe) if is_measured and stage.config.kind != "export" else {})}
+    trained = policy.reward_function if stage.kind.feed == "rollouts" and isinstance(policy, GrpoConfig) else {}
+    is_measured = stage.kind.makes == "metrics" or stage.recipe.validation.enable
+    return {**trained, **(reward_weights(stage.recipe) if is_measured and stage.kind.scores else {})}
 
 
 def _rows(stage: Stage) -> list[str]:

@@ -169,7 +169,7 @@ def open_rank(stage: Stage) -> tuple[Rank, PreTrainedTokenizerBase]:
     check_row_length(model.config, policy.model_max_length)
     if policy.enable_liger_kernel:
         use_liger(model)
-    if stage.config.kind != "validate":  # it measures what these tables have made already
+    if stage.kind.trains:  # one that measures takes what these tables have made already
         choose_trained(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)

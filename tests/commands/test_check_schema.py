@@ -18,7 +18,7 @@ from tests.unit.test_architecture import FORBIDDEN
 
 
 def size_when_resolved(file: Path) -> int:
-    return len(tomli_w.dumps(load_pipeline(file, [], tuple(all_kinds())).as_toml()))
+    return len(tomli_w.dumps(load_pipeline(file, [], all_kinds()).as_toml()))
 
 
 def test_the_largest_recipe_is_checked_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ overrides.train.validation_batch_per_replica = 2
 
 
 def loaded(file: Path) -> Pipeline:
-    return load_pipeline(file, [], tuple(all_kinds()))
+    return load_pipeline(file, [], all_kinds())
 
 
 def test_a_key_is_explained(workspace: Workspace) -> None:

@@ -29,6 +29,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import SequenceFeed
 from cosmos_core.train.setup import run_sft
 from cosmos_core.types import Outcome
+from tasks.kinds import all_kinds
 
 ROWS, STEPS, BATCH = 72, 40, 8
 """Nine steps an epoch; the training ends within the fifth."""
@@ -156,7 +157,9 @@ def _stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh:
         "ckpt": {"enable_checkpoint": True, "save_freq": SAVE_FREQ, "save_mode": "async", "max_keep": 2},
     }  # fmt: skip
     recipe = Recipe.model_validate({"policy": {"model_max_length": 32, "parallelism": mesh}, "train": train})
-    return Stage(path, StageConfig(name=path.name, kind="sft"), recipe, str(model), data, {}, "f" * 64)
+    return Stage(
+        path, StageConfig(name=path.name, kind="sft"), recipe, str(model), data, {}, "f" * 64, kind=all_kinds()["sft"]
+    )
 
 
 def _train(folder: Path, task: Path, mesh: dict[str, int], stop: threading.Event) -> Outcome:

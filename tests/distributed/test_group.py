@@ -19,6 +19,7 @@ from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run_sft
+from tasks.kinds import all_kinds
 from tests.distributed import members
 
 
@@ -42,7 +43,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh: int | str) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
-    return Stage(path, StageConfig(name=path.name, kind="sft"), recipe(**mesh), str(model), data, {}, "f" * 64)
+    return Stage(
+        path,
+        StageConfig(name=path.name, kind="sft"),
+        recipe(**mesh),
+        str(model),
+        data,
+        {},
+        "f" * 64,
+        kind=all_kinds()["sft"],
+    )
 
 
 def sft(task: Path, path: Path, **mesh: int | str) -> Stage:

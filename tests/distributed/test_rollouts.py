@@ -19,6 +19,7 @@ from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run_rl, run_sft
+from tasks.kinds import all_kinds
 from tests.distributed import members
 
 STEPS = 3
@@ -63,7 +64,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def stage(name: str, kind: str, config: Recipe, model: str = "") -> Stage:
         (folder / name).mkdir()
         data = folder / "task/data" if model else None
-        return Stage(folder / name, StageConfig(name=name, kind=kind), config, model, data, {}, "f" * 64)
+        return Stage(
+            folder / name, StageConfig(name=name, kind=kind), config, model, data, {}, "f" * 64, kind=all_kinds()[kind]
+        )
 
     sft = recipe({}, {}, train_policy=SFT)
     arithmetic.make(stage("task", "custom", sft), train_rows=64, heldout_rows=8, hidden_size=128, layers=2)
@@ -74,7 +77,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rl(task: Path, path: Path, policy: Mapping[str, Any], mesh: Mapping[str, int]) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
     config = StageConfig(name="rl", kind="rl")
-    return Stage(path, config, recipe(policy, mesh), str(task / "task/model"), task / "prompts/data", {}, "f" * 64)
+    return Stage(
+        path,
+        config,
+        recipe(policy, mesh),
+        str(task / "task/model"),
+        task / "prompts/data",
+        {},
+        "f" * 64,
+        kind=all_kinds()[config.kind],
+    )
 
 
 def on(done: Stage, scratch: Path, stop_after: int | None = None) -> Any:
@@ -164,10 +176,28 @@ def test_supervised_training_on_a_mesh_measures_generated_answers(task: Path, tm
         rows = tmp_path / name / "rows"
         rows.mkdir(parents=True)
         model = str(task / "task/model")
-        prepare.run(Stage(rows, StageConfig(name="rows", kind="prepare"), config, model, task / "task/data", {}, ""))
+        prepare.run(
+            Stage(
+                rows,
+                StageConfig(name="rows", kind="prepare"),
+                config,
+                model,
+                task / "task/data",
+                {},
+                "",
+                kind=all_kinds()["prepare"],
+            )
+        )
         (tmp_path / name / "sft").mkdir()
         stage = Stage(
-            tmp_path / name / "sft", StageConfig(name="sft", kind="sft"), config, model, rows / "data", {}, "f" * 64
+            tmp_path / name / "sft",
+            StageConfig(name="sft", kind="sft"),
+            config,
+            model,
+            rows / "data",
+            {},
+            "f" * 64,
+            kind=all_kinds()["sft"],
         )
         if mesh:
             on(stage, tmp_path)

@@ -22,6 +22,7 @@ from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run_sft
+from tasks.kinds import all_kinds
 from tests.distributed import members
 
 KINDS: dict[str, dict[str, Any]] = {"experts": {}, "adapter": {"lora": {"r": 4, "target_modules": "all-linear"}}}
@@ -46,7 +47,7 @@ def stage(
 ) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
     config = StageConfig(name=path.name, kind="sft")
-    return Stage(path, config, recipe(policy, mesh), str(model), data, {}, "f" * 64)
+    return Stage(path, config, recipe(policy, mesh), str(model), data, {}, "f" * 64, kind=all_kinds()[config.kind])
 
 
 @pytest.fixture(scope="module")

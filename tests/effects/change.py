@@ -13,6 +13,7 @@ from cosmos_core.config.load import merge
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 
 Settings = Mapping[str, Any]
 """Dotted key to value."""
@@ -66,7 +67,9 @@ def stage_of(
 ) -> Stage:
     """A stage as its program sees it."""
     path.mkdir(parents=True, exist_ok=True)
-    return Stage(path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64)
+    return Stage(
+        path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64, kind=all_kinds()[kind]
+    )
 
 
 def _name(change: Change) -> str:

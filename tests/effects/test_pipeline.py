@@ -50,7 +50,7 @@ def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
         values = merge(values, {"pipeline": {"stages": [second, first]}})
     folder.mkdir(exist_ok=True)
     (folder / "p.toml").write_text(tomli_w.dumps(values))
-    return load_pipeline(folder / "p.toml", (), tuple(all_kinds()))
+    return load_pipeline(folder / "p.toml", (), all_kinds())
 
 
 def sides(change: Change, folder: Path) -> tuple[Pipeline, Pipeline]:
@@ -202,7 +202,16 @@ def second(found: Pipeline, folder: Path) -> Stage:
     inputs = (
         {} if found.stage("second").kind == "upload" else {"first": {"metrics": {"loss": 2.0}, "path": str(folder)}}
     )
-    return Stage(folder / "stages/second", found.stage("second"), Recipe(), str(folder / "model"), None, inputs, "f")
+    return Stage(
+        folder / "stages/second",
+        found.stage("second"),
+        Recipe(),
+        str(folder / "model"),
+        None,
+        inputs,
+        "f",
+        kind=all_kinds()[found.stage("second").kind],
+    )
 
 
 @changes(Change("pipeline.stages.require", ["loss <= 1"], {"pipeline.stages.kind": "gate",

@@ -294,7 +294,7 @@ def valid_configurations() -> dict[str, dict[str, Any]]:
         file = Path(folder, "written.toml")
         for name in ("sft", "grpo"):
             file.write_text(WRITTEN[name])
-            found[f"{name} in full"] = load_pipeline(file, [], tuple(all_kinds())).as_toml()
+            found[f"{name} in full"] = load_pipeline(file, [], all_kinds()).as_toml()
     for file in sorted(CONFIGS.rglob("*.toml")):
         found[str(file.relative_to(CONFIGS))] = _anywhere(tomllib.loads(file.read_text(encoding="utf-8")), file.parent)
     return found

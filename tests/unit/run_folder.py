@@ -76,7 +76,7 @@ def load_recipe(folder: Path, *overrides: str, kind: str = "sft") -> Pipeline:
     """A plain recipe that reads all that `make_inputs` made."""
     file = folder / "recipe.toml"
     file.write_text(RECIPE.format(folder=folder, type=kind))
-    return load_pipeline(file, overrides, tuple(all_kinds()))
+    return load_pipeline(file, overrides, all_kinds())
 
 
 def print_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerprint:
@@ -93,7 +93,7 @@ def counting_run(folder: Path, *overrides: str) -> Run:
     """A new run of two stages that count."""
     file = folder / "counting.toml"
     file.write_text(COUNTING.format(folder=folder, programs=PROGRAMS))
-    return create_run(load_pipeline(file, overrides, tuple(all_kinds())), all_kinds())
+    return create_run(load_pipeline(file, overrides, all_kinds()), all_kinds())
 
 
 def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Path:

@@ -18,6 +18,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.earlier import take_over
+from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.test_checkpoint import fill, is_filled_with, make_state, open_checkpoints, train_step
 
@@ -115,7 +116,7 @@ def test_where_it_is_named_it_is_refused(tmp_path: Path, case: str) -> None:
     config = StageConfig(name="export", kind="export", model="stage:sft", checkpoint="2")
     inputs: dict[str, Any] = {"sft": {"path": str(tmp_path), "info": {}}}
     with pytest.raises(ModelError, match=DAMAGES[case][1]):
-        pinned_step(Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f"))
+        pinned_step(Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f", kind=all_kinds()[config.kind]))
 
 
 @EVERY

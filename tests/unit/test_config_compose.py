@@ -247,9 +247,9 @@ BAD_GRAPHS = [
     (stages('kind = "sft"'), "pipeline.stages[0]: name: is required"),
     (stages('name = "a"'), "stage 'a': kind: is required"),
     (stages('name = "s"\nkind = "sft"'),
-     "stage 's': kind 'sft' needs train.train_policy.type = 'sft', not 'grpo'"),
+     "stage 's': kind 'sft' does not train with train.train_policy.type = 'grpo'; take kind = 'rl'"),
     (stages('name = "s"\nkind = "rl"\noverrides.train.train_policy.type = "sft"'),
-     "stage 's': kind 'rl' needs train.train_policy.type = 'grpo', not 'sft'"),
+     "stage 's': kind 'rl' does not train with train.train_policy.type = 'sft'; take kind = 'sft'"),
     (stages(custom("a", 'timeout = "1 week"')),
      "stage 'a': timeout = '1 week' must be a number and a unit: 90s, 15m, 12h or 2d"),
     (stages(custom("a", 'recipe = "none.toml"')), "stage 'a': recipe = 'none.toml': no such file (none.toml)"),
@@ -292,7 +292,7 @@ def test_what_is_saved_in_a_run_is_the_same_pipeline_again(tmp_path: Path, text:
     saved = tmp_path / "elsewhere" / "pipeline.toml"
     saved.parent.mkdir()
     saved.write_text(tomli_w.dumps(pipeline.as_toml()))
-    again = load_pipeline(saved, (), tuple(all_kinds()))
+    again = load_pipeline(saved, (), all_kinds())
     assert again.recipes == pipeline.recipes
     assert again.config.model_dump(exclude={"stages"}) == pipeline.config.model_dump(exclude={"stages"})
     plain = {"recipe", "overrides"}  # what they said is in the recipes
@@ -347,7 +347,7 @@ def test_every_configuration_in_the_repository_loads() -> None:
     files = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
     assert files
     for file in files:
-        assert load_pipeline(file, (), tuple(all_kinds())).stages
+        assert load_pipeline(file, (), all_kinds()).stages
 
 
 def test_a_checkpoint_is_measured_on_the_rows_of_its_training(tmp_path: Path) -> None:

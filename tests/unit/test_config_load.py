@@ -56,7 +56,7 @@ max_response_length = 64
 def load(folder: Path, text: str | bytes, *overrides: str) -> Pipeline:
     file = folder / "recipe.toml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    return load_pipeline(file, overrides, tuple(all_kinds()))
+    return load_pipeline(file, overrides, all_kinds())
 
 
 def refused(folder: Path, text: str | bytes, *overrides: str) -> str:

@@ -131,7 +131,7 @@ def test_the_whole_world_is_what_there_is(
     (tmp_path / "a.toml").write_text(
         '[policy.parallelism]\ndp_shard_size = -1\n[train]\ntrain_policy = { type = "sft" }\n'
     )
-    pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", [setting], tuple(all_kinds())))
+    pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", [setting], all_kinds()))
     assert {name: recipe.policy.parallelism.dp_shard_size for name, recipe in pipeline.recipes.items()} == {
         "prepare": -1, "sft": size, "export": -1,
     }  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_world_that_the_other_sizes_do_not_divide_names_the_stage(tmp_path: Pa
         '[policy.parallelism]\ndp_shard_size = -1\ntp_size = 3\n[train]\ntrain_policy = { type = "sft" }\n'
     )
     with pytest.raises(ConfigError, match=r"a\.toml: stage 'sft': policy\.parallelism\.dp_shard_size = -1: 8 GPUs"):
-        on_these_gpus(load_pipeline(tmp_path / "a.toml", ["pipeline.gpus=8"], tuple(all_kinds())))
+        on_these_gpus(load_pipeline(tmp_path / "a.toml", ["pipeline.gpus=8"], all_kinds()))
 
 
 def test_a_pipeline_whose_ranks_mostly_wait_is_told(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ NUMBERS = [0, -1, 1, -(2**31), 2**31, 2**63 - 1, -(2**63), 10**30, 1e308, -1e308
 
 
 def load(file: Path, *overrides: str, over: Sequence[Path] = ()) -> Pipeline:
-    return load_pipeline(file, overrides, tuple(all_kinds()), over)
+    return load_pipeline(file, overrides, all_kinds(), over)
 
 
 def is_one_line(text: str) -> bool:

@@ -341,7 +341,7 @@ def test_a_deprecated_file_loads_is_converted_and_waits_for_what_it_needs(tmp_pa
     del values["model_parallel"]
     old.write_text(tomli_w.dumps(values))
     new.write_text(tomli_w.dumps(modern(values, "old.toml", [])))
-    kinds = tuple(all_kinds())
+    kinds = all_kinds()
     pipeline, converted = load_pipeline(old, [], kinds), load_pipeline(new, [], kinds)
     assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export"]
     assert pipeline.recipes["rl"] == converted.recipes["rl"]

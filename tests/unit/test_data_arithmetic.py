@@ -15,13 +15,23 @@ from cosmos_core.data.conversation import conversation_tokens
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import files_below, sha256
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import learned
 
 
 def stage_at(path) -> Stage:
     path.mkdir(parents=True)
     config = StageConfig(name="make", kind="custom", entry="cosmos_core.data.arithmetic:make")
-    return Stage(path=path, config=config, recipe=Recipe(), model="", data=None, inputs={}, fingerprint="f")
+    return Stage(
+        path=path,
+        config=config,
+        recipe=Recipe(),
+        model="",
+        data=None,
+        inputs={},
+        fingerprint="f",
+        kind=all_kinds()[config.kind],
+    )
 
 
 def read(path):

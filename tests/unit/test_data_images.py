@@ -27,6 +27,7 @@ from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.processor import load_processor
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 from tests.unit.tiny_vlms import PARTS, picture, save_vlm
 
 SHOWN = {"role": "user", "content": "<image>\nWhat is it?"}
@@ -62,7 +63,7 @@ def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **reci
     tables = {"train": {"train_policy": {"type": "sft", **policy}}, **recipe}
     stage = Stage(
         path=folder / "stage", config=StageConfig(name="data", kind="prepare"), recipe=Recipe.model_validate(tables),
-        model=str(model), data=None, inputs={}, fingerprint="f",
+        model=str(model), data=None, inputs={}, fingerprint="f", kind=all_kinds()["prepare"],
     )  # fmt: skip
     run(stage)
     return folder / "stage" / "data"
@@ -386,6 +387,6 @@ def test_a_setting_about_videos_is_told_to_have_no_effect(tmp_path, model):
     stage = Stage(
         path=folder, config=StageConfig(name="data", kind="prepare"),
         recipe=Recipe.model_validate({**recipe, "custom": {"vision": {"fps": 1}}}), model=str(model), data=None,
-        inputs={}, fingerprint="f",
+        inputs={}, fingerprint="f", kind=all_kinds()["prepare"],
     )  # fmt: skip
     assert run(stage).info["notices"] == ["custom.vision.fps has no effect: videos are not read"]

@@ -20,6 +20,7 @@ from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import EXIT_USAGE, DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
+from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -42,7 +43,16 @@ def prepare(model: Path, file: Path, max_length: int = 4096) -> Outcome:
     path = file.parent / "stage"
     path.mkdir()
     return run(
-        Stage(path, StageConfig(name="p", kind="prepare"), Recipe.model_validate(recipe), str(model), None, {}, "f")
+        Stage(
+            path,
+            StageConfig(name="p", kind="prepare"),
+            Recipe.model_validate(recipe),
+            str(model),
+            None,
+            {},
+            "f",
+            kind=all_kinds()["prepare"],
+        )
     )
 
 

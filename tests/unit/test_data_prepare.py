@@ -21,6 +21,7 @@ from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, MISTRAL, byte_tokenizer, learned
 
 RL_LENGTHS = {"policy": {"model_max_length": 64}, "rollout": {"max_response_length": 16}}
@@ -45,7 +46,7 @@ def make_stage(path: Path, model: Path, recipe: dict, data: Path | None = None) 
     config = StageConfig(name="prepare", kind="prepare")
     return Stage(
         path=path, config=config, recipe=Recipe.model_validate(recipe), model=str(model), data=data, inputs={},
-        fingerprint="f",
+        fingerprint="f", kind=all_kinds()[config.kind],
     )  # fmt: skip
 
 

@@ -291,7 +291,7 @@ def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, 
     (tmp_path / "maker.py").write_text("def make(stage): ...\n")
     text = PIPELINE.replace("MODEL", str(tiny)).replace("ROWS", str(tmp_path / "rows.jsonl"))
     (tmp_path / "p.toml").write_text(text.replace("PROGRAM", f"{tmp_path}/maker.py:make"))
-    pipeline = load_pipeline(tmp_path / "p.toml", (), tuple(all_kinds()))
+    pipeline = load_pipeline(tmp_path / "p.toml", (), all_kinds())
     data = write_statistics(tmp_path / "prepared", 30, 20, 10.0)
     done = Decision("adopt", "same", tmp_path, {"info": {"data": data.name}})
 

@@ -32,6 +32,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 SIZES = {
@@ -225,6 +226,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
         data=None,
         inputs={"sft": upstream},
         fingerprint="abc",
+        kind=all_kinds()["export"],
     )
     outcome = export.run(stage)
     assert outcome.outputs == ("safetensors/step_12",)

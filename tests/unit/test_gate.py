@@ -14,6 +14,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.stage import Stage
 from tasks import gate
+from tasks.kinds import all_kinds
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,9 @@ def gate_stage(folder: Path, require: tuple[str, ...], published: dict[str, floa
         "after": {"metrics": {"accuracy": 0.7}},
     }
     config = StageConfig(name="gate", kind="gate", after=("before", "after"), require=require, target=str(target))
-    return Stage(folder / "stages" / "gate", config, Recipe(), "", None, inputs, "f" * 64)
+    return Stage(
+        folder / "stages" / "gate", config, Recipe(), "", None, inputs, "f" * 64, kind=all_kinds()[config.kind]
+    )
 
 
 def test_a_gate_that_holds_reports_each_condition_and_hands_the_metrics_on(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import time
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
 from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 
 STARTED = 1_760_000_000.0
 HOSTILE = '<script>alert("no")</script> & <b>4</b>'
@@ -74,6 +76,7 @@ def finished_run(tmp_path: Path) -> Path:
         "run_id": run.name, "pipeline": "arithmetic-demo", "started": STARTED, "command": ["cosmos", "run", "a b.toml"],
         "host": "node-3", "git_commit": "0123456789abcdef", "python": "3.11.7", "seeds": {"sft": 42, "grpo": 42},
         "versions": {"torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.30.0"},
+        "kinds": {name: asdict(kind) for name, kind in all_kinds().items()},
     })  # fmt: skip
     for name, kind, after, begins, seconds, metrics, info in STAGES:
         folder = run / "stages" / name
@@ -257,7 +260,9 @@ def test_an_empty_folder_and_a_missing_pipeline_have_a_page(tmp_path: Path) -> N
 def test_the_report_stage_writes_the_page_into_the_stage_and_the_run(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     path = run / "stages" / "report"
-    stage = Stage(path, StageConfig(name="report", kind="report"), Recipe(), "", None, {}, "f")
+    stage = Stage(
+        path, StageConfig(name="report", kind="report"), Recipe(), "", None, {}, "f", kind=all_kinds()["report"]
+    )
     outcome = report.run(stage)
     assert outcome.outputs == ("report.html",) and outcome.info == {"report": str(run / "report.html")}
     assert (path / "report.html").read_text() == (run / "report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import ModelError
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run_sft
+from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
 
@@ -47,7 +49,8 @@ def trained(path: Path, inputs: Path, **settings: Any) -> dict[str, Any]:
     config = recipe({**STEPS, **settings})
     stage = stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")
     spec = {
-        "entry": "", "stage": {"name": "sft", "kind": "sft"}, "recipe": without_none(config.model_dump()),
+        "entry": "", "kind": asdict(stage.kind), "stage": {"name": "sft", "kind": "sft"},
+        "recipe": without_none(config.model_dump()),
         "model": stage.model, "data": str(stage.data), "fingerprint": stage.fingerprint,
     }  # fmt: skip
     (path / "stage.toml").write_text(tomli_w.dumps(spec))
@@ -61,7 +64,16 @@ def exporting(path: Path, upstream: dict[str, Any], checkpoint: str) -> Stage:
     path.mkdir(parents=True)
     config = StageConfig(name="export", kind="export", model="stage:sft", after=("sft",), checkpoint=checkpoint)
     model = str(Path(upstream["path"]) / upstream["info"]["model"])
-    return Stage(path, config, recipe({"train.param_dtype": "float32"}), model, None, {"sft": upstream}, "e" * 64)
+    return Stage(
+        path,
+        config,
+        recipe({"train.param_dtype": "float32"}),
+        model,
+        None,
+        {"sft": upstream},
+        "e" * 64,
+        kind=all_kinds()[config.kind],
+    )
 
 
 @pytest.mark.parametrize(

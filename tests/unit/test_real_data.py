@@ -61,11 +61,20 @@ def recipe_of(folder: Path, model: Path, data: Path, length: int) -> Recipe:
     """The recipe of the training stage, read from a file."""
     file = folder / "recipe.toml"
     file.write_text(RECIPE.format(model=model, data=data, length=length))
-    return load_pipeline(file, [], tuple(all_kinds())).recipes["sft"]
+    return load_pipeline(file, [], all_kinds()).recipes["sft"]
 
 
 def prepared(folder: Path, recipe: Recipe, model: Path) -> tuple[Outcome, Sequences]:
-    stage = Stage(folder / "data", StageConfig(name="data", kind="prepare"), recipe, str(model), None, {}, "f")
+    stage = Stage(
+        folder / "data",
+        StageConfig(name="data", kind="prepare"),
+        recipe,
+        str(model),
+        None,
+        {},
+        "f",
+        kind=all_kinds()["prepare"],
+    )
     stage.path.mkdir()
     return prepare.run(stage), open_sequences(stage.path / "data", "train")
 
@@ -75,7 +84,9 @@ def losses(folder: Path, recipe: Recipe, model: Path) -> list[float]:
     path = folder / "train"
     path.mkdir()
     config = StageConfig(name="train", kind="sft")
-    train_sft(Stage(path, config, recipe, str(model), folder / "data" / "data", {}, "f" * 64))
+    train_sft(
+        Stage(path, config, recipe, str(model), folder / "data" / "data", {}, "f" * 64, kind=all_kinds()[config.kind])
+    )
     return [point["loss"] for point in read_metrics(path / "metrics.jsonl") if "loss" in point]
 
 

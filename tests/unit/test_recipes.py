@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
-from cosmos_core.config.compose import TRAINING_KINDS, Pipeline, load_pipeline
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import Values
 from cosmos_core.config.mesh import check_mesh
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -56,7 +56,7 @@ MISSION = {
 
 
 def load(file: str) -> Pipeline:
-    return load_pipeline(ROOT / file, [], tuple(all_kinds()))
+    return load_pipeline(ROOT / file, [], all_kinds())
 
 
 def header(file: str) -> dict[str, str]:
@@ -76,7 +76,7 @@ def header(file: str) -> dict[str, str]:
 
 
 def trainings(pipeline: Pipeline) -> list[Recipe]:
-    return [pipeline.recipes[stage.name] for stage in pipeline.stages if stage.kind in TRAINING_KINDS]
+    return [pipeline.recipes[stage.name] for stage in pipeline.stages if pipeline.kind_of(stage).trains]
 
 
 def without(tables: Values, keys: Sequence[str]) -> Values:
@@ -98,7 +98,7 @@ def is_accepted(pipeline: Pipeline, without_keys: Sequence[str], folder: Path) -
     file = folder / "without.toml"
     file.write_bytes(tomli_w.dumps(values).encode())
     try:
-        check_capabilities(load_pipeline(file, [], tuple(all_kinds())))
+        check_capabilities(load_pipeline(file, [], all_kinds()))
     except ConfigError:
         return False
     return True
@@ -115,7 +115,7 @@ def test_the_header_has_the_four_fields_and_the_command_that_runs_the_file(file:
     assert tuple(found) == FIELDS
     assert re.match(rf"cosmos run {re.escape(file)}(?= |$)", found["Command"])
     for setting in re.findall(r"--set (\S+)", found["Command"]):
-        load_pipeline(ROOT / file, [setting], tuple(all_kinds()))
+        load_pipeline(ROOT / file, [setting], all_kinds())
 
 
 @pytest.mark.parametrize("file", RECIPES)

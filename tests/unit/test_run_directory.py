@@ -60,7 +60,7 @@ def test_runs_that_begin_in_the_same_second_are_all_made_and_all_listed(tmp_path
     program = (
         "import sys\nfrom pathlib import Path\nfrom cosmos_core.config.compose import load_pipeline\n"
         "from cosmos_core.run.directory import create_run\nfrom tasks.kinds import all_kinds\n"
-        "pipeline = load_pipeline(Path(sys.argv[1]), (), tuple(all_kinds()))\n"
+        "pipeline = load_pipeline(Path(sys.argv[1]), (), all_kinds())\n"
         "for _ in range(5): create_run(pipeline, all_kinds())\n"
     )
     pipeline = counting_run(tmp_path).pipeline
@@ -96,7 +96,7 @@ def test_an_existing_run_id_is_continued_when_it_means_the_same_and_refused_othe
     assert open_or_create_run(pipeline, kinds, run_id="mine").id == "mine"
     assert open_or_create_run(pipeline, kinds, run_id="mine").id == "mine"
     file = tmp_path / "counting.toml"
-    other = load_pipeline(file, ("second.arguments.steps=9", "train.epoch=3"), tuple(kinds))
+    other = load_pipeline(file, ("second.arguments.steps=9", "train.epoch=3"), kinds)
     with pytest.raises(ConfigError) as caught:
         open_or_create_run(other, kinds, run_id="mine")
     assert str(caught.value) == (
@@ -223,7 +223,7 @@ def test_the_number_of_threads_is_fixed_when_a_run_is_made(tmp_path: Path) -> No
     counting_run(tmp_path)
     text = (tmp_path / "counting.toml").read_text().replace("threads = 1\n", "")
     (tmp_path / "counting.toml").write_text(text)
-    pipeline = load_pipeline(tmp_path / "counting.toml", (), tuple(all_kinds()))
+    pipeline = load_pipeline(tmp_path / "counting.toml", (), all_kinds())
     run = open_or_create_run(pipeline, all_kinds(), run_id="mine")
     assert run.pipeline.config.threads == len(os.sched_getaffinity(0))
     assert open_or_create_run(pipeline, all_kinds(), run_id="mine").path == run.path

@@ -263,7 +263,7 @@ def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_p
     (tmp_path / "counting.toml").write_text(text + gate)
     from cosmos_core.config.compose import load_pipeline
 
-    pipeline = load_pipeline(tmp_path / "counting.toml", (), tuple(run.kinds))
+    pipeline = load_pipeline(tmp_path / "counting.toml", (), run.kinds)
     finish(run, "first")
     finish(run, "second")
     assert actions(plan(pipeline, run.kinds, tmp_path / "outputs"))["gate"] == (

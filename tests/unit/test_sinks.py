@@ -23,6 +23,7 @@ from cosmos_core.observe.sinks import attached
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
 from tests.unit.run_folder import load_recipe, make_inputs
 
 
@@ -31,7 +32,7 @@ def make_stage(run: Path, *loggers: str, name: str = "sft", **settings: Any) -> 
     path.mkdir(parents=True, exist_ok=True)
     (run / "run.json").write_text(json.dumps({"pipeline": "math"}))
     recipe = Recipe.model_validate({"logging": {"logger": list(loggers), **settings}, "train": {"epoch": 3}})
-    return Stage(path, StageConfig(name=name, kind="sft"), recipe, "", None, {}, "f" * 64)
+    return Stage(path, StageConfig(name=name, kind="sft"), recipe, "", None, {}, "f" * 64, kind=all_kinds()["sft"])
 
 
 def loss(step: int) -> float:

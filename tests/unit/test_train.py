@@ -26,6 +26,7 @@ from cosmos_core.train.feeds import samples_of
 from cosmos_core.train.rank import Rank
 from cosmos_core.train.setup import train_rl, train_sft
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup
+from tasks.kinds import all_kinds
 
 BASE: dict[str, Any] = {
     "policy": {"model_max_length": 32, "model_gradient_checkpointing": False},
@@ -44,7 +45,9 @@ def recipe(policy: dict[str, Any], **train: Any) -> Recipe:
 
 def make_stage(path: Path, kind: str, recipe_: Recipe, model: Path | str = "", data: Path | None = None) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
-    return Stage(path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64)
+    return Stage(
+        path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64, kind=all_kinds()[kind]
+    )
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from cosmos_core.types import Outcome
 from cosmos_core.upload.base import target_of
 from cosmos_core.upload.local import LocalTarget
 from tasks import upload
+from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 
 
@@ -186,6 +187,7 @@ def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
     return Stage(
         path=source.parent / "publish", config=config, recipe=Recipe(), model=str(source / "model"), data=None,
         inputs={"export": {**result, "path": str(source)}}, fingerprint="abcdef0123456789",
+        kind=all_kinds()["upload"],
     )  # fmt: skip
 
 

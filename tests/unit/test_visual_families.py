@@ -29,6 +29,7 @@ from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.rank import Rank
+from tasks.kinds import all_kinds
 from tests.unit.tiny_vlms import MIXED, PARTS, VLMS, picture, save_vlm
 
 END = 258
@@ -97,7 +98,7 @@ def prepared(model: Path, folder: Path, **policy: Any) -> Stage:
     (folder / "stage").mkdir()
     stage = Stage(
         path=folder / "stage", config=StageConfig(name="data", kind="prepare"), recipe=recipe, model=str(model),
-        data=None, inputs={}, fingerprint="f",
+        data=None, inputs={}, fingerprint="f", kind=all_kinds()["prepare"],
     )  # fmt: skip
     run(stage)
     return stage
