@@ -4,7 +4,7 @@ from cosmos_core.types import StageKind
 
 KIND = StageKind(
     name="rl",
-    entry="cosmos_core.train.setup:run_rl",
+    entry="cosmos_core.train.setup:run",
     result_version=1,
     makes="model",
     feed="rollouts",

@@ -54,14 +54,22 @@ def build_optimizer(
     )
 
 
-def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> float:
-    """What the peak learning rate is multiplied with at optimizer step `step` (0-based) of `total_steps`.
+def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:
+    """Return what the peak learning rate is multiplied with at optimizer step `step` (0-based) of `total_steps`.
+
+    Where the number of steps is unknown the schedule is laid over `max_num_steps`; without that too, a warm-up of so
+    many steps is followed by the peak rate.
 
     Warm-up, stable, decay, as in Cosmos-RL (`optm/__init__.py`) with two corrections. Step k of W warm-up steps has
     start + (1 - start) * (k + 1) / W: there, step 0 has the start factor itself, so with the default of 0 it changes
     nothing. And a decay that would begin inside the warm-up is shortened to what the warm-up leaves.
     """
     warmup_steps = train.optm_warmup_steps
+    total_steps = total_steps or train.max_num_steps
+    if total_steps is None:
+        if isinstance(warmup_steps, float) or train.optm_decay_type not in {None, "none"}:
+            raise ConfigError("the number of train steps is unknown beforehand; set train.max_num_steps")
+        total_steps = max(step + 1, warmup_steps)
     if isinstance(warmup_steps, float):
         warmup_steps = int(warmup_steps * total_steps)
     warmup_steps = min(warmup_steps, total_steps)
@@ -86,7 +94,7 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int | None, train: TrainConfig
 ) -> dict[str, float]:
     """Give every group its learning rate of optimizer step `step` (0-based); as metrics, `lr` and `lr/PATH`."""
     factor = learning_rate_factor(step, total_steps, train)
