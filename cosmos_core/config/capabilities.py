@@ -9,6 +9,7 @@ from cosmos_core.config.compose import MESH_KINDS, Pipeline, existing
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Only, mark, set_fields, status
 from cosmos_core.errors import ConfigError
+from cosmos_core.registry import is_import_path
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
@@ -36,7 +37,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
 def notices_of(pipeline: Pipeline) -> list[str]:
     """What is accepted but not taken as it stands, once each."""
     recipes = pipeline.recipes.values()
-    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_reference)
+    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_reference, _of_sampling)
     inert = [line for recipe in recipes for notices in found for line in notices(recipe)]
     return list(dict.fromkeys((*pipeline.notices, *inert)))
 
@@ -80,6 +81,20 @@ def _of_reference(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _of_sampling(recipe: Recipe) -> Iterator[str]:
+    """Rollouts that are not drawn from the policy."""
+    if recipe.train.train_policy.type != "grpo" or not recipe.rollout.changes_distribution:
+        return
+    sampling = recipe.rollout.sampling_config
+    usual = type(sampling)()
+    changed = {name: getattr(sampling, name) for name in ("top_p", "top_k", "repetition_penalty")}
+    what = ", ".join(f"{name} = {value}" for name, value in changed.items() if value != getattr(usual, name))
+    yield (
+        f"rollout.sampling_config: {what}: training completions are not drawn from the policy; the loss weights their "
+        f"tokens by policy / sampled distribution, and never sees the tokens that are cut off"
+    )
+
+
 def _of_local_data(recipe: Recipe) -> Iterator[str]:
     datasets = {"train.train_policy": recipe.train.train_policy.dataset, "validation": recipe.validation.dataset}
     for table, dataset in datasets.items():
@@ -92,7 +107,7 @@ def _of_local_data(recipe: Recipe) -> Iterator[str]:
 def _of_recipe(recipe: Recipe, kind: str) -> Iterator[str]:
     for key, field, value, is_set in set_fields(recipe):
         found, only = status(field), mark(field, Only)
-        if only and value in only.values:
+        if only and (value in only.values or (only.takes_import_paths and is_import_path(str(value)))):
             continue
         if only:
             yield f"{key} = {_toml(value)}: {only.note}"

@@ -113,19 +113,6 @@ def on_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def on_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies on the CPU of every rank, one tensor at a time. All ranks must call this."""
-    found = {}
-    for name, holders in _holders(tensors).items():
-        full = _full(tensors.get(name))
-        copy_ = None if full is None else full.detach().to("cpu", copy=True).contiguous()
-        if len(holders) < dist.get_world_size():
-            copy_ = _broadcast(copy_, holders[0])
-        assert copy_ is not None
-        found[name] = copy_
-    return found
-
-
 def _holders(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     """Of each tensor that any rank has (a part of): these ranks. The same on all ranks, in the same order."""
     found: dict[str, list[int]] = {}
@@ -139,12 +126,15 @@ def _full(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _broadcast(tensor: Tensor | None, source: int) -> Tensor:
-    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
+def broadcast_tensor(tensor: Tensor | None, source: int) -> Tensor:
+    """Return the tensor of rank `source` on every rank; the others need not know what it is like."""
+    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)]
     dist.broadcast_object_list(about, src=source)
     if dist.get_rank() != source:
-        tensor = torch.empty(about[0][0], dtype=about[0][1])
+        shape, dtype, device = about[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
     assert tensor is not None
+    tensor = tensor.contiguous()
     dist.broadcast(tensor, src=source)
     return tensor
 
@@ -174,11 +164,6 @@ def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel |
     """`skeleton` with the weights of the sharded `model` on the first rank's CPU; None on the others."""
     tensors = on_first(dict(model.state_dict(keep_vars=True)))
     return _filled(skeleton, tensors) if is_first() else None
-
-
-def fill_all(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """`skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
-    return _filled(skeleton, on_all(dict(model.state_dict(keep_vars=True))))
 
 
 def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:

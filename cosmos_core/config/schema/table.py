@@ -65,6 +65,8 @@ class Only:
     values: tuple[Any, ...]
     note: str
     """What to do instead."""
+    takes_import_paths: bool = False
+    """Also a user's own: `module:thing` or `file.py:thing`."""
 
 
 @dataclass(frozen=True)
