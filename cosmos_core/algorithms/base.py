@@ -21,7 +21,7 @@ from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.scorer import Wants
+from cosmos_core.models.scorer import LOGPROBS, Wants
 from cosmos_core.types import Sampling, ScoredGroup
 
 
@@ -46,7 +46,7 @@ class Update:
     samples: Sequence[Any]
     loss: LossFunction
     """Knows its denominator, which was fixed over all samples before the first backward."""
-    wants: Wants = Wants()
+    wants: Wants = LOGPROBS
     """What the model computes for the loss."""
     has_constant_gradient: bool = False
     """Whether the derivative of the loss by each log-probability is the same whatever the log-probabilities are: it
@@ -59,7 +59,7 @@ class View(Protocol):
     """What an algorithm may ask the trainer for."""
 
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = Wants(), *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the wanted outputs of each sample under named weights, without gradient and dropout.
 
@@ -86,8 +86,8 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
-        """Return metrics of held-out samples, `size` of them per forward pass: token-mean loss in nats, perplexity, and the
-        share of labels that are the likeliest token."""
+        """Return metrics of held-out samples: token-mean loss in nats, perplexity, and the share of labels that are the
+        likeliest token. `size` samples per forward pass."""
         loss_sum, num_top, num_tokens = 0.0, 0.0, 0
         for samples in chunks:
             rows = view.evaluate(samples, Wants(is_top=True), size=size)

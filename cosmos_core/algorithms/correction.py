@@ -33,8 +33,8 @@ def importance_weights(
     """Return min(pi_old / mu, cap) for each token where the mask is 1, else 0; and metrics over the mask.
 
     They multiply the policy term of the loss alone, never a KL term, and the denominator of the loss stays. A token
-    whose log-probability under mu is not finite has weight 0. Metrics: the mean weight and its mean square, whose
-    quotient mean^2 / square is the effective share of the tokens; the shares that were capped, and that were not finite.
+    whose log-probability under mu is not finite has weight 0. Metrics: the mean weight and its mean square (mean^2 /
+    square is the effective share of the tokens), and the shares that were capped and that were not finite.
     """
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()

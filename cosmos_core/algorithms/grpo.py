@@ -109,8 +109,8 @@ class Grpo(Algorithm):
 
     def _policy_loss(self, micro: MicroBatch, fixed: _Fixed) -> tuple[Any, Metrics]:
         """Return the loss of each token, weighted where tokens were drawn from another distribution."""
-        old_BS, metrics = _rows(fixed.old, micro), {}
-        weights_BS = None
+        old_BS, weights_BS = _rows(fixed.old, micro), None
+        metrics: Metrics = {}
         if self._is_corrected:
             before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
             weights_BS, metrics = importance_weights(before_BS, _rollout_logprobs(micro), micro.mask_BS)

@@ -64,7 +64,7 @@ class PolicyLoss:
 def advantages(
     rewards_per_group: Sequence[Sequence[float | None]], *, normalise_std: bool
 ) -> tuple[list[list[float | None]], dict[str, int]]:
-    """Return r - mean, divided by (population std + 1e-6) if `normalise_std`, inside each group; and what was met on the way.
+    """Return r - mean, divided by (population std + 1e-6) if `normalise_std`, inside each group; and counts.
 
     An invalid reward (None, NaN, infinite) has the advantage None: its completion is dropped, and the others of the
     group are compared among themselves. All equal, or alone: exactly 0 (by equality, because rounding makes the std
@@ -124,7 +124,7 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
 
 
 def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
-    """Return the mean -log pi over the tokens of completions with a reward above 0, to be added with `positive_nll_coef`.
+    """Return the mean -log pi over the tokens of completions with a reward above 0, for `positive_nll_coef`.
 
     `denominator` is the number of those tokens in the whole optimizer step: it differs from that of the policy loss.
     (VAPO, arXiv 2504.05118.)

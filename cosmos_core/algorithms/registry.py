@@ -1,4 +1,4 @@
-"""Which algorithm a recipe gets: the class that `cosmos_core/algorithms/NAME.py` exports as `ALGORITHM`, or a user's."""
+"""Which algorithm a recipe gets: what `cosmos_core/algorithms/NAME.py` exports as `ALGORITHM`, or a user's class."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cosmos_core.models.scorer import Wants
 from cosmos_core.parallel.mesh import Mesh
@@ -86,13 +86,27 @@ class Runner(Protocol):
 class ModelAdapter(Protocol):
     """A model, split over the mesh, and what it does with samples. It alone knows tokens, images or latents."""
 
-    model: nn.Module
+    model: Any
+    """The module, or this rank's part of it."""
     mesh: Mesh | None
-    runner: Runner
     device: torch.device
     """Where inputs go; weights may be elsewhere."""
-    whole: nn.Module | None
+    whole: Any
     """The whole model on the meta device where `model` is a part of it; None: `model` is whole."""
+
+    @property
+    def runner(self) -> Runner:
+        """Return what runs micro-batches through the model."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return what turns text into the model's inputs."""
+        ...
+
+    def whole_model(self) -> Any:
+        """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
+        ...
 
     def cost(self, sample: Any) -> int:
         """Return what a sample costs in a micro-batch: samples of like cost go together."""

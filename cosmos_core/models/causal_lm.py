@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class CausalLM:
         self._is_packed = (train.sequence_packing and vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
-        self.runner = self._parallelize()
+        self.runner: Sequential | Pipelined = self._parallelize()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -128,8 +129,7 @@ class CausalLM:
         if batch.is_mine_N is None:
             return outputs
         assert self.mesh and self.mesh.context
-        context, mine_N = self.mesh.context, batch.is_mine_N
-        return {name: joined(values, mine_N, context, self._dtype) for name, values in outputs.items()}
+        return {name: joined(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """See `ModelAdapter.micro_batch`: rectangles with a row per sample, 0 where nothing is learned."""
@@ -181,7 +181,8 @@ class CausalLM:
             runner = Sequential(scorer, partial(self._forward, scorer), self._train, self.device)
         if mesh:
             for root in runner.roots:
-                apply_fsdp(root, root.model, mesh, self._train)
+                part: Any = root
+                apply_fsdp(root, part.model, mesh, self._train)
             load_sharded(model)
         if self._is_packed:
             self._pack(runner)

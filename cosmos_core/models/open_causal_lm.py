@@ -107,4 +107,3 @@ def _compile_blocks(model: PreTrainedModel) -> None:
         block.compile(dynamic=True)
     names = sorted({type(block).__name__ for block in blocks})
     logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))
-

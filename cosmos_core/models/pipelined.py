@@ -96,8 +96,8 @@ class Pipelined:
         return min(size, self._sizes.pp_micro_batch_size)
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return a number that makes passes of `size` rows, each with a multiple of the number of ranks in micro-batches,
-        as torch's schedules want it."""
+        """Return a number that makes passes of `size` rows, each of a number of micro-batches that the number of ranks
+        divides, as torch's schedules want it."""
         num_passes = self._num_passes(num_batches, size)
         return num_passes * self._whole_rounds(-(-num_batches // num_passes))
 

@@ -45,6 +45,10 @@ class Wants:
     """Whether no token is likelier than the label."""
 
 
+LOGPROBS = Wants()
+"""Log-probabilities alone, at temperature 1."""
+
+
 def chunk_bytes(device: torch.device) -> int:
     """Return how much memory the float32 logits of one chunk may take on `device`.
 
@@ -73,7 +77,7 @@ class Scorer(nn.Module):
         inputs: dict[str, Any],
         chosen_N: Tensor,
         *,
-        wants: Wants = Wants(),
+        wants: Wants = LOGPROBS,
         dtype: torch.dtype = torch.float32,
         expected_N: Tensor | float | None = None,
         top_ids_NK: Tensor | None = None,

@@ -126,6 +126,19 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def broadcast_tensor(tensor: Tensor | None, source: int) -> Tensor:
+    """Return the tensor of rank `source` on every rank; the others need not know what it is like."""
+    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)]
+    dist.broadcast_object_list(about, src=source)
+    if dist.get_rank() != source:
+        shape, dtype, device = about[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    assert tensor is not None
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=source)
+    return tensor
+
+
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose parameters have no data; taken before `apply_fsdp`, which changes the classes of modules."""
     memo: dict[int, object] = {
@@ -138,11 +151,6 @@ def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel |
     """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU, and None on the others."""
     found = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
     return _filled(skeleton, found) if is_first() else None
-
-
-def fill_all(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Return `skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
-    return _filled(skeleton, {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model)})
 
 
 def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:

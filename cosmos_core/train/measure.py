@@ -30,6 +30,7 @@ from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
+from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
@@ -45,16 +46,20 @@ validations is the weights."""
 
 
 def row_metrics(
-    trainer: Trainer, algorithm: Algorithm, rows: Sequences | Pairs, reference: np.ndarray | None, stage: Stage
+    trainer: Trainer,
+    algorithm: Algorithm,
+    rows: Sequences | Pairs,
+    reference: np.ndarray | None,
+    recipe: Recipe,
+    progress: Progress,
 ) -> dict[str, float]:
     """Return the algorithm's metrics of all held-out rows; `reference`: of pairs, the log-probabilities of all."""
-    recipe = stage.recipe
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
     rows_per_chunk = CHUNK if isinstance(rows, Pairs) else size
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
-            stage.progress.beat()
+            progress.beat()
             positions = range(start, min(start + rows_per_chunk, len(rows)))
             if isinstance(rows, Pairs):
                 yield [sample for i in positions for sample in pair_samples(rows, i, reference)]
@@ -112,7 +117,7 @@ class Completions:
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
-    """Put the first completion of each group under `step`; what an interrupted run wrote from that step on is replaced."""
+    """Put the first completion of each group under `step`, in place of what an interrupted run wrote from there on."""
     kept = []
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]

@@ -6,7 +6,6 @@ The hand-over is the model in full precision, proven to load, with its adapter m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import NamedTuple
@@ -64,8 +63,6 @@ def train(stage: Stage) -> Trained:
     has_rollouts = policy.rows == "prompts"
     algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
     trainer = open_trainer(stage)
-    for name in policy.named_weights:
-        trainer.named.add(name)
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
         feed = _feed(stage, trainer, algorithm, generation)
@@ -85,9 +82,12 @@ def train(stage: Stage) -> Trained:
 
 
 def open_trainer(stage: Stage) -> Trainer:
-    """Return the trainer of a stage's model."""
+    """Return the trainer of a stage's model, with the weights that the algorithm asks for beside the policy's."""
     stage.progress.phase("load")
-    return Trainer(open_causal_lm(stage), stage.recipe.train, stage.progress)
+    trainer = Trainer(open_causal_lm(stage), stage.recipe.train, stage.progress)
+    for name in stage.recipe.train.train_policy.named_weights if stage.kind.trains else ():
+        trainer.named.add(name)
+    return trainer
 
 
 def hand_over(stage: Stage, trained: Trained) -> Outcome:
@@ -139,7 +139,7 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     reference = None
     if isinstance(rows, Pairs):
         reference = reference_logprobs(stage, trainer, rows, "validation", np.arange(len(rows)))
-    return lambda step: row_metrics(trainer, algorithm, rows, reference, stage)
+    return lambda step: row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress)
 
 
 def _measure_completions(completions: Completions, generation: Generation, stage: Stage) -> Measure:

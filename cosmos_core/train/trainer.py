@@ -21,7 +21,7 @@ from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.base import MicroBatch, ModelAdapter
-from cosmos_core.models.scorer import Wants
+from cosmos_core.models.scorer import LOGPROBS, Wants
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
@@ -93,7 +93,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = Wants(), *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the wanted outputs of each sample under named weights or another model, without dropout; all ranks
         get those of all samples. `size` samples per forward pass; None: `mini_batch`."""
@@ -141,7 +141,9 @@ class Trainer:
             outputs = adapter.joined(batch, outputs)
             if batch.samples:
                 return consume(adapter.micro_batch(batch, outputs))
-            return sum((v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), outputs["logprobs"].new_zeros(()))
+            return sum(
+                (v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), outputs["logprobs"].new_zeros(())
+            )
 
         def collate(plan: Plan) -> Any:
             self._progress.beat()
@@ -158,21 +160,23 @@ class Trainer:
 
     def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
         """Return the micro-batches of this rank: samples of like cost together, the dearest first, because that needs
-        least padding, and the most memory at once. Every rank gets the same number, empty ones where samples run out."""
+        least padding, and the most memory at once. Every rank gets as many, empty ones where samples run out."""
         ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
         planned = [adapter.planned(sample) for sample in samples]
         if is_planned and None not in planned:
             together: dict[Any, list[int]] = {}
             for i in ordered:
                 together.setdefault(planned[i], []).append(i)
-            return _own(adapter, list(together.values()), 1, _cheapest(adapter, samples, ordered), lambda found: found[0])
+            filler = _cheapest(adapter, samples, range(len(samples)))
+            own = _own(adapter, list(together.values()), 1)
+            return [Plan(part[0] if part else (), filler) for part in own]
         groups: dict[int, list[int]] = {}
         for i in ordered:
             groups.setdefault(adapter.group(samples[i]), []).append(i)
         plans: list[Plan] = []
         for group in sorted(groups):
             filler = _cheapest(adapter, samples, groups[group])
-            plans += _own(adapter, groups[group], size, filler, tuple)
+            plans += [Plan(part, filler) for part in _own(adapter, groups[group], size)]
         return plans
 
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
@@ -197,16 +201,13 @@ class Trainer:
         return clip_over_stages(model, mesh.pipeline, most)
 
 
-def _own(
-    adapter: ModelAdapter, ordered: Sequence[Any], size: int, filler: int, indices: Callable[[Any], Sequence[int]]
-) -> list[Plan]:
-    """Return `size` of `ordered` together, those of this data-parallel rank, as many plans on each."""
+def _own(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Return `size` of `ordered` together, those of this data-parallel rank; each rank gets as many."""
     most = len(ordered)
     if adapter.mesh:
         most = -(-len(ordered) // adapter.mesh.data.size())
         ordered = adapter.mesh.share(ordered)
-    parts = [ordered[start : start + size] for start in range(0, most, size)]
-    return [Plan(indices(part) if part else (), filler) for part in parts]
+    return [ordered[start : start + size] for start in range(0, most, size)]
 
 
 def _cheapest(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:

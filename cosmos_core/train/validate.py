@@ -36,7 +36,7 @@ def run(stage: Stage) -> Outcome:
         outputs.append(SAMPLES)
     else:
         reference = handed_on(stage, rows, "validation") if isinstance(rows, Pairs) else None
-        metrics = row_metrics(trainer, make_algorithm(stage.recipe), rows, reference, stage)
+        metrics = row_metrics(trainer, make_algorithm(stage.recipe), rows, reference, stage.recipe, stage.progress)
     stage.metrics.log(0, metrics)
     if is_first():
         (stage.path / METRICS).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

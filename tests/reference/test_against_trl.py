@@ -30,7 +30,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, selective_log_softmax
 
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
-from cosmos_core.algorithms.grpo import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
+from cosmos_core.algorithms.policy_loss import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.models.scorer import Scorer, Wants
 

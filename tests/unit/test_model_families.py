@@ -17,20 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint import prove
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.batch import rows_of
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.open_causal_lm import _compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
-from cosmos_core.train.setup import _compile_blocks
 from tests.unit.tiny_families import FAMILIES, WINDOW, save_family
+from tests.unit.trainers import NoView, sft, trainer_of
 
 OWN_ATTENTION = {"gemma2": "eager", "gpt-oss": "eager"}
 """Soft caps and sinks, which sdpa does not know."""
@@ -119,13 +118,13 @@ def train(model: PreTrainedModel, folder: Path, steps: int, **settings: Any) -> 
             "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
         },
     })  # fmt: skip
-    rank = Rank(model, recipe.train, PAD, Progress(folder / "progress.json"))
+    rank = trainer_of(model, recipe.train, PAD, Progress(folder / "progress.json"))
     samples = [Sample(row, np.ones(len(row), np.uint8)) for row in rows()]
     losses = []
     for step in range(steps):
         rank.set_learning_rate(step, steps)
-        (update,) = Sft().updates(samples, lambda _: [])
-        losses.append(rank.update(update, temperature=1.0, with_entropy=False)["loss"])
+        (update,) = sft().updates(samples, NoView())
+        losses.append(rank.update(update)["loss"])
     return losses
 
 
