@@ -191,7 +191,7 @@ def test_preferences_are_learned_and_measured_on_what_was_held_out(inputs: Path,
 def test_held_out_pairs_of_a_model_without_a_reference_are_refused_by_name(inputs: Path, tmp_path: Path) -> None:
     apart = stage(inputs, tmp_path / "validate")
     apart.config = apart.config.model_copy(update={"kind": "validate"})
-    with pytest.raises(ConfigError, match="under a reference; name the stage that trained by DPO"):
+    with pytest.raises(ConfigError, match="under a reference; name the stage that trained on the same"):
         validate.run(apart)
     apart.recipe = recipe({**DPO, "train.train_policy.dpo.reference_free": True})
     assert validate.run(apart).metrics["validation/pairs"] == 4
@@ -230,7 +230,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(
     expected = train(stage(inputs, tmp_path / "whole", **settings))
     for stop_at in (0, 2, 5):
         base = stage(inputs, tmp_path / "cut", **settings)
-        at = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
+        at = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
         at.stop_at = stop_at
         with pytest.raises(Preempted):
             train(at)

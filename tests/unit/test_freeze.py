@@ -119,7 +119,7 @@ def test_frozen_weights_keep_their_bits_and_the_others_get_the_gradient_of_full_
     mask = np.array([0, 0, 1, 1, 1, 1, 1], dtype=np.uint8)
     samples = [Sample(np.arange(i, i + 7), mask) for i in range(4)]
     before = load_model(str(folder), dtype=torch.float32).state_dict()
-    whole = {name: p.grad for name, p in rank_of(chosen(folder)).model.named_parameters()}
+    whole = {name: p.grad for name, p in rank_of(chosen(folder)).adapter.model.named_parameters()}
     rank = rank_of(chosen(folder, recompute=recompute, trainable_pattern=[pattern]))
     names = trained(rank.adapter.model)
     assert names == {name for name in ALL if pattern.strip("^").replace("\\", "") in name}

@@ -297,7 +297,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(task: Path, tmp_path: Path,
     whole = make_stage(tmp_path / "whole", kind, config, model, data)
     expected = program(whole)
     base = make_stage(tmp_path / "cut", kind, config, model, data)
-    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
+    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
     stage.stop_at = 2
     with pytest.raises(Preempted, match="checkpoint saved"):
         program(stage)
