@@ -86,10 +86,9 @@ def piece_of(inputs: dict[str, Tensor], chosen_N: Tensor, mesh: DeviceMesh) -> P
     return Piece(piece, chosen_N[is_mine_N] - start, is_mine_N)
 
 
-def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
-    """The values of all chosen tokens on every rank, in `dtype`; each rank's gradient goes back to its own."""
-    # Of no tokens at all there is no dtype to tell from, and all ranks must send the same.
-    found: Tensor = _Joined.apply(values.to(dtype), is_mine_N, mesh.get_group())
+def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the values of all chosen tokens on every rank; each rank's gradient goes back to its own."""
+    found: Tensor = _Joined.apply(values, is_mine_N, mesh.get_group())
     return found
 
 
@@ -119,7 +118,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(is_mine_N)
-        found_N = values.new_zeros(len(is_mine_N))
+        found_N = values.new_zeros((len(is_mine_N), *values.shape[1:]))
         found_N[is_mine_N] = values
         dist.all_reduce(found_N, group=group)
         return found_N

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.hf import sequence_logprobs
+from cosmos_core.models.scorer import sequence_logprobs
 
 # Mean absolute difference of log-probabilities that rounding explains; a tensor in the wrong place costs whole nats.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}

@@ -106,7 +106,7 @@ def assert_same_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tens
 def scored_logprobs(scorer: Scorer, *, packed: bool) -> Tensor:
     batch = rows_of(rows(), PAD, packed=packed)
     chosen = [start + torch.arange(length - 1) for start, length in zip(batch.starts, LENGTHS, strict=True)]
-    logprobs, _ = scorer(batch.inputs, torch.cat(chosen))
+    logprobs: Tensor = scorer(batch.inputs, torch.cat(chosen))["logprobs"]
     return logprobs
 
 

@@ -20,7 +20,8 @@ from transformers import (
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
-from cosmos_core.models.hf import load_model, load_tokenizer, named_weights, sequence_logprobs
+from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
+from cosmos_core.models.scorer import sequence_logprobs
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.rollout.choose import make_engine
 from cosmos_core.rollout.hf import HfEngine, draw, processed_logprobs

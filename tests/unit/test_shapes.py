@@ -18,7 +18,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of
 from cosmos_core.models import shapes
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.scorer import Scorer, entropy
+from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rank import Rank
@@ -122,12 +122,11 @@ def test_scores_over_longer_chunks_are_the_same(
     ids, chosen = torch.from_numpy(rows()[2])[None], torch.arange(3, 60)
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
-        logprobs, entropies = Scorer(model)(
-            {"input_ids": ids}, chosen, dtype=torch.float64, figure=entropy, expected=expected
+        outputs = Scorer(model)(
+            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, expected_N=expected
         )
-        gradients = torch.autograd.grad(-0.25 * logprobs.sum(), list(model.parameters()))
-        assert entropies is not None
-        return logprobs, entropies, list(gradients)
+        gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
+        return outputs["logprobs"], outputs["entropy"], list(gradients)
 
     theirs = found()
     monkeypatch.setattr(shapes, "_HALF", (torch.float64,))
