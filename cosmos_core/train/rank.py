@@ -24,7 +24,7 @@ from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.processor import Vision
-from cosmos_core.models.scorer import Scorer, entropy, is_top
+from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.parallel.context import apply_cp, joined, piece_of
@@ -96,13 +96,13 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Loss] = []
 
-        def learn(batch: Batch, logprobs_N: Tensor, entropy_N: Tensor | None) -> Tensor:
-            loss = update.loss(_micro_batch(batch, logprobs_N, entropy_N))
+        def learn(batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
+            loss = update.loss(_micro_batch(batch, outputs["logprobs"], outputs.get("entropy")))
             losses.append(replace(loss, value=loss.value.detach()))  # the graph must not outlive its backward pass
             return loss.value
 
-        figure = entropy if with_entropy else None
-        self._run(self._runner, update.samples, learn, temperature=temperature, figure=figure, expected=update.expected)
+        wants = Wants(temperature, entropy="value" if with_entropy else "")
+        self._run(self._runner, update.samples, learn, wants=wants, expected_N=update.expected)
         loss, total, values = self._over_ranks(losses)
         norm = self._clipped()
         if not torch.isfinite(torch.tensor([loss, norm])).all():
@@ -131,14 +131,14 @@ class Rank:
         place = {id(sample): i for i, sample in enumerate(samples)}
         rows: dict[int, Tensor] = {}
 
-        def keep(batch: Batch, logprobs_N: Tensor, _: Tensor | None) -> None:
-            found_BS = _micro_batch(batch, logprobs_N).logprobs_BS
+        def keep(batch: Batch, outputs: dict[str, Tensor]) -> None:
+            found_BS = _micro_batch(batch, outputs["logprobs"]).logprobs_BS
             for row, sample in zip(found_BS, batch.samples, strict=True):
                 if id(sample) in place:
                     rows[place[id(sample)]] = row[: len(sample.input_ids) - 1]
 
         runner.train(False)
-        self._run(runner, samples, keep, size, temperature=temperature)
+        self._run(runner, samples, keep, size, wants=Wants(temperature))
         if self.mesh:
             parts = self.mesh.all_gather_object({i: row.cpu() for i, row in rows.items()})
             rows = {i: row.to(self._device) for part in parts for i, row in part.items()}
@@ -150,12 +150,11 @@ class Rank:
         log-probabilities, and how many are the likeliest at their place."""
         sums: list[tuple[float, float]] = []
 
-        def add(batch: Batch, logprobs_N: Tensor, top_N: Tensor | None) -> None:
-            assert top_N is not None
-            sums.append((logprobs_N.sum(dtype=torch.float64).item(), top_N.sum().item()))
+        def add(batch: Batch, outputs: dict[str, Tensor]) -> None:
+            sums.append((outputs["logprobs"].sum(dtype=torch.float64).item(), outputs["is_top"].sum().item()))
 
         self._runner.train(False)
-        self._run(self._runner, samples, add, size, figure=is_top)
+        self._run(self._runner, samples, add, size, wants=Wants(is_top=True))
         if self.mesh:
             sums = [pair for part in self.mesh.all_gather_object(sums) for pair in part]
         return sum(pair[0] for pair in sums), sum(pair[1] for pair in sums)
@@ -212,13 +211,12 @@ class Rank:
     ) -> None:
         """Give `answer` what the model says of each micro-batch of this rank's share of `samples`."""
 
-        def of_all(batch: Batch, logprobs_N: Tensor, figure_N: Tensor | None) -> Tensor | None:
+        def of_all(batch: Batch, outputs: dict[str, Tensor]) -> Tensor | None:
             if batch.is_mine_N is not None:
                 assert self.mesh and self.mesh.context
-                logprobs_N = joined(logprobs_N, batch.is_mine_N, self.mesh.context, self._dtype)
-                if figure_N is not None:
-                    figure_N = joined(figure_N, batch.is_mine_N, self.mesh.context, self._dtype)
-            return answer(batch, logprobs_N, figure_N) if batch.samples else logprobs_N.sum().mul(0.0)
+                context, mine_N = self.mesh.context, batch.is_mine_N
+                outputs = {name: joined(value, mine_N, context) for name, value in outputs.items()}
+            return answer(batch, outputs) if batch.samples else outputs["logprobs"].sum().mul(0.0)
 
         most = size or self._train.train_policy.mini_batch
         batches = self._micro_batches(samples, runner.rows(most), is_planned=size is None)

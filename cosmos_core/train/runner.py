@@ -34,8 +34,8 @@ class Batch(NamedTuple):
     """Places of the learned tokens in each sample's S."""
 
 
-Answer = Callable[[Batch, Tensor, Tensor | None], Tensor | None]
-"""Takes the log-probabilities of a micro-batch and a figure of each; returns its loss, where gradients are wanted."""
+Answer = Callable[[Batch, dict[str, Tensor]], Tensor | None]
+"""Takes the scorer's outputs for a micro-batch; returns its loss, where gradients are wanted."""
 
 
 class Runner(Protocol):
@@ -99,7 +99,7 @@ class Whole:
             batch = make()
             with forward_context(self._train, batch.chosen_N.device):
                 found = self._scorer(batch.inputs, batch.chosen_N, **settings)
-            loss = answer(batch, *found)
+            loss = answer(batch, found)
             if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]
 

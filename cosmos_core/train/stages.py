@@ -44,6 +44,8 @@ class Stage(nn.Module):
         self.scorer = Scorer(model)
         self.number, self.is_last, self._train = number, is_last, train
         self.given: _Given | None = None
+        self.names: list[str] = []
+        """Of the outputs of the last stage: torch's schedules pass on tensors alone."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -55,7 +57,7 @@ class Stage(nn.Module):
         return self.scorer.hidden(inputs)
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
-        """Hidden states PH; of the last stage log-probabilities, with the figure that was asked for: N each."""
+        """Hidden states PH; of the last stage what the scorer is asked for, in its order."""
         assert self.given is not None
         batch = self.given.batches[int(number)]
         shape = batch.inputs["input_ids"].shape
@@ -64,8 +66,9 @@ class Stage(nn.Module):
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
         with forward_context(self._train, batch.chosen_N.device):
             if self.is_last:
-                logprobs_N, figure_N = self.scorer(inputs, batch.chosen_N, **self.given.settings)
-                return logprobs_N if figure_N is None else (logprobs_N, figure_N)
+                found = self.scorer(inputs, batch.chosen_N, **self.given.settings)
+                self.names = list(found)
+                return tuple(found.values())
             hidden_BTH = self.scorer.hidden(inputs)
         missing = self.given.num_tokens - shape.numel()
         return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, missing)).to(self.scorer.model.dtype)
@@ -100,8 +103,8 @@ class Stages:
         each = len(made) // self._num_passes(len(made), size)
 
         def loss(found: Any, number: Tensor) -> Tensor | None:
-            logprobs_N, figure_N = found if isinstance(found, tuple) else (found, None)
-            return answer(made[int(number)], logprobs_N, figure_N)
+            values = found if isinstance(found, tuple) else (found,)
+            return answer(made[int(number)], dict(zip(self.roots[-1].names, values, strict=True)))
 
         for stage in self.roots:
             stage.given = _Given(made, settings, num_tokens)
