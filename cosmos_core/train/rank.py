@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, MicroBatch, Sample, Update
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
@@ -193,7 +193,8 @@ class Rank:
     def _pack(self, model: PreTrainedModel, runner: Runner) -> None:
         """Make the model take rows end to end; where it cannot, rows are padded."""
         mesh = self.mesh
-        reason = enable_packing(model, runner.roots if mesh else ())
+        compute_dtype = getattr(torch, self._train.param_dtype)
+        reason = enable_packing(model, runner.roots if mesh else (), compute_dtype)
         runner.reshard()
         if reason and mesh and (key := "cp_size" if mesh.context else "pp_size" if mesh.pipeline else ""):
             raise ModelError(f"policy.parallelism.{key} = {getattr(mesh.sizes, key)}: {reason}; set it to 1")
@@ -267,11 +268,11 @@ class Rank:
         """A micro-batch as the model takes it; an empty one has `unlearned` in it."""
         self._progress.beat()
         own, device = samples or [unlearned], self._device
-        filled = partial(kernel_length, device=device, dtype=getattr(torch, self._train.param_dtype))
-        rows = rows_of([sample.input_ids for sample in own], self._pad_id, packed=self._is_packed, filled=filled)
+        ids = [sample.input_ids for sample in own]
+        rows = rows_of(ids, self._pad_id, packed=self._is_packed, filled=self._row_length)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
         places = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
-        inputs = {name: tensor.to(device) for name, tensor in rows.inputs.items()}
+        inputs = to_device(rows.inputs, device)
         if own[0].images:
             assert self._vision is not None
             del inputs["position_ids"]  # some families place images in two dimensions
@@ -282,6 +283,11 @@ class Rank:
             return Batch(samples, inputs, chosen, None, learned)
         piece = piece_of(inputs, chosen, self.mesh.context)
         return Batch(samples, piece.inputs, piece.chosen, piece.is_mine_N, learned)
+
+    def _row_length(self, length: int) -> int:
+        """Return how long to make rows of `length`: as kernels like it, and a multiple of the ranks of a context."""
+        length = kernel_length(length, self._device, getattr(torch, self._train.param_dtype))
+        return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
 
     def _image_dtype(self, tensor: Tensor) -> torch.dtype:
         return self.model.dtype if tensor.is_floating_point() else tensor.dtype
