@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.base import Sample
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.offload import offloaded
+from cosmos_core.models.offload import activations_on_cpu
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.fsdp import reshard
 
@@ -118,6 +118,6 @@ def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
     has_own_dtype = train.param_dtype != train.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),
-        offloaded() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
+        activations_on_cpu() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
     ):
         yield
