@@ -38,7 +38,7 @@ _PACKABLE = {"full_attention", "sliding_attention"}
 _PROBE, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Older versions of torch group the heads without being asked."""
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ def enable_packing(
     if has_no_data(model):
         _set_attention(model, _NAMES[plain])
         return ""
-    has_kernel = model.device.type == _VARLEN_DEVICE and compute_dtype is not None
-    for dtype in dict.fromkeys([model.dtype, compute_dtype] if has_kernel else [model.dtype]):
+    has_kernel = model.device.type == _VARLEN_DEVICE
+    for dtype in dict.fromkeys([model.dtype, *([compute_dtype] if has_kernel and compute_dtype else [])]):
         _set_attention(model, plain)
         if not _is_exact(model, roots, plain, dtype):
             _set_attention(model, plain)
@@ -87,12 +87,12 @@ def packed_attention(
     dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     enable_gqa = query.shape[1] != key.shape[1]
     if bounds is not None and query.device.type == _VARLEN_DEVICE:
-        states = [_autocast(state) for state in (query, key, value)]
+        states = _autocast(query), _autocast(key), _autocast(value)
         reason = varlen_obstacle(*states, dropout)
         if not reason:
             return _varlen_attention(states, kwargs), None
         if not torch.compiler.is_compiling():
-            _tell(reason)
+            _log_once(reason)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[2]
@@ -123,7 +123,7 @@ def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
 
 
 @cache
-def _tell(reason: str) -> None:
+def _log_once(reason: str) -> None:
     logger.info("packed attention runs over each sequence by itself, because %s", reason)
 
 

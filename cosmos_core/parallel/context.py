@@ -1,6 +1,6 @@
-"""Context parallelism (Ulysses, arXiv 2309.14509): ranks share each row; attention trades sequence for heads.
+"""Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention trades sequence for heads.
 
-Rows are packed end to end and cut into equal pieces. Only attention looks beyond a piece: before it an all-to-all gives
+Rows are packed end to end and cut into equal shards. Only attention looks beyond a shard: before it an all-to-all gives
 each rank all tokens of some heads, after it another gives each rank all heads of its tokens.
 
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     inputs: dict[str, Any]
     """Of the model, with `shift_labels`; the bounds of sequences are still those of all rows."""
     chosen: Tensor
-    """Places of its chosen tokens in the piece."""
+    """Indices of its chosen tokens in the shard."""
     is_mine_N: Tensor
     """Which of all chosen tokens they are."""
 
@@ -64,7 +64,7 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
 
 
 def piece_of(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Piece:
-    """Cut this rank's piece out of packed rows, whose length is a multiple of the ranks."""
+    """Return this rank's shard of packed rows, whose length is a multiple of the ranks."""
     ids_1P = inputs["input_ids"]
     length, rest = divmod(ids_1P.shape[1], mesh.size())
     assert not rest, "packed rows are as long as `rows_of` was told to fill them"
@@ -86,7 +86,7 @@ def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, glue along another, over the ranks of a group."""
+    """Exchange over the ranks of a group: split along one dimension, concatenate along another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) -> Tensor:
@@ -106,7 +106,7 @@ def _exchanged(tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) ->
 
 
 class _Joined(torch.autograd.Function):
-    """Sum over ranks of values that each has at places of its own."""
+    """Sum over ranks of values that each has at indices of its own."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:

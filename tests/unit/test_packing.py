@@ -252,7 +252,7 @@ def test_what_the_kernel_cannot_runs_over_each_sequence_and_says_why_once(
     varlen: FakeVarlen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.bfloat16})
-    packing._tell.cache_clear()
+    packing._log_once.cache_clear()
     model = make(*FAMILIES["full"])
     with caplog.at_level("INFO", "cosmos_core.models.packing"):
         assert enable_packing(model) == ""
