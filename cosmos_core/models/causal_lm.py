@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.base import Batch, MicroBatch
@@ -108,11 +108,11 @@ class CausalLM:
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
         """See `ModelAdapter.collate`."""
         own, device = samples or [_unlearned(filler)], self.device
-        filled = partial(kernel_length, device=device, dtype=getattr(torch, self._train.param_dtype))
-        rows = rows_of([sample.input_ids for sample in own], self._pad_id, packed=self._is_packed, filled=filled)
+        ids = [sample.input_ids for sample in own]
+        rows = rows_of(ids, self._pad_id, packed=self._is_packed, filled=self._row_length)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in rows.inputs.items()}
+        inputs = to_device(rows.inputs, device)
         if own[0].images:
             assert self._vision is not None
             del inputs["position_ids"]  # some families place images in two dimensions
@@ -199,13 +199,19 @@ class CausalLM:
     def _pack(self, runner: Sequential | Pipelined) -> None:
         """Make the model take rows end to end; where it cannot, rows are padded."""
         mesh = self.mesh
-        reason = enable_packing(self.model, runner.roots if mesh else ())
+        compute_dtype = getattr(torch, self._train.param_dtype)
+        reason = enable_packing(self.model, runner.roots if mesh else (), compute_dtype)
         runner.reshard()
         if reason and mesh and (key := "cp_size" if mesh.context else "pp_size" if mesh.pipeline else ""):
             raise ModelError(f"policy.parallelism.{key} = {getattr(mesh.sizes, key)}: {reason}; set it to 1")
         if reason:
             logger.warning("train.sequence_packing: rows are padded, because %s", reason)
             self._is_packed = False
+
+    def _row_length(self, length: int) -> int:
+        """Return how long to make rows of `length`: as kernels like it, and a multiple of the ranks of a context."""
+        length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
+        return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
 
     def _image_dtype(self, tensor: Tensor) -> torch.dtype:
         return self.model.dtype if tensor.is_floating_point() else tensor.dtype

@@ -158,12 +158,14 @@ class Scorer(nn.Module):
         was_training = self.model.training
         self.model.eval()  # dropout would draw random numbers, and make both differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
-        whole = self.model(input_ids=ids, use_cache=False).logits
-        hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
-        self.model.train(was_training)
-        if hidden is None:
-            return False
-        ours = self._head(hidden, {})
+        # What autocast remembered of these passes, a recomputation of the next one would not find.
+        with _autocast(ids.device, _autocast_dtype(ids.device)):
+            whole = self.model(input_ids=ids, use_cache=False).logits
+            hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+            self.model.train(was_training)
+            if hidden is None:
+                return False
+            ours = self._head(hidden, {})
         return whole.shape == ours.shape and torch.allclose(whole, ours, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.models.base import Consume
-from cosmos_core.models.offload import offloaded
+from cosmos_core.models.offload import activations_on_cpu
 from cosmos_core.models.scorer import Wants
 from cosmos_core.parallel.fsdp import reshard
 
@@ -65,6 +65,6 @@ def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
     has_own_dtype = train.param_dtype != train.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),
-        offloaded() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
+        activations_on_cpu() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
     ):
         yield

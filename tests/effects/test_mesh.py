@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -121,11 +122,15 @@ def test_it_changes_where_activations_wait(
 ) -> None:
     moved: list[tuple[int, ...]] = []
 
-    def pack(tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
-        moved.append(tuple(tensor.shape))
-        return None, tensor
+    class Counting(save_on_cpu):
+        """Torch's, with the shapes that it was given."""
 
-    monkeypatch.setattr(offload, "_pack", pack)
+        def __init__(self, **settings: bool) -> None:
+            super().__init__(**settings)
+            move = self.pack_hook
+            self.pack_hook = lambda tensor: moved.append(tuple(tensor.shape)) or move(tensor)
+
+    monkeypatch.setattr(offload, "save_on_cpu", Counting)
 
     def count(recipe: Recipe) -> int:
         moved.clear()

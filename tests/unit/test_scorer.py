@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from cosmos_core.models import scorer as scorers
+from cosmos_core.models.recompute import recompute
 from cosmos_core.models.scorer import Scorer, Wants, chunk_bytes, sequence_logprobs
 
 SIZES: dict[str, Any] = {
@@ -294,6 +295,19 @@ def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
                 logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]
             (-0.25 * logprobs.sum()).backward()
         assert casts.count == count
+
+
+def test_the_first_pass_of_a_scorer_can_be_recomputed_in_half_precision() -> None:
+    """The probe before it must leave no casts in autocast's cache, which selective recomputation would miss."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM._from_config(Qwen3Config(**SIZES, head_dim=8), attn_implementation="sdpa").train()
+    found = []
+    for how in (False, "selective"):
+        recompute(model, how)
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = scorer_of(model)(inputs(), CHOSEN)["logprobs"]
+        found.append(gradients(model, logprobs.sum()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_trained_head_in_half_precision_sums_its_chunks_in_float32() -> None:
