@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.fsdp import by_mesh, clip_sharded
+from cosmos_core.parallel.fsdp import by_mesh, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
 
 GLOBAL = "global"
@@ -114,12 +113,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     it would turn one bad value into NaN everywhere, and only the caller can skip the step.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
-        return clip_sharded(gradients, max_norm)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm > 0 and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = total_norm(p.grad for p in parameters if p.grad is not None)
+    scale_gradients(parameters, norm, max_norm)
     return float(norm)
 
 

@@ -237,6 +237,10 @@ def test_export_and_adapter_are_proven_by_transformers_and_by_peft(
     assert [keys, bytes_, reload, tokens] == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
     assert merge.startswith("merge: max difference ")
     assert adapter == "adapter: bit-identical"
+    *_, merge, adapter = prove_export(model, tmp_path / "m", dtype=None, memory=0)
+    assert (
+        merge.startswith("merge (first 1 of 2 layers): ") and adapter == "adapter (first 1 of 2 layers): bit-identical"
+    )
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto").state_dict()
     with merged(model):
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state(model).items())

@@ -192,7 +192,7 @@ def test_sft_lowers_the_loss_and_recomputation_keeps_the_gradient(family: str, f
     assert losses[-1] < 0.65 * losses[0], losses
 
 
-def test_a_trained_export_is_proven(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A fresh interpreter takes seconds; two families have it below.
     monkeypatch.setattr(prove, "_run_fresh_interpreter", prove.answer)
     monkeypatch.setattr(prove, "_die_with", lambda parent: None)
@@ -203,6 +203,9 @@ def test_a_trained_export_is_proven(folder: Path, tmp_path: Path, monkeypatch: p
         export_model(model, tokenizer, target, dtype=dtype)
         checks = prove.prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
         assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    found = prove.prove_export(model, target, dtype=dtype, memory=0)
+    assert found[2:] == [f"reload (first 1 of {num_layers} layers): bit-identical"]
     ids = torch.tensor(rows()[0])[None]
     reloaded = load(tmp_path / "None")
     with torch.no_grad():
