@@ -37,7 +37,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
 def notices_of(pipeline: Pipeline) -> list[str]:
     """What is accepted but not taken as it stands, once each."""
     recipes = pipeline.recipes.values()
-    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_algorithm)
+    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_algorithm, _of_sampling)
     inert = [line for recipe in recipes for notices in found for line in notices(recipe)]
     return list(dict.fromkeys((*pipeline.notices, *inert)))
 
@@ -73,6 +73,20 @@ def _of_stages(recipe: Recipe) -> Iterator[str]:
 
 def _of_algorithm(recipe: Recipe) -> Iterator[str]:
     return recipe.train.train_policy.notices()
+
+
+def _of_sampling(recipe: Recipe) -> Iterator[str]:
+    """Rollouts that are not drawn from the policy."""
+    if recipe.train.train_policy.rows != "prompts" or not recipe.rollout.changes_distribution:
+        return
+    sampling = recipe.rollout.sampling_config
+    usual = type(sampling)()
+    changed = {name: getattr(sampling, name) for name in ("top_p", "top_k", "repetition_penalty")}
+    what = ", ".join(f"{name} = {value}" for name, value in changed.items() if value != getattr(usual, name))
+    yield (
+        f"rollout.sampling_config: {what}: training completions are not drawn from the policy; the loss weights their "
+        f"tokens by policy / sampled distribution, and never sees the tokens that are cut off"
+    )
 
 
 def _of_local_data(recipe: Recipe) -> Iterator[str]:

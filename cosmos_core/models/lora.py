@@ -96,7 +96,8 @@ def changes_base(model: nn.Module) -> bool:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """The model with its adapter in the base weights, for `plain_state` and for a forward pass; nothing without one.
+    """The model, or one layer of it, with its adapter in the base weights, for `plain_state` and for a forward pass;
+    nothing without one.
 
     The weights come back bit for bit: they are put aside, not computed back.
     """
@@ -125,6 +126,11 @@ def plain_names(model: PreTrainedModel) -> dict[str, str]:
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
     named = {key: _plain_name(key, wrappers) for key in model.state_dict()}
     return {key: name for key, name in named.items() if name}
+
+
+def adapted_layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Return the layers whose weights an adapter changes, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

@@ -140,11 +140,6 @@ def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel |
     return _filled(skeleton, found) if is_first() else None
 
 
-def fill_all(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Return `skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
-    return _filled(skeleton, {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model)})
-
-
 def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):

@@ -303,6 +303,6 @@ def _request(group: Group, k: int) -> dict[str, Any]:
         "to_be_evaluated": completion.text,
         "reference": group.prompt.reference,
         "prompt": group.prompt.text,
-        "num_tokens": len(completion.token_ids),
+        "num_tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
     }

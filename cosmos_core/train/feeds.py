@@ -7,7 +7,6 @@ for the same step and gets the same samples.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,9 +20,9 @@ from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.errors import StageFailed
-from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine
+from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
@@ -197,10 +196,11 @@ class RolloutFeed:
         """`between(step)` is called between generating and scoring, and may raise to stop: nothing was trained yet."""
         policy = recipe.train.train_policy
         assert isinstance(policy, GrpoConfig)
-        self._prompts, self._engine, self._score, self._progress = prompts, engine, score, progress
-        self._policy, self._recipe, self._between = policy, recipe, between
+        self._prompts, self._policy, self._seed = prompts, policy, recipe.train.order_seed
         self._num_prompts = recipe.train.train_batch_per_replica // recipe.rollout.n_generation
-        self.sampling = training_sampling(recipe)
+        self._source = Sync(
+            self._of_step, engine, score, training_sampling(recipe), progress, recipe.rollout.batch_size, between
+        )
         self.steps_per_epoch = batches_per_epoch(self._num_prompts, len(prompts), _drops_last(recipe))
         self.total_steps = total_steps(recipe, self._num_prompts, len(prompts))
         self.last: list[ScoredGroup] = []
@@ -208,37 +208,19 @@ class RolloutFeed:
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Generate, score, credit."""
-        places = batch_positions(
-            self._recipe.train.order_seed, step, self._num_prompts, len(self._prompts), self._policy.dataloader_shuffle
-        )
-        chosen = [self._prompts[int(place)] for place in places]
-        began = time.perf_counter()
-        self._progress.phase("generate")
-        self._engine.wake()
-        groups, size = [], self._recipe.rollout.batch_size * num_ranks()
-        for start in range(0, len(chosen), size):
-            groups += self._engine.generate(chosen[start : start + size], self.sampling, step)
-            self._progress.beat()
-            self._between(step)
-        self._engine.sleep()
-        generated = time.perf_counter()
-        self._progress.phase("score")
-        self.last = self._score(groups)
-        scored = time.perf_counter()
+        self.last, metrics = self._source.next(step)
         found, counts = samples_of(self.last, normalise_std=not self._policy.unbiased_advantage)
         if not found:
             reason = self.last[0].scores[0].error
             raise StageFailed(f"step {step + 1}: all {counts['invalid']} rewards are invalid; the first: {reason}")
-        num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
-        figures = {
-            **reward_figures(self.last),
-            "reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"]),
-            "rollout/version_lag": float(max(step - group.version for group in groups)),
-            "time/generate": generated - began,
-            "time/score": scored - generated,
-            "throughput/generated_tokens_per_second": num_tokens / max(1e-9, generated - began),
-        }
-        return found, figures
+        metrics["reward/constant_groups"] = counts["constant_groups"] / max(1, counts["groups"])
+        return found, metrics
+
+    def _of_step(self, step: int) -> list[Prompt]:
+        places = batch_positions(
+            self._seed, step, self._num_prompts, len(self._prompts), self._policy.dataloader_shuffle
+        )
+        return [self._prompts[int(place)] for place in places]
 
 
 def training_sampling(recipe: Recipe) -> Sampling:
@@ -271,26 +253,7 @@ def samples_of(groups: Sequence[ScoredGroup], *, normalise_std: bool) -> tuple[l
 
 
 def _sample(prompt: Prompt, completion: Completion, advantage: float, reward: float) -> Sample:
+    """Return a sample in which the tokens that the policy drew are learned, and no tool result."""
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
-    mask = np.zeros(len(ids), dtype=np.uint8)
-    mask[len(prompt.token_ids) :] = 1
+    mask = np.array([*(0 for _ in prompt.token_ids), *completion.loss_mask], dtype=np.uint8)
     return Sample(ids, mask, advantage, reward, np.array(completion.logprobs, dtype=np.float32))
-
-
-def reward_figures(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Means over valid completions; how many were invalid; lengths."""
-    scores = [score for group in groups for score in group.scores]
-    values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
-    completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
-    figures = {
-        "reward/invalid": float(len(scores) - len(values)),
-        "completion/length_mean": float(np.mean(lengths)),
-        "completion/length_max": float(np.max(lengths)),
-        "completion/truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
-    }
-    if len(values):
-        figures |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-    for name in sorted({name for score in scores for name in score.metrics}):
-        figures[f"reward/{name}"] = float(np.mean([score.metrics[name] for score in scores if name in score.metrics]))
-    return figures

@@ -33,7 +33,7 @@ from cosmos_core.data.prepared import (
 from cosmos_core.errors import DataError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
-from cosmos_core.rollout.base import Engine
+from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.rank import Rank
@@ -98,7 +98,7 @@ def answer_figures(groups: Sequence[ScoredGroup], full_reward: float) -> dict[st
         raise DataError(
             f"all {num_answers} held-out answers have an invalid reward; first: {groups[0].scores[0].error}"
         )
-    lengths = [len(completion.token_ids) for group in groups for completion in group.group.completions]
+    lengths = [completion.num_sampled for group in groups for completion in group.group.completions]
     return {
         "validation/reward": float(values.mean()),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
@@ -123,7 +123,7 @@ class Answers:
         self._engine.wake()
         for start in range(0, len(self._prompts), size):
             self._stage.progress.beat()
-            answered = self._engine.generate(self._prompts[start : start + size], self._sampling, step)
+            answered = generate(self._engine, self._prompts[start : start + size], self._sampling, step)
             groups += self._score(answered)
         self._engine.sleep()
         if is_first():

@@ -29,7 +29,7 @@ from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.parallel.context import apply_cp, joined, piece_of
 from cosmos_core.parallel.expert import apply_ep
-from cosmos_core.parallel.fsdp import apply_fsdp, fill, fill_all, without_weights
+from cosmos_core.parallel.fsdp import apply_fsdp, fill, without_weights
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import apply_pp, clip_over_stages, sum_tied
 from cosmos_core.parallel.tensor import apply_tp, prove_split
@@ -67,10 +67,11 @@ class Rank:
         self._is_packed = (train.sequence_packing and vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
-        self._skeleton = without_weights(model) if mesh else None
+        self.skeleton = without_weights(model) if mesh else None
+        """The whole model on the meta device; None: `model` is whole."""
         self._runner = self._runner_of(model)
         self._frozen: tuple[PreTrainedModel, Runner] | None = None
-        self.optimizer = build_optimizer(model, train, whole=self._skeleton)
+        self.optimizer = build_optimizer(model, train, whole=self.skeleton)
 
     def prove(self) -> None:
         """Run a few tokens before the first step: a model may do more than what its plan splits.
@@ -162,14 +163,9 @@ class Rank:
 
     def whole_model(self) -> PreTrainedModel | None:
         """The model with all its weights; of a mesh: a copy on the first rank's CPU, None on the others."""
-        if self._skeleton is None:
+        if self.skeleton is None:
             return self.model
-        return fill(self._skeleton, self.model)
-
-    def replica(self) -> PreTrainedModel:
-        """The model with all its present weights on every rank: itself, or of a mesh a copy on the CPU, which is the
-        same object every time."""
-        return self.model if self._skeleton is None else fill_all(self._skeleton, self.model)
+        return fill(self.skeleton, self.model)
 
     def _runner_of(self, model: PreTrainedModel) -> Runner:
         """Split the model over the mesh, and read what this rank has of it."""

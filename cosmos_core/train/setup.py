@@ -33,7 +33,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences, open_pairs, open_prompts, open_sequences, shows_images
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.freeze import choose_trained
-from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer, named_weights
+from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_fp8, use_liger, without_fp8
 from cosmos_core.models.lora import FOLDER, is_adapted
 from cosmos_core.models.meta_device import reads_base
@@ -41,8 +41,9 @@ from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import blocks_of, move_buffers
 from cosmos_core.parallel.mesh import is_first, open_mesh
-from cosmos_core.rollout.base import Engine
-from cosmos_core.rollout.choose import make_engine
+from cosmos_core.rollout.base import Engine, EngineSettings
+from cosmos_core.rollout.publish import WeightPublisher
+from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
@@ -118,7 +119,7 @@ def train_rl(stage: Stage) -> Trained:
         )
         loop = Loop(
             stage, rank, feed, Grpo(policy, _reference(stage, rank, policy)), _checkpointer(stage, stack),
-            weights_changed=lambda step: {"sync/version": float(_sync(engine, rank, step))},
+            weights_changed=_publisher(stage, engine, rank).publish,
             average=_average(stage, rank),
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
@@ -211,12 +212,15 @@ def open_engine(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase) ->
     """The rollout engine, with the weights of `stage.model`."""
     stage.progress.phase("load")
     engine = make_engine(
-        rank.replica(),
-        tokenizer,
-        stage.model,
-        stage.recipe.rollout,
-        max_model_len=stage.recipe.policy.model_max_length,
-        dtype=getattr(torch, stage.recipe.train.param_dtype),
+        EngineSettings(
+            rank.model,
+            tokenizer,
+            stage.model,
+            stage.recipe.rollout,
+            max_model_len=stage.recipe.policy.model_max_length,
+            dtype=getattr(torch, stage.recipe.train.param_dtype),
+            custom=stage.recipe.custom,
+        )
     )
     logger.info("rollout engine: %s", engine.name)
     try:
@@ -282,10 +286,10 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
     if isinstance(rows, Prompts):
         score = stack.enter_context(open_rewards(stage, reward_weights(stage.recipe)))
         engine = stack.enter_context(open_engine(stage, rank, tokenizer))
-        answers = Answers(rows, engine, score, stage)
+        answers, publisher = Answers(rows, engine, score, stage), _publisher(stage, engine, rank)
 
         def measure(step: int) -> dict[str, float]:
-            _sync(engine, rank, step)  # training does not need the engine, so it follows the weights only when asked
+            publisher.publish(step)  # training does not need the engine, so it follows the weights only when asked
             return answers.measure(step)
 
         return measure
@@ -295,12 +299,15 @@ def _measure(stage: Stage, rank: Rank, tokenizer: PreTrainedTokenizerBase, stack
     return lambda step: sequence_figures(rank, rows, stage.recipe, stage.progress)
 
 
-def _sync(engine: Engine, rank: Rank, step: int) -> int:
-    """Give the engine the present weights; the version that it has now."""
-    rank.model.eval()
-    checksum = engine.load_weights(step, named_weights(rank.replica()))
-    logger.debug("weights of version %d in %s: %s", step, engine.name, checksum)
-    return step
+def _publisher(stage: Stage, engine: Engine, rank: Rank) -> WeightPublisher:
+    def logprobs(token_ids: Sequence[int]) -> Tensor:
+        ids = np.array(token_ids, dtype=np.int64)
+        return rank.logprobs([Sample(ids, np.ones(len(ids), dtype=np.uint8))], 1.0)[0]
+
+    return WeightPublisher(
+        engine, rank.model, logprobs, getattr(torch, stage.recipe.train.param_dtype),
+        whole=rank.skeleton, probe_interval=stage.recipe.rollout.probe_interval,
+    )  # fmt: skip
 
 
 def _reference(stage: Stage, rank: Rank, policy: GrpoConfig) -> LogProbs | None:

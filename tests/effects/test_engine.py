@@ -13,7 +13,8 @@ import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.rollout.choose import make_engine
+from cosmos_core.rollout.base import EngineSettings
+from cosmos_core.rollout.registry import make_engine
 from tests.effects.change import GRPO, Change, changes
 from tests.unit.tiny_model import save_tiny_model
 
@@ -34,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @changes(
     (Change("rollout.backend", "hf", GRPO), None),
-    (Change("rollout.enforce_eager", False, GRPO), {"enforce_eager": False}),
+    (Change("rollout.enforce_eager", True, GRPO), {"enforce_eager": True}),
     (Change("rollout.gpu_memory_utilization", 0.3, GRPO), {"gpu_memory_utilization": 0.3}),
     (Change("rollout.parallelism.tp_size", 2, GRPO), {"tensor_parallel_size": 2}),
 )
@@ -45,7 +46,7 @@ def test_it_changes_the_engine(
     model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
 
     def name(recipe: Recipe) -> str:
-        return make_engine(model, tokenizer, folder, recipe.rollout, max_model_len=64, dtype=torch.float32).name
+        return make_engine(EngineSettings(model, tokenizer, folder, recipe.rollout, 64, torch.float32)).name
 
     names = [name(change.before), name(change.after)]
     if expected is None:

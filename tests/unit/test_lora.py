@@ -22,12 +22,14 @@ from cosmos_core.checkpoint.export import export_model
 from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import arithmetic, prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
 from cosmos_core.models.lora import add_adapter, merged, plain_state, save_adapter
+from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.train.rank import Rank
@@ -256,8 +258,8 @@ def test_an_engine_of_its_own_gets_merged_weights_and_answers_as_the_adapted_mod
     prompts = [Prompt(0, (5, 6, 7), "", ""), Prompt(1, (9, 8), "", "")]
 
     def answers(engine_model: PreTrainedModel) -> list[Any]:
-        engine = HfEngine(engine_model, tokenizer, max_model_len=64, dtype=torch.float32)
-        return [c for group in engine.generate(prompts, sampling, step=0) for c in group.completions]
+        engine = HfEngine(EngineSettings(engine_model, tokenizer, "", RolloutConfig(), 64, torch.float32))
+        return [c for group in generate(engine, prompts, sampling, step=0) for c in group.completions]
 
     stale = answers(plain)
     plain.load_state_dict(dict(named_weights(model)))

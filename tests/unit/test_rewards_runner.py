@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.types import Completion, Group, Prompt
+from cosmos_core.types import Completion, Group, Prompt, Segment
 
 BEHAVIOURS = '''
 import os, subprocess, sys, time
@@ -166,7 +166,7 @@ def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups
 
 
 def completion(num_tokens, finish_reason):
-    return Completion((7,) * num_tokens, (-1.0,) * num_tokens, finish_reason, "text")
+    return Completion((Segment((7,) * num_tokens, True, (-1.0,) * num_tokens, 0),), finish_reason, "text")
 
 
 def test_a_child_that_died_between_two_calls_is_replaced_without_blame(act):

@@ -25,7 +25,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import samples_of
 from cosmos_core.train.rank import Rank
 from cosmos_core.train.setup import train_rl, train_sft
-from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup
+from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tasks.kinds import all_kinds
 
 BASE: dict[str, Any] = {
@@ -242,7 +242,7 @@ def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> N
 
 def test_a_completion_with_an_invalid_reward_is_left_out_and_its_group_compared_without_it() -> None:
     prompt = Prompt(0, (5, 6), "2+2=", "4")
-    answers = tuple(Completion((i, 9), (-0.1, -0.2), "stop", "x") for i in range(3))
+    answers = tuple(Completion((Segment((i, 9), True, (-0.1, -0.2), 0),), "stop", "x") for i in range(3))
     scores = (Score(1.0), Score(None, error="timed out"), Score(0.0))
     found, counts = samples_of([ScoredGroup(Group(prompt, answers, 0), scores)], normalise_std=False)
     assert [sample.advantage for sample in found] == [0.5, -0.5]
