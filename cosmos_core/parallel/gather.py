@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cosmos_core.parallel.fsdp import broadcast_tensor
+from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import all_gather_object, any_on_ranks, broadcast_object, rank_number
 
 _ALIGNMENT = 64
@@ -58,15 +58,8 @@ class Gatherer:
         """Return these tensors, whole; no rank may use them after the next call, unless it still refers to them."""
         if self._is_shared and (memory := self._room(wanted)) is not None:
             return self._through(memory, wanted)
-        found = {}
-        for name in wanted:
-            tensor, holders = self.tensors.get(name), self._holders[name]
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if len(holders) < dist.get_world_size():
-                full = broadcast_tensor(None if full is None else full.detach(), holders[0])
-            assert full is not None
-            found[name] = full.detach()
-        return found
+        found = dict(full_tensors({name: self.tensors[name] for name in wanted if name in self.tensors}))
+        return {name: found[name] for name in wanted}
 
     def _room(self, wanted: Mapping[str, Full]) -> _SharedMemory | None:
         """Shared memory for these tensors, which nobody refers to; None: a rank cannot have it."""

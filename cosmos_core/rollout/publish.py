@@ -7,6 +7,7 @@ probe compares log-probabilities. What an engine does with a bucket is its own b
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ wrong place costs whole nats."""
 _PROBE_TOKENS = 16
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass
 class WeightPublisher:
     """Sends the weights of a model to an engine; on several ranks all call it together.
@@ -47,8 +51,9 @@ class WeightPublisher:
     whole: PreTrainedModel | None = None
     """The same model on the meta device, as it was before it was split; None: the model is whole."""
     probe_interval: int = 50
+    """Versions between two probes; the first load is probed too."""
     bucket_bytes: int = BUCKET_BYTES
-    _num_loads: int = 0
+    _is_proven: bool = False
     _weights: _Weights | None = None
 
     def publish(self, version: int) -> dict[str, float]:
@@ -77,14 +82,13 @@ class WeightPublisher:
                 f"weight sync: the engine acknowledges {loaded.num_tensors} tensors of version {loaded.version}, not "
                 f"{num_sent} of version {version}"
             )
-        metrics = {"sync/version": float(version), "sync/tensors": float(num_sent)}
-        if self._num_loads % self.probe_interval == 0:
-            metrics["sync/probe_difference"] = self._probe()
-        self._num_loads += 1
-        return metrics | {"time/sync": time.perf_counter() - began}
+        if not self._is_proven or version % self.probe_interval == 0:  # by version, so that a resumed run does the same
+            self._probe(version)
+        self._is_proven = True
+        return {"sync/version": float(version), "time/sync": time.perf_counter() - began}
 
-    def _probe(self) -> float:
-        """Return the mean difference of log-probabilities between trainer and engine."""
+    def _probe(self, version: int) -> None:
+        """Compare the log-probabilities of trainer and engine."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
         difference = (expected - torch.tensor(self.engine.logprobs(token_ids))).abs().mean().item()
@@ -94,7 +98,7 @@ class WeightPublisher:
                 f"{_TOLERANCE[self.dtype]} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all "
                 f"weights"
             )
-        return difference
+        logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
@@ -155,7 +159,9 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
     units: dict[str, _Unit] = {}
     first_keys: dict[Tensor, str] = {}
     unit_of: dict[str, _Unit] = {}
-    for key, name in plain_names(whole).items():
+    names = plain_names(whole)
+    for key in state:
+        name = names.get(key, "")
         layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
         first = first_keys.setdefault(state[key], key)
         if first != key:  # tied: whole when the other is

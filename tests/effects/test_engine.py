@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
+from cosmos_core.train.setup import _publisher
 from tests.effects.change import GRPO, Change, changes
 from tests.unit.tiny_model import save_tiny_model
 
@@ -31,6 +32,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return found
+
+
+@changes(Change("rollout.probe_interval", 3, GRPO))
+def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Change) -> None:
+    rank: Any = SimpleNamespace(model=None, skeleton=None)
+
+    def interval(recipe: Recipe) -> int:
+        stage: Any = SimpleNamespace(recipe=recipe)
+        engine: Any = None
+        return _publisher(stage, engine, rank).probe_interval
+
+    assert (interval(change.before), interval(change.after)) == (50, 3)
 
 
 @changes(

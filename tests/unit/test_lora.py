@@ -111,7 +111,7 @@ def step(model: PreTrainedModel, path: Path, **train: Any) -> None:
         "param_dtype": "float32", "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft", "mini_batch": 2}, **train,
     }  # fmt: skip
     rank = trainer_of(model, TrainConfig.model_validate(settings), 0, Progress(path / "p.json"))
-    rank.adapter._dtype = model.dtype
+    rank._dtype = model.dtype
     rank.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     (update,) = sft().updates(SAMPLES, NoView())
     rank.update(update)
@@ -237,10 +237,6 @@ def test_export_and_adapter_are_proven_by_transformers_and_by_peft(
     assert [keys, bytes_, reload, tokens] == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
     assert merge.startswith("merge: max difference ")
     assert adapter == "adapter: bit-identical"
-    *_, merge, adapter = prove_export(model, tmp_path / "m", dtype=None, memory=0)
-    assert (
-        merge.startswith("merge (first 1 of 2 layers): ") and adapter == "adapter (first 1 of 2 layers): bit-identical"
-    )
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto").state_dict()
     with merged(model):
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state(model).items())
@@ -256,20 +252,18 @@ def test_export_and_adapter_are_proven_by_transformers_and_by_peft(
 def test_an_engine_of_its_own_gets_merged_weights_and_answers_as_the_adapted_model(folder: Path) -> None:
     model, plain = ours(folder, {"target_modules": "all-linear"}), load_model(str(folder), dtype=torch.float32)
     disturb(model)
-    tokenizer = load_tokenizer(str(folder))
     sampling = Sampling(temperature=1.0, max_tokens=12, num_completions=3, seed=1)
     prompts = [Prompt(0, (5, 6, 7), "", ""), Prompt(1, (9, 8), "", "")]
 
     def answers(engine_model: PreTrainedModel) -> list[Any]:
-        engine = HfEngine(EngineSettings(engine_model, tokenizer, "", RolloutConfig(), 64, torch.float32))
-        return [c for group in generate(engine, prompts, sampling, step=0) for c in group.completions]
+        settings = EngineSettings(engine_model, load_tokenizer(str(folder)), "", RolloutConfig(), 64, torch.float32)
+        return [c for group in generate(HfEngine(settings), prompts, sampling, step=0) for c in group.completions]
 
-    stale = answers(plain)
+    stale = [c.token_ids for c in answers(plain)]
     plain.load_state_dict(dict(named_weights(model)))
     expected, found = answers(model), answers(plain)
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected] != [c.token_ids for c in stale]
-    for one, other in zip(found, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, rel=0, abs=1e-4)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected] != stale
+    assert all(one.logprobs == pytest.approx(o.logprobs, abs=1e-4) for one, o in zip(found, expected, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +295,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(task: Path, tmp_path: Path,
     whole = make_stage(tmp_path / "whole", kind, config, model, data)
     expected = program(whole)
     base = make_stage(tmp_path / "cut", kind, config, model, data)
-    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
+    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
     stage.stop_at = 2
     with pytest.raises(Preempted, match="checkpoint saved"):
         program(stage)

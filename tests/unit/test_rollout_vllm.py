@@ -66,7 +66,7 @@ def test_changed_weights_arrive_and_wrong_ones_are_noticed(found: dict[str, Any]
     synced = found["synced"]
     assert synced["after"] != synced["before"] == found["sampled"]["tokens"]
     assert synced["difference"] < 1e-4
-    assert synced["metrics"]["sync/version"] == 7 and synced["metrics"]["sync/probe_difference"] < 1e-5
+    assert synced["metrics"]["sync/version"] == 7
     assert set(found["sampled"]["versions"]) == {0} and set(synced["versions"]) == {7}
     assert synced["wrong"].startswith("StageFailed: weight sync: engine and trainer differ")
     assert synced["partial"] == "StageFailed: weight sync: 1 tensors did not come, such as lm_head.weight"

@@ -59,7 +59,7 @@ class RolloutConfig(Table):
         Only(
             ("vllm", "hf"),
             "this version generates with 'vllm', 'hf' or 'file.py:Class'; use one of them",
-            takes_import_paths=True,
+            takes_paths=True,
         ),
     ] = "vllm"
     """`vllm`; `hf`: a sampling loop on the trainer's transformers modules, which also takes the place of a vLLM that
@@ -97,9 +97,9 @@ class RolloutConfig(Table):
     """Keep the stop string."""
     vllm_use_flashinfer: Annotated[bool, _KERNELS] = False
     """Attention with FlashInfer."""
-    probe_interval: Annotated[PositiveInt, Unit("loads"), NoResult] = 50
-    """Every so many loads of weights, and at the first, log-probabilities of engine and trainer are compared; a
-    difference beyond rounding ends the stage. 1: after each load."""
+    probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
+    """Every so many steps, and when an engine gets its first weights, log-probabilities of engine and trainer are
+    compared; a difference beyond rounding ends the stage."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
     """Turns and tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
