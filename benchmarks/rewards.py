@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from cosmos_core.rewards.runner import RewardRunner
 
 PROGRAM = """
@@ -27,6 +29,7 @@ def main() -> None:
     """Print both figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slow-seconds", type=float, default=9.0)
+    console = Console(highlight=False)
     slow = parser.parse_args().slow_seconds
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "sleeper.py")
@@ -37,12 +40,12 @@ def main() -> None:
             scores = runner.score(_requests([slow if i % 5 == 0 else 0.0 for i in range(20)]))
             done = time.monotonic()
     assert all(score.value == 1.0 for score in scores)
-    print(f"{len(os.sched_getaffinity(0))} cores; start {ready - started:.2f} s")
-    print(f"20 completions, 4 of them {slow:g} s: {done - ready:.1f} s")
+    console.print(f"{len(os.sched_getaffinity(0))} cores; start {ready - started:.2f} s")
+    console.print(f"20 completions, 4 of them {slow:g} s: {done - ready:.1f} s")
     with RewardRunner({"gsm8k": 1.0}, timeout_seconds=10.0) as runner:
         began = time.monotonic()
         runner.score([{"to_be_evaluated": f"text #### {i}", "reference": f"#### {i}"} for i in range(2000)])
-        print(f"one quick completion of 2,000: {(time.monotonic() - began) / 2:.3f} ms")
+        console.print(f"one quick completion of 2,000: {(time.monotonic() - began) / 2:.3f} ms")
 
 
 def _requests(seconds: list[float]) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ that inference sees. Reading rows is `messages.py`, finding the assistant's turn
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -24,7 +25,7 @@ _LONG = 64  # turns; to render each beginning of a conversation takes time with 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-Tools = list[dict[str, Any]] | None
+Tools = list[dict[Any, Any] | Callable[..., Any]] | None
 """What the chat template is told of the tools that may be called."""
 
 
@@ -266,7 +267,9 @@ def _marked_spans(
 
     In characters: a mask of tokens would lose the bytes of a character that is several tokens, and what follows it.
     """
-    template = owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
+    template = (
+        owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
+    )
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
     texts, marked = cast(Any, render_jinja_template)(

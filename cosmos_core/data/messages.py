@@ -284,7 +284,7 @@ def _call(content: Any) -> Message | None:
     }
 
 
-def read_tools(row: Row, where: str) -> list[dict[str, Any]] | None:
+def read_tools(row: Row, where: str) -> list[Any] | None:
     """Return what the column `tools` says of the tools that may be called, a list or its JSON; None: nothing.
 
     Raises:
@@ -300,7 +300,7 @@ def read_tools(row: Row, where: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
-    found: list[dict[str, Any]] = _without_nulls(tools)
+    found: list[Any] = _without_nulls(tools)
     return found
 
 

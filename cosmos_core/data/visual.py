@@ -76,9 +76,7 @@ def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[
     return cut((tokens.ids, tokens.mask), max_length, where)
 
 
-def _rendered(
-    processor: ProcessorMixin, turns: list[Message], where: str, tools: Tools
-) -> tuple[list[Message], str]:
+def _rendered(processor: ProcessorMixin, turns: list[Message], where: str, tools: Tools) -> tuple[list[Message], str]:
     """Return the turns in the form of which the chat template writes the most - some templates want strings where there
     is text alone, others parts everywhere - and what it writes.
 
@@ -149,7 +147,7 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
 
 
 def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
-    """Return for each image where its word stands in the text, and where what the word became stands in the expanded text."""
+    """Return the span of each image's word in the text, and of what became of it in the expanded text."""
     if "text_replacement_offsets" in encoded:
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
     bos = processor.tokenizer.bos_token

@@ -41,7 +41,7 @@ START_SECONDS = 120.0
 """Until a process has imported the rewards; a user's module may import something heavy."""
 _BEAT_SECONDS = 1.0
 _ACKNOWLEDGED_SECONDS = 0.1
-"""After the end of a process: pebble has to read first which request it had taken, or that one waits for its deadline."""
+"""After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
 _MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
 _PR_SET_PDEATHSIG = 1
 

@@ -218,9 +218,7 @@ def test_tool_calls_are_learned_with_the_template_of_qwen3():
     yes, no = masked(tokenizer, CALLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call><|im_end|>'
     assert yes == [call, "<think>\n\n</think>\n\nIt is 42.<|im_end|>"]
-    assert no[1] == (
-        "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert no[1] == ("\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_tools_are_handed_to_the_template():
