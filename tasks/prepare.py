@@ -5,7 +5,7 @@ from cosmos_core.types import StageKind
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
-    result_version=3,
+    result_version=4,
     makes="data",
     reads_model="tokenizer",
     reads_data="source",

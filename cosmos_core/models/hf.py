@@ -38,7 +38,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     """The tokenizer of a model folder or Hub id.
 
     Raises:
-        ModelError: there is no such folder, it has no tokenizer, or the Hub id cannot be had.
+        ModelError: there is no such folder, it has no tokenizer or one without any token to pad with, or the Hub id
+            cannot be had.
     """
     source, options = source_of(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
@@ -49,7 +50,13 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_object(Path(source, name), model)
     with reading("tokenizer", model):
-        return AutoTokenizer.from_pretrained(str(source), **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens in "
+            "tokenizer_config.json"
+        )
+    return tokenizer
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:

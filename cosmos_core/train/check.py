@@ -71,5 +71,7 @@ def _rows(stage: Stage) -> list[str]:
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
         for reason, rows in numbers["skipped"].items():
             text += f", {rows['rows']:,} skipped: {reason} (first: {rows['first']})"
+        if not numbers.get("teaches_end", True):
+            text += ", no end token is learned: the model would not learn to stop"
         found.append(text)
     return found
