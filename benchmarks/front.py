@@ -18,7 +18,7 @@ from typing import Any
 
 from cosmos_core.observe.logs import quiet_environment
 
-PROGRAM = '''
+PROGRAM = """
 import time
 from cosmos_core.types import Outcome
 
@@ -26,7 +26,9 @@ from cosmos_core.types import Outcome
 def make(stage, number):
     (stage.path / "out.txt").write_text(str(number))
     return Outcome(outputs=("out.txt",), metrics={"began": time.time()}, info={"model": "out.txt"})
-'''
+"""
+
+
 def main() -> None:
     """Print the seconds of each part as one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,6 +49,7 @@ def report(seconds: dict[str, float]) -> None:
 
 def digest_seconds(folder: Path, count: int) -> dict[str, float]:
     """Hash a folder of `count` small files, then look at it again with the digests remembered."""
+    from cosmos_core.run.content import files_of
     from cosmos_core.run.digests import Digests
 
     data = folder / "files"
@@ -56,7 +59,7 @@ def digest_seconds(folder: Path, count: int) -> dict[str, float]:
     seconds = {}
     for name in ("new", "remembered"):
         began = time.perf_counter()
-        Digests(folder / "digests.json").of_folder(data, ("*",))
+        Digests(folder / "digests.jsonl").of_files(data, files_of(data))
         seconds[f"digests of {count} files, {name}"] = time.perf_counter() - began
     return seconds
 
@@ -107,7 +110,9 @@ def write_pipeline(folder: Path, count: int) -> Path:
 
 def cosmos(path: Path, command: str = "run") -> None:
     """Run the command to its end."""
-    environment: dict[str, Any] = quiet_environment({k: v for k, v in os.environ.items() if not k.startswith("PREFECT")})
+    environment: dict[str, Any] = quiet_environment(
+        {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")}
+    )
     words = [command, path.name] if command == "run" else [command]
     root = str(Path(__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))

@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from cosmos_core.launch.server import prefect_server
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import SHARED, read_json
 from cosmos_core.run.state import read_state
 
 _WATCH_SECONDS = 0.3
@@ -39,7 +41,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
     with Display(names) as display, _watching(run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
-            with prefect_server(run.output_dir / ".cosmos"):
+            with prefect_server(run.output_dir / SHARED, meanwhile=partial(import_module, "flows.post_train")):
                 trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,10 +28,11 @@ _MAX_CHECK_SECONDS = 30.0
 
 
 @contextmanager
-def prefect_server(folder: Path) -> Iterator[None]:
+def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Make sure that `PREFECT_API_URL` names a server inside the block; start one below `folder` if it is unset.
 
-    Must come before the first import of Prefect, which reads the environment once.
+    Must come before the first import of Prefect, which reads the environment once; `meanwhile` is called while the
+    server starts, and may be that import.
 
     Raises:
         ConfigError: nothing answers at `PREFECT_API_URL`.
@@ -45,7 +46,7 @@ def prefect_server(folder: Path) -> Iterator[None]:
     server = _Server(home)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
-        server.start()
+        server.start(meanwhile)
         yield
     finally:
         os.environ.pop("PREFECT_API_URL", None)
@@ -107,8 +108,9 @@ class _Server:
         self._child: Child | None = None
         self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
 
-    def start(self) -> None:
+    def start(self, meanwhile: Callable[[], object]) -> None:
         self._spawn()
+        meanwhile()
         deadline = time.monotonic() + _START_SECONDS
         assert self._child is not None
         while True:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SHARED = ".cosmos"
+"""Folder, beside the runs, of what they have in common."""
 _BLOCK = 1 << 20
 
 

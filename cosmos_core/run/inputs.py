@@ -15,6 +15,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
 from cosmos_core.registry import code_file, is_import_path, offered_names, suggestion
+from cosmos_core.run.content import files_of_model
 from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
@@ -22,6 +23,7 @@ REWARDS = "cosmos_core.rewards"
 SINK_PACKAGES = ("wandb", "tensorboard")
 """Of the same name as the sink, and as the extra of ours that brings it."""
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def check_inputs(pipeline: Pipeline) -> None:
@@ -57,7 +59,7 @@ def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
     """Folder of the model, its name on the Hub or `stage:NAME`; None: the stage reads no model.
 
     Raises:
-        ModelError: it can only be a folder, and there is none.
+        ModelError: it can only be a folder, and there is none, or an index in it leads out of it.
     """
     own = recipe.policy.model_name_or_path if kind.reads_model else ""
     key, model = ("model", stage.model) if stage.model else ("policy.model_name_or_path", own)
@@ -65,6 +67,7 @@ def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
         return model or None
     found = existing(model, Path.cwd())
     if found is not None and found.is_dir():
+        files_of_model(found)
         return found
     if found is not None or _looks_like_path(model):
         raise ModelError(f"{key} = {model!r}: no such folder; give a Hugging Face model folder or a Hub id")
@@ -78,6 +81,8 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
         DataError: one can only be a file or folder, and there is none.
     """
     named = {"data": stage.data}
+    if stage.entry and (annotations := media_of(recipe).annotation_path):
+        named["custom.dataset.annotation_path"] = annotations
     if kind.reads_data == "source":
         if not stage.data:
             media = media_of(recipe)
@@ -95,10 +100,31 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
         if not name or source_of(name) is not None:
             continue
         path = existing(name, Path.cwd())
-        if path is None and (_looks_like_path(name) or Path(name).suffix in _DATA_SUFFIXES):
+        if path is None and (key == "data" or _looks_like_path(name) or Path(name).suffix in _DATA_SUFFIXES):
             raise DataError(f"{key} = {name!r}: no such file or folder")
+        if path is not None and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{key} = {name!r} is neither a file nor a folder; rows cannot be read twice from it")
         found.append(path or name)
     return found
+
+
+def media_folder(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | None:
+    """Return the folder that the images of the rows are relative to, where the stage reads or is handed them.
+
+    None: there is none, or the model is known to read text alone. Where that is not known beforehand, as of a model on
+    the Hub, training still notices an image that changed: prepared rows hold the digest of each.
+    """
+    if not (kind.reads_data == "source" or stage.entry):
+        return None
+    media = media_of(recipe)
+    if media.media_path:
+        return existing(media.media_path, Path.cwd())
+    rows = media.annotation_path
+    model = model_source(stage, recipe, kind)
+    if isinstance(model, Path) and any((model / name).is_file() for name in _PROCESSOR_FILES):
+        rows = rows or stage.data or recipe.train.train_policy.dataset.name
+    found = existing(rows, Path.cwd()) if rows else None
+    return found.parent if found is not None and found.is_file() else found
 
 
 def resume_source(recipe: Recipe) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 from cosmos_core.run.files import read_json, write_json
 
 State = dict[str, Any]
+FINISHED = frozenset({"done", "reused"})
 FRESH: State = {"state": "waiting", "attempt": 0, "failures": 0, "worker_seconds": 0.0, "checkpoint_step": None}
 
 
