@@ -1,6 +1,6 @@
 """Kind `export`: the model as it is published, in `train.param_dtype`, with a card, proven to load."""
 
-from cosmos_core.run.packages import WEIGHTS
+from cosmos_core.run.libraries import WEIGHTS
 from cosmos_core.types import StageKind
 
 KIND = StageKind(

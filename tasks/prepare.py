@@ -1,6 +1,6 @@
 """Kind `prepare`: read rows, check every one, tokenise once; training ranks only read what it wrote."""
 
-from cosmos_core.run.packages import ROWS
+from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
 KIND = StageKind(

@@ -1,6 +1,6 @@
 """Kind `rl`: the rollout-train loop of GRPO, resumable from its newest checkpoint."""
 
-from cosmos_core.run.packages import TRAINING
+from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 
 KIND = StageKind(

@@ -1,6 +1,6 @@
 """Kind `sft`: supervised fine-tuning, resumable from its newest checkpoint; ends with a proven full-precision model."""
 
-from cosmos_core.run.packages import TRAINING
+from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 
 KIND = StageKind(

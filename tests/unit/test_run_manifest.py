@@ -208,6 +208,32 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
     )
 
 
+def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipeline_alone(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    older = counting_run(tmp_path, "first.arguments.steps=7")
+    finish(older, "first")
+    newest = counting_run(tmp_path, "first.arguments.steps=8")
+    finish(newest, "first")
+    stranger = counting_run(tmp_path, "first.arguments.steps=9", "pipeline.name=stranger")
+    finish(stranger, "first")
+    current = counting_run(tmp_path)
+    assert actions(plan(current.pipeline, current.kinds, outputs))["first"] == (
+        "run", f"changed since run {newest.id}: entry.arguments.steps: 8 -> 3"
+    )  # fmt: skip
+    finish(current, "first")
+    assert actions(plan(current.pipeline, current.kinds, outputs))["second"] == ("run", "never made before"), (
+        "stages of the same kind there are, but none of its name"
+    )
+
+
+def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (finish(run, "first") / "result.json").unlink()
+    assert actions(plan(run.pipeline, run.kinds, tmp_path / "outputs"))["first"] == (
+        "run", f"unfinished in run {run.id}"
+    )  # fmt: skip
+
+
 def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the_rows(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     run = create_run(load_recipe(tmp_path), all_kinds())
