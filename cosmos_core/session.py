@@ -28,7 +28,10 @@ _DRAIN_SECONDS = 5.0
 
 
 def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int:
-    """Run the flow in this process; the exit code. `began` is when the command was typed, in seconds since 1970."""
+    """Run the flow in this process and return the exit code.
+
+    `began` is when the command was typed, in seconds since 1970.
+    """
     os.environ.update(quiet_environment(os.environ))
     # The display says what matters; Prefect's own lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
@@ -60,7 +63,7 @@ def _is_not_of_a_run(record: logging.LogRecord) -> bool:
 
 
 def exit_code(run: Run) -> int:
-    """What the stages' states mean together."""
+    """Return the exit code that the states of all stages mean together."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed = [state.get("exit_code", EXIT_CRASH) for state in states if state["state"] == "failed"]
     if EXIT_USAGE in failed:

@@ -55,7 +55,7 @@ def post_train(
 
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
-    """The run to work on: a run directory as it is, the run that this `request` (a flow run) began, an existing
+    """Return the run to work on: a run directory as it is, the run that this `request` (a flow run) began, an existing
     `run_id` if it means the same, or a new one.
 
     Raises:

@@ -51,7 +51,7 @@ _RETRIES = 100_000  # Prefect's own count never decides
 
 
 def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
-    """Bring stages, in topological order, to their results, independent ones in parallel; the final state of the flow.
+    """Bring stages, in topological order, to their results, independent ones in parallel; return the flow's state.
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
@@ -110,7 +110,8 @@ def stage_task(run: Run, name: str) -> Any:
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """The retry policy: never a user's mistake, always a preemption, a crash until `retries` brought no progress."""
+    """Decide about a retry: never of a user's mistake, always of a preemption, of a crash until `retries` in a row
+    brought no progress."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or isinstance(error, GateFailed):
         return False  # what is no error of ours could not even be counted: the disk may be full
     if isinstance(error, Preempted):
@@ -137,7 +138,7 @@ def perform(
     on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
-    """Bring one stage to its result; (result, whether it was there already). Its inputs are done.
+    """Bring one stage, whose inputs are done, to its result; return it and whether it was there already.
 
     Raises:
         CosmosError: as `launch.worker.run`, or an input is missing.

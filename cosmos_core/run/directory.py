@@ -46,12 +46,12 @@ class Run:
 
     @property
     def id(self) -> str:
-        """`YYYYmmddHHMMSS`, with a suffix where two began in the same second."""
+        """Return `YYYYmmddHHMMSS`, with a suffix where two began in the same second."""
         return self.path.name
 
     @property
     def output_dir(self) -> Path:
-        """Folder of all runs, with what they share: digests, fingerprints, locks."""
+        """Return the folder of all runs, with what they share: digests, fingerprints, locks."""
         return self.path.parent
 
     @cached_property
@@ -60,14 +60,14 @@ class Run:
         return shared_digests(self.output_dir, thorough=self.verify)
 
     def stage_path(self, name: str) -> Path:
-        """Folder of a stage."""
+        """Return the folder of a stage."""
         return self.path / "stages" / name
 
 
 def create_run(
     pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
 ) -> Run:
-    """Make the directory of a new run; nothing is made when the pipeline cannot run here.
+    """Make the directory of a new run; make nothing when the pipeline cannot run here.
 
     Raises:
         ConfigError: this version cannot do what is asked, the output folder cannot be written, or `run_id` is no name.
@@ -105,7 +105,7 @@ def create_run(
 def open_or_create_run(
     pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
 ) -> Run:
-    """The existing run `run_id` of this pipeline, to go on with, or a new one.
+    """Return the existing run `run_id` of this pipeline, to go on with, or a new one.
 
     Raises:
         ConfigError: that run was made with other settings, or as `create_run`.
@@ -133,7 +133,7 @@ def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
 
 
 def claim(run: Run) -> Lock:
-    """The right to run the stages of `run`, until released or until this process ends.
+    """Take the right to run the stages of `run`, until released or until this process ends.
 
     Raises:
         ConfigError: another process has it.
@@ -148,7 +148,7 @@ def claim(run: Run) -> Lock:
 
 
 def find_run(name: str, output_dir: Path) -> Path:
-    """The directory of a run given by path or by id; `latest` and an empty name mean the newest.
+    """Return the directory of a run given by path or by id; `latest` and an empty name mean the newest.
 
     Raises:
         ConfigError: there is no such run; the message lists the newest ones.
@@ -178,7 +178,7 @@ def supersede(stage_path: Path) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if need be, absolute.
+    """Return the folder, made if need be, as an absolute path.
 
     Raises:
         ConfigError: it cannot be made or written.

@@ -60,7 +60,7 @@ class Fingerprint:
     ingredients: dict[str, Any]
 
     def difference(self, older: Mapping[str, Any]) -> list[str]:
-        """Ingredients that are not as in `older`, as `key: old -> new`."""
+        """Return the ingredients that are not as in `older`, as `key: old -> new`."""
         old, new = _flat(older), _flat(self.ingredients)
         keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
         return [f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys]
@@ -69,7 +69,7 @@ class Fingerprint:
 def fingerprint(
     pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream: Mapping[str, str], digests: Digests
 ) -> Fingerprint:
-    """Fingerprint of one stage; `upstream` maps each stage in `after` to the digest of its result.
+    """Return the fingerprint of one stage; `upstream` maps each stage in `after` to the digest of its result.
 
     Raises:
         ModelError, DataError: a local model or data folder is not there.
@@ -114,7 +114,7 @@ def fingerprint(
 
 
 def threads(pipeline: Pipeline) -> int:
-    """CPU threads of a worker."""
+    """Return the number of CPU threads of a worker."""
     return pipeline.config.threads or len(os.sched_getaffinity(0))
 
 

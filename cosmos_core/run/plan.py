@@ -30,7 +30,7 @@ class Decision:
 
 
 def fingerprint_folder(output_dir: Path, value: str) -> Path:
-    """Where finished stages with this fingerprint are listed, and locked while one is being made."""
+    """Return where finished stages with this fingerprint are listed, and locked while one is being made."""
     return output_dir / SHARED / "fingerprints" / value
 
 
@@ -70,11 +70,10 @@ def plan(
     pipeline: Pipeline,
     kinds: Mapping[str, StageKind],
     output_dir: Path,
-    run_path: Path | None = None,
     *,
     thorough: bool = False,
 ) -> dict[str, Decision]:
-    """A decision for every stage, in topological order, without touching anything.
+    """Decide for every stage, in topological order, without touching anything.
 
     Raises:
         ConfigError, ModelError, DataError: an input of a stage is missing.
@@ -93,8 +92,7 @@ def plan(
             decisions[stage.name] = Decision("run", "looks at the outside world, so it runs each time")
             continue
         found = fingerprint(pipeline, stage, kind, upstream, digests)
-        path = run_path / "stages" / stage.name if run_path else None
-        decisions[stage.name] = decide(output_dir, path, found, thorough=thorough) or Decision(
+        decisions[stage.name] = decide(output_dir, None, found, thorough=thorough) or Decision(
             "run", _why_new(output_dir, pipeline.config.name, stage.name, found)
         )
     return decisions
@@ -103,12 +101,6 @@ def plan(
 def save_fingerprint(stage_path: Path, value: Fingerprint) -> None:
     """Keep what went into the fingerprint, so that a later run can say what changed."""
     write_json(stage_path / FINGERPRINT, {"value": value.value, "ingredients": value.ingredients})
-
-
-def saved_fingerprint(stage_path: Path) -> str | None:
-    """The fingerprint that the content of a stage directory belongs to."""
-    found = read_json(stage_path / FINGERPRINT)
-    return found.get("value") if isinstance(found, dict) else None
 
 
 def _finished(output_dir: Path, value: str) -> list[Path]:

@@ -60,7 +60,7 @@ class Progress:
         self._write(force=True)
 
     def beat(self) -> None:
-        """Still alive, nothing new."""
+        """Say that the worker is alive and has nothing new."""
         self._write(force=False)
 
     def _write(self, *, force: bool) -> None:
@@ -82,7 +82,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Append the figures of one step."""
+        """Append the metrics of one step."""
         line = {"step": step, "time": time.time(), **values}
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

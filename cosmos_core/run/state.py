@@ -15,7 +15,7 @@ FRESH: State = {"state": "waiting", "attempt": 0, "failures": 0, "worker_seconds
 
 
 def read_state(stage_path: Path) -> State:
-    """The state of a stage; a stage that nobody touched is waiting."""
+    """Return the state of a stage; one that nobody touched is waiting."""
     found = read_json(stage_path / "state.json")
     return {**FRESH, **found} if isinstance(found, dict) else dict(FRESH)
 
