@@ -35,11 +35,11 @@ def fingerprint_folder(output_dir: Path, value: str) -> Path:
 
 
 def register(output_dir: Path, stage_path: Path, value: str) -> None:
-    """List a finished stage under its fingerprint, for other runs to find."""
+    """List a finished stage under its fingerprint, for other runs to find; an entry that is lost costs time only."""
     folder = fingerprint_folder(output_dir, value)
     folder.mkdir(parents=True, exist_ok=True)
     relative = stage_path.relative_to(output_dir)
-    write_json(folder / f"{relative.parts[0]}.{stage_path.name}.json", {"stage": str(relative)})
+    write_json(folder / f"{relative.parts[0]}.{stage_path.name}.json", {"stage": str(relative)}, durable=False)
 
 
 def decide(
