@@ -95,7 +95,13 @@ def plan(
 
     pipeline = _pipeline(configs, overrides)
     output_dir = _ready(pipeline, is_only_planned=estimate)
-    decisions = planning.plan(pinned(pipeline), all_kinds(), output_dir, thorough=verify)
+    try:
+        pipeline = pinned(pipeline)
+    except CosmosError as error:  # an estimate needs config.json alone, which may be had where commits may not
+        if not estimate:
+            raise
+        note([str(error)])
+    decisions = planning.plan(pipeline, all_kinds(), output_dir, thorough=verify)
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]

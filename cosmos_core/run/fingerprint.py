@@ -78,8 +78,8 @@ def fingerprint(
     recipe = pipeline.recipes[stage.name]
     model = model_source(stage, recipe, kind)
     labels = _labels(recipe)
-    values = _without_paths(result_values(recipe))
-    patterns = ("*",) if stage.entry else DATA_FILES  # a user's function may read any file
+    values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
+    patterns, media = (("*",), ("*",)) if stage.entry else (DATA_FILES, IMAGES)  # a user's function may read any file
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
@@ -92,8 +92,8 @@ def fingerprint(
         "world_size": recipe.policy.parallelism.world_size if kind.has_mesh else None,
         "versions": versions(pipeline.config.python, kind.libraries) if kind.in_worker else {},
     }
-    if (folder := media_folder(stage, recipe, kind)) and (images := files_of(folder, IMAGES)):
-        ingredients["images"] = [str(folder), digests.of_files(folder, images)]  # prepared rows say where they lie
+    if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
+        ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
     if kind.scores:
         ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
     if stage.entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,7 @@ def commit_of(repository: Repository) -> str:
     kind, name, revision = repository
     if _COMMIT.fullmatch(revision):
         return revision
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi, constants  # half a second to import, and most pipelines name folders
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -236,6 +236,16 @@ def test_rows_and_images_of_custom_dataset_count_by_content(tmp_path: Path) -> N
     assert {name: fingerprint_of(renamed, name).value for name in stages} == values[-1]
 
 
+def test_whatever_custom_dataset_names_counts_for_a_function_of_a_user(tmp_path: Path) -> None:
+    write(tmp_path, "notes.json", "media/clip.mp4")
+    settings = f"custom.dataset={{annotation_path='{tmp_path}/notes.json', media_path='{tmp_path}/media'}}"
+    values = []
+    for name in ("none", "notes.json", "media/clip.mp4"):
+        (tmp_path / name).write_text("other")
+        values.append(fingerprint_of(counting_run(tmp_path, settings).pipeline, "first").value)
+    assert len(set(values)) == 3
+
+
 def test_images_beside_rows_count_when_the_model_has_a_processor(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     write(tmp_path, "images/a.png")
