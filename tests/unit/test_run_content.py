@@ -24,7 +24,7 @@ from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import plan
 from tasks.kinds import all_kinds
-from tests.unit.run_folder import fingerprint_of, finish, load_recipe, make_inputs
+from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "1" * 40, "2" * 40
