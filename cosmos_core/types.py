@@ -48,6 +48,8 @@ class StageKind:
     """False: the outside world decides (a gate, an upload), so it runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+    libraries: tuple[str, ...] = ()
+    """The packages that its program computes with; their versions in the worker's interpreter enter the fingerprint."""
 
     @property
     def trains(self) -> bool:

@@ -1,5 +1,6 @@
 """Kind `prepare`: read rows, check every one, tokenise once; training ranks only read what it wrote."""
 
+from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -28,4 +29,5 @@ KIND = StageKind(
         "custom.dataset",
         "custom.vision",
     ),
+    libraries=(*ROWS, "datasets", "pyarrow"),
 )

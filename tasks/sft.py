@@ -1,5 +1,6 @@
 """Kind `sft`: supervised fine-tuning, resumable from its newest checkpoint; ends with a proven full-precision model."""
 
+from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -14,4 +15,5 @@ KIND = StageKind(
     reads_data="prepared",
     # Rollout and custom: held-out answers may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom"),
+    libraries=TRAINING,
 )
