@@ -7,7 +7,6 @@ that inference sees. Reading rows is `messages.py`, finding the assistant's turn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -25,7 +24,7 @@ _LONG = 64  # turns; to render each beginning of a conversation takes time with 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-Tools = list[dict[Any, Any] | Callable[..., Any]] | None
+Tools = list[dict[Any, Any]] | None
 """What the chat template is told of the tools that may be called."""
 
 
