@@ -25,7 +25,7 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 Tools = list[dict[Any, Any]] | None
-"""What the chat template is told of the tools that may be called."""
+Tools = list[Any] | None
 
 
 class RefusedRow(SkippedRow):

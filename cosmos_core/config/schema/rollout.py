@@ -59,7 +59,7 @@ class RolloutConfig(Table):
         Only(
             ("vllm", "hf"),
             "this version generates with 'vllm', 'hf' or 'file.py:Class'; use one of them",
-            takes_paths=True,
+            takes_import_paths=True,
         ),
     ] = "vllm"
     """`vllm`; `hf`: a sampling loop on the trainer's transformers modules, which also takes the place of a vLLM that
