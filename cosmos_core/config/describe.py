@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from cosmos_core.config.modern import DEAD, MOVED
+from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import (

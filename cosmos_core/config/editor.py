@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
+from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.describe import all_keys
-from cosmos_core.config.modern import DEAD, MOVED
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 

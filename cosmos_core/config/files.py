@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from cosmos_core.config.compat.translate import modern
 from cosmos_core.config.load import MAX_DEPTH, Values, merge, read_toml
-from cosmos_core.config.modern import modern
 from cosmos_core.errors import ConfigError
 
 

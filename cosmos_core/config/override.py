@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cosmos_core.config.compat.translate import today
 from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge
-from cosmos_core.config.modern import today
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
