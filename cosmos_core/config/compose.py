@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import tomli_w
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
-from cosmos_core.config.graph import in_order
-from cosmos_core.config.load import MAX_FILE_BYTES, TableT, Values, excess, fit, merge, parse, printable, without_none
+from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
+from cosmos_core.config.schema.table import Where, with_places
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import suggestion
+from cosmos_core.registry import is_import_path, suggestion
 from cosmos_core.types import StageKind
 
 STAGE_PREFIX = "stage:"
@@ -253,10 +254,7 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
     """Topological order that keeps the file's order where it can; a cycle is an error that shows it."""
-    try:
-        ordered = _with_stages(pipeline, in_order(pipeline.stages))
-    except ValueError as error:
-        raise ConfigError(f"{pipeline.source}: {error}") from error
+    ordered = _with_stages(pipeline, _in_order(pipeline))
     complete = []
     for stage in ordered.stages:
         inputs = list(stage.after)
@@ -272,6 +270,24 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
             stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)})
         )
     return _with_stages(ordered, complete)
+
+
+def _in_order(pipeline: Pipeline) -> list[StageConfig]:
+    """Each stage behind those in its `after`, otherwise as they are given."""
+    stages = {stage.name: stage for stage in pipeline.stages}
+    sorter = TopologicalSorter({name: stage.after for name, stage in stages.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
+    ready, ordered = list(sorter.get_ready()), []
+    while ready:
+        name = min(ready, key=list(stages).index)
+        ready.remove(name)
+        ordered.append(stages[name])
+        sorter.done(name)
+        ready += sorter.get_ready()
+    return ordered
 
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
@@ -349,66 +365,27 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
     here = pipeline.source.parent
 
     def absolute(text: str) -> str:
-        if not text or source_of(text) is not None:
-            return text
-        found = existing(text, Path.cwd()) or existing(text, here)
+        found = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, here)
         return str(found.resolve()) if found else text
 
-    def entry(text: str) -> str:
+    def placed(where: Where, text: str) -> str:
+        if where is Where.PUBLISHED and text and not is_import_path(text.removeprefix("file://")):
+            return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
         file, colon, thing = text.rpartition(":")
-        return f"{absolute(file)}{colon}{thing}" if file.endswith(".py") else text
+        if where is not Where.PATH and file.endswith(".py"):
+            return f"{absolute(file)}{colon}{thing}"
+        return absolute(text) if where is Where.PATH and text else text
 
-    stages = tuple(
-        s.model_copy(
-            update={
-                "model": absolute(s.model),
-                "data": absolute(s.data),
-                "entry": entry(s.entry),
-                "target": _target(s.target),
-            }
-        )
-        for s in pipeline.stages
-    )
-    recipes = {name: _absolute_recipe(recipe, absolute, entry) for name, recipe in pipeline.recipes.items()}
+    stages = tuple(with_places(stage, placed) for stage in pipeline.stages)
+    recipes = {name: with_places(recipe, placed) for name, recipe in pipeline.recipes.items()}
+    recipes = {name: recipe.derived(custom=located_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
     return _with_stages(replace(pipeline, recipes=recipes), stages)
 
 
 def existing(text: str, base: Path) -> Path | None:
-    """The file or folder that a name means, relative to `base`; None where there is none, as for a name on the Hub."""
+    """Return the file or folder that a name means, relative to `base`; None where there is none, as on the Hub."""
     try:
         path = base / Path(text).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError):  # longer than a path can be; `~` of a user who does not exist
         return None
-
-
-def _target(target: str) -> str:
-    path = target.removeprefix("file://")
-    return os.path.abspath(os.path.expanduser(path)) if path and "://" not in path else target
-
-
-def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
-    def located(table: Any) -> Any:
-        update: Values = {"dataset": _changed(table.dataset, name=absolute(table.dataset.name))}
-        if hasattr(table, "reward_function"):
-            update["reward_function"] = {entry(name): weight for name, weight in table.reward_function.items()}
-        return _changed(table, **update)
-
-    lora = recipe.policy.lora
-    if lora is not None and lora.lora_path:
-        lora = _changed(lora, lora_path=absolute(lora.lora_path))
-    policy = _changed(recipe.policy, model_name_or_path=absolute(recipe.policy.model_name_or_path), lora=lora)
-    resume = recipe.train.resume
-    train = _changed(
-        recipe.train,
-        train_policy=located(recipe.train.train_policy),
-        resume=absolute(resume) if isinstance(resume, str) else resume,
-    )
-    custom = located_media(recipe.custom, absolute)
-    return _changed(recipe, train=train, policy=policy, validation=located(recipe.validation), custom=custom)
-
-
-def _changed(table: TableT, **values: Any) -> TableT:
-    """The table with other values; what was given and what is a default stays known."""
-    new = {name: value for name, value in values.items() if value != getattr(table, name)}
-    return table.model_copy(update=new) if new else table

@@ -7,15 +7,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from cosmos_core.config.schema.table import Table, all_fields, tables_in
+from cosmos_core.config.schema.table import Table, TableT, all_fields, tables_in
 from cosmos_core.errors import ConfigError
 
 Values = dict[str, Any]
-TableT = TypeVar("TableT", bound=Table)
 
 # Pydantic's words for these are Python's; a user writes TOML.
 _SHAPES = {

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.table import LATER, Names, NoResult, Table, planned
+from cosmos_core.config.schema.table import LATER, Names, NoResult, Table, Where, planned
 
 
 class DatasetConfig(Table):
     """A local file or folder, or the name of a data set on the Hugging Face Hub."""
 
-    name: Annotated[str, NoResult] = ""
+    name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, or a Hub id;
     the fingerprint takes its content."""
     subset: str = ""

@@ -17,6 +17,7 @@ from cosmos_core.config.schema.table import (
     PositiveInt,
     Strings,
     Table,
+    Where,
     planned,
 )
 
@@ -31,7 +32,7 @@ class LoraConfig(Table):
     """Rank."""
     lora_names: Annotated[Names, _ONE, LATER] = ("default",)
     """Adapters; DiffusionNFT needs `default` and `old`."""
-    lora_path: Annotated[str | None, NoResult, LATER] = None
+    lora_path: Annotated[str | None, NoResult, Where.PATH, LATER] = None
     """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
     None: a new one. Declared but never read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0

@@ -16,6 +16,7 @@ from cosmos_core.config.schema.table import (
     PositiveInt,
     Table,
     Unit,
+    Where,
     planned,
 )
 
@@ -49,12 +50,12 @@ class StageConfig(Table):
     """Recipe tables for this stage alone; they win over `recipe`, which wins over the tables of this file."""
     after: Names = ()
     """Stages that must be done first."""
-    model: str = ""
+    model: Annotated[str, Where.PATH] = ""
     """`stage:NAME` to start from what that stage exported, or a folder; empty: `policy.model_name_or_path`."""
     checkpoint: str = ""
     """Kind export: of the training that `model` names, the checkpoint to export, `best` (by its validation) or a step;
     empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
-    data: str = ""
+    data: Annotated[str, Where.PATH] = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
     work_pool: Annotated[str, planned("this version runs every stage on the flow's machine; leave it out")] = ""
     """Prefect work pool that runs the stage; empty: this machine."""
@@ -62,15 +63,16 @@ class StageConfig(Table):
     """Consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
     """Longest time of one attempt, e.g. `12h`; empty: no limit."""
-    entry: str = ""
+    entry: Annotated[str, Where.CODE] = ""
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
     """Kind custom: passed to the function as keywords."""
     require: Names = ()
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
-    target: str = ""
-    """Kinds upload and gate: where models are published, a folder or `file:///...`."""
+    target: Annotated[str, Where.PUBLISHED] = ""
+    """Kinds upload and gate: where models are published, a folder, `file:///...`, or a class of your own,
+    `path/file.py:Class`."""
 
     @field_validator("name")
     @classmethod

@@ -18,6 +18,7 @@ from cosmos_core.config.schema.table import (
     Strings,
     Table,
     Tokens,
+    Where,
     no_effect,
     planned,
 )
@@ -34,7 +35,7 @@ class PolicyConfig(Table):
     """Read with `is_diffusers`."""
     is_diffusers: Annotated[bool, planned("diffusion models are not in this version"), LATER] = False
     """The model is a pipeline of diffusers."""
-    model_name_or_path: Annotated[str, NoResult] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""
     model_safetensor_path: Annotated[

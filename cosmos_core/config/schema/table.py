@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic.fields import FieldInfo
@@ -37,6 +38,7 @@ class Table(BaseModel):
         return copy
 
 
+TableT = TypeVar("TableT", bound=Table)
 StatusName = Literal["used", "no effect", "planned", "unsupported"]
 
 
@@ -71,6 +73,18 @@ class Only:
     def allows(self, value: Any) -> bool:
         """Return whether this version takes the value."""
         return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
+
+
+class Where(Enum):
+    """What a text names beside this machine's own vocabulary: such texts are made absolute, so that a run can be
+    resumed from any folder, and their content enters the fingerprint."""
+
+    PATH = "path"
+    """A file or folder, or something that is elsewhere: `stage:NAME`, a name on the Hub."""
+    CODE = "code"
+    """A name in a folder of ours, or a user's own `module:thing` or `path/file.py:thing`."""
+    PUBLISHED = "published"
+    """A folder that may not be there yet, a URL, or code."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +202,22 @@ def result_values(table: Table) -> dict[str, Any]:
         elif inner := result_values(value):
             values[name] = inner
     return values
+
+
+def with_places(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
+    """Return a table with what its fields marked `Where` name, nested tables included, as `placed` gives it."""
+    changed: dict[str, Any] = {}
+    for name, field in type(table).model_fields.items():
+        value, where = getattr(table, name), mark(field, Where)
+        if isinstance(value, Table):
+            changed[name] = with_places(value, placed)
+        elif where and isinstance(value, str):
+            changed[name] = placed(where, value)
+        elif where and isinstance(value, tuple):
+            changed[name] = tuple(placed(where, item) for item in value)
+        elif where and isinstance(value, dict):
+            changed[name] = {placed(where, key): item for key, item in value.items()}
+    return table.derived(**changed) if changed else table
 
 
 def say(info: ValidationInfo, text: str) -> None:

@@ -30,6 +30,7 @@ from cosmos_core.config.schema.table import (
     Strings,
     Table,
     Unit,
+    Where,
     no_effect,
     planned,
     say,
@@ -156,7 +157,7 @@ class TrainConfig(Table):
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
-    resume: Annotated[bool | str, NoResult] = False
+    resume: Annotated[bool | str, NoResult, Where.PATH] = False
     """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
     this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes
     on with `cosmos resume`."""
