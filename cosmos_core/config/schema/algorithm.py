@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.table import LATER, Rows, Table, no_effect
@@ -48,6 +48,8 @@ class AlgorithmConfig(Table):
     """Batch of the controller's iterator; 0 or less: all."""
     enable_dataset_cache: Annotated[bool, PREPARED] = False
     """Keep processed rows on disk."""
+    dataloader_num_workers: int = 0
+    """Processes that load rows; 0 or less: none."""
     dataloader_prefetch_factor: Annotated[int | None, MAPPED] = None
     """Batches that a loader reads ahead."""
     data_dispatch_as_rank_in_mesh: Annotated[bool, POSITIONS, LATER] = False
@@ -86,6 +88,16 @@ class AlgorithmConfig(Table):
     def notices(self) -> Iterator[str]:
         """Yield what a user of Cosmos-RL would expect otherwise."""
         yield from ()
+
+    @field_validator("dataloader_num_workers")
+    @classmethod
+    def _no_workers(cls, count: int) -> int:
+        return max(0, count)
+
+    @field_validator("dataloader_prefetch_factor")
+    @classmethod
+    def _of_workers(cls, batches: int | None, info: ValidationInfo) -> int | None:
+        return batches if info.data.get("dataloader_num_workers") else None
 
     @model_validator(mode="before")
     @classmethod

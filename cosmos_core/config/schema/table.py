@@ -27,15 +27,9 @@ class Table(BaseModel):
     switch: ClassVar[str] = ""
     """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
 
-    def settle(self, **values: Any) -> None:
-        """Write what a rule derives from other fields; only for validators of this schema."""
-        self.__dict__.update(values)
-
     def derived(self, **values: Any) -> Self:
-        """A copy with values that a rule of another table derives; they do not count as given."""
-        copy = self.model_copy()
-        copy.settle(**values)
-        return copy
+        """Return a copy with values that a rule derives; they are not validated and do not count as given."""
+        return self.model_construct(set(self.model_fields_set), **dict(self) | values)
 
 
 TableT = TypeVar("TableT", bound=Table)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import algorithm_of, kinds
+from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, kinds
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -52,9 +52,6 @@ AlgorithmTable = Annotated[
 
 class TrainConfig(Table):
     """`[train]`"""
-
-    train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
-    """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
 
     epoch: Annotated[PositiveInt, Unit("epochs")] = 1
     """Passes over the data."""
@@ -152,6 +149,8 @@ class TrainConfig(Table):
 
     sync_weight_interval: Annotated[Steps, _SYNC] = 1
     """Weights go to the rollout engines every N steps."""
+    train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
+    """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
     coalesce_weight_sync: Annotated[bool, _SYNC, LATER] = False
     """Skip a transfer while one is on its way."""
 
@@ -174,6 +173,35 @@ class TrainConfig(Table):
     @classmethod
     def _seed_is_not_negative(cls, seed: int | None) -> int:
         return DEFAULT_SEED if seed is None or seed < 0 else seed
+
+    @field_validator("transfer_dtype")
+    @classmethod
+    def _as_trained(cls, dtype: DType | None, info: ValidationInfo) -> DType | None:
+        return info.data.get("master_dtype") if dtype is None else dtype
+
+    @field_validator("train_policy")
+    @classmethod
+    def _fitted(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
+        """What the batch and the transfer of weights make of it."""
+        batch, interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
+        if batch and "mini_batch" not in policy.model_fields_set:
+            policy = policy.derived(mini_batch=math.gcd(batch, policy.mini_batch))
+        if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < interval:
+            say(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {interval - 1}, "
+                f"which is sync_weight_interval - 1")  # fmt: skip
+            policy = policy.derived(allowed_outdated_steps=interval - 1)
+        return policy
+
+    @field_validator("coalesce_weight_sync")
+    @classmethod
+    def _may_be_outdated(cls, is_joined: bool, info: ValidationInfo) -> bool:
+        policy = info.data.get("train_policy")
+        if not is_joined or not isinstance(policy, RlConfig):
+            return is_joined
+        if policy.on_policy or not policy.allowed_outdated_steps:
+            say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
+            return False
+        return True
 
     @field_validator("resume")
     @classmethod
@@ -237,9 +265,6 @@ class TrainConfig(Table):
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainConfig:
         policy = self.train_policy
-        if self.train_batch_per_replica % policy.mini_batch and "mini_batch" not in policy.model_fields_set:
-            policy = policy.derived(mini_batch=math.gcd(self.train_batch_per_replica, policy.mini_batch))
-            self.settle(train_policy=policy)
         if self.train_batch_per_replica % policy.mini_batch:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
@@ -257,26 +282,13 @@ class TrainConfig(Table):
         return self
 
     @model_validator(mode="after")
-    def _weight_sync(self, info: ValidationInfo) -> TrainConfig:
-        if self.transfer_dtype is None:
-            self.settle(transfer_dtype=self.master_dtype)
+    def _weight_sync(self) -> TrainConfig:
         policy = self.train_policy
-        if not isinstance(policy, RlConfig):
-            return self
-        if policy.on_policy and self.sync_weight_interval != 1:
+        if isinstance(policy, RlConfig) and policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(
                 f"train_policy.on_policy = true needs sync_weight_interval = 1, not {self.sync_weight_interval}: "
                 f"rollouts of older weights are off-policy"
             )
-        if policy.allowed_outdated_steps + 1 < self.sync_weight_interval:
-            steps = self.sync_weight_interval - 1
-            say(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {steps}, which is "
-                f"sync_weight_interval - 1")  # fmt: skip
-            policy = policy.derived(allowed_outdated_steps=steps)
-            self.settle(train_policy=policy)
-        if self.coalesce_weight_sync and (policy.on_policy or not policy.allowed_outdated_steps):
-            say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
-            self.settle(coalesce_weight_sync=False)
         return self
 
 
