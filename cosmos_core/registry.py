@@ -48,13 +48,21 @@ def known_names(folder: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
-def offered_names(folder: str) -> list[str]:
-    """What a folder of ours offers: modules that define a function of their own name. None of them is imported."""
+def offered_names(folder: str, suffix: str = "") -> list[str]:
+    """Return what a folder of ours offers, without importing any of it: modules that define a function of their own
+    name, or, with a suffix, a class of it: `some_name.py` has `SomeNameSuffix`."""
     [place] = importlib.import_module(folder).__path__
-    sources = {name: Path(place, f"{name}.py") for name in known_names(folder)}
-    return [
-        name for name, file in sources.items() if re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.M)
-    ]
+    found = []
+    for name in known_names(folder):
+        thing = rf"class {class_name(name)}{suffix}\b" if suffix else rf"def {name}\("
+        if re.search(f"^{thing}", Path(place, f"{name}.py").read_text(encoding="utf-8"), re.M):
+            found.append(name)
+    return found
+
+
+def class_name(module: str) -> str:
+    """Return `SomeName` of `some_name`."""
+    return module.title().replace("_", "")
 
 
 def suggestion(name: str, known: list[str]) -> str:

@@ -31,9 +31,10 @@ def _annotation(name: str | list[str]) -> Any:
     """The type behind `is` in wfm.toml."""
     if isinstance(name, str):
         return _TYPES[name]
+    array: Any = tuple  # of types that are known when this runs
     if name[-1] == "...":
-        return Annotated[tuple[_TYPES[name[0]], ...], Field(strict=False, min_length=1)]
-    return Annotated[tuple[tuple(_TYPES[item] for item in name)], Field(strict=False)]  # type: ignore[misc]
+        return Annotated[array[_TYPES[name[0]], ...], Field(strict=False, min_length=1)]
+    return Annotated[array[tuple(_TYPES[item] for item in name)], Field(strict=False)]
 
 
 def _table(title: str, keys: dict[str, Any], /, **more: Any) -> type[Table]:
@@ -56,8 +57,9 @@ def _callbacks_type() -> Any:
         for name, keys in DATA["callbacks"].items()
     ]
     free = _table("callback", {}, name=(_TYPES["callback"], ...), args=(dict[str, Any], {}), step_size=(Any, None))
-    one = Annotated[Union[(*known, free)], Field(discriminator="name")]
-    return Annotated[tuple[one, ...], Field(strict=False)]
+    union: Any = Union
+    array: Any = tuple
+    return Annotated[array[Annotated[union[*known, free], Field(discriminator="name")], ...], Field(strict=False)]
 
 
 def _fields(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

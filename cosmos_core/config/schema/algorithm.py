@@ -6,7 +6,6 @@ means. Nobody else asks which algorithm is running: they ask for these declarati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -84,10 +83,6 @@ class AlgorithmConfig(Table):
     def sequences_per_row(self) -> int:
         """How many sequences one row is."""
         return 2 if self.rows == "pairs" else 1
-
-    def notices(self) -> Iterator[str]:
-        """Yield what a user of Cosmos-RL would expect otherwise."""
-        yield from ()
 
     @field_validator("dataloader_num_workers")
     @classmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -19,6 +20,11 @@ from cosmos_core.config.schema.table import (
     Where,
     planned,
 )
+from cosmos_core.registry import offered_names
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -73,6 +79,16 @@ class StageConfig(Table):
     target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published, a folder, `file:///...`, or a class of your own,
     `path/file.py:Class`."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        scheme, separator, _ = self.target.partition("://")
+        known = ["file", *offered_names("cosmos_core.upload", "Target")]
+        if separator and scheme not in known:
+            yield (
+                f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
+                f"{', '.join(known)}, or a class of your own, path/file.py:Class"
+            )
 
     @field_validator("name")
     @classmethod

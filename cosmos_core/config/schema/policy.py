@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -22,6 +23,10 @@ from cosmos_core.config.schema.table import (
     no_effect,
     planned,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _CHUNKED = no_effect("log-probabilities are always computed in chunks, and all logits are never held")
 
@@ -69,6 +74,11 @@ class PolicyConfig(Table):
         NonNegativeFloat, planned("the load-balancing loss of MoE is not in this version; leave it out"), LATER
     ] = 0.0
     """Weight of the load-balancing loss of mixtures of experts; 0: off."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if self.enable_liger_kernel and kind.has_mesh:
+            yield from self.parallelism.only_data_parallel("policy.enable_liger_kernel = true")
 
     @field_validator("model_name_or_path")
     @classmethod

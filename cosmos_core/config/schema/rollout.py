@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,6 +27,10 @@ from cosmos_core.config.schema.table import (
     no_effect,
     planned,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _KERNELS = no_effect("vLLM chooses its kernels itself")
 _ASYNC = planned("generation and training take turns in this version; leave it out")
@@ -120,6 +125,42 @@ class RolloutConfig(Table):
         """Whether training tokens are drawn from another distribution than softmax(logits / temperature)."""
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        train, policy = recipe.train, recipe.policy
+        if kind.feed == "rollouts":
+            if self.n_generation < 2:
+                yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
+            if train.train_batch_per_replica % self.n_generation:
+                yield (
+                    f"train.train_batch_per_replica = {train.train_batch_per_replica}: this version trains whole "
+                    f"groups; make it a multiple of rollout.n_generation = {self.n_generation}"
+                )
+            if self.max_response_length >= policy.model_max_length:
+                yield (
+                    f"rollout.max_response_length = {self.max_response_length} leaves no room for a prompt in "
+                    f"policy.model_max_length = {policy.model_max_length}; lower it"
+                )
+        if not kind.has_mesh or (kind.feed == "dataset" and not recipe.validation.reward_function):
+            return
+        ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
+        if ranks % self.parallelism.tp_size:
+            yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
+        elif self.parallelism.tp_size > 1 and self.backend == "hf":
+            yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
+
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield what rollouts are that are not drawn from the policy."""
+        if recipe.train.train_policy.rows != "prompts" or not self.changes_distribution:
+            return
+        fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
+        names = ("top_p", "top_k", "repetition_penalty")
+        what = ", ".join(f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default)
+        yield (
+            f"rollout.sampling_config: {what}: training completions are not drawn from the policy; the loss weights "
+            f"their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
+        )
 
     @model_validator(mode="after")
     def _mesh_of_an_engine(self) -> RolloutConfig:

@@ -6,10 +6,14 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 
 class Table(BaseModel):
@@ -27,9 +31,17 @@ class Table(BaseModel):
     switch: ClassVar[str] = ""
     """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
 
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """Yield what this version cannot do of the fields together, in a stage of that kind; keys are in full."""
+        yield from ()
+
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield what a user would expect otherwise of what is accepted; keys are in full."""
+        yield from ()
+
     def derived(self, **values: Any) -> Self:
         """Return a copy with values that a rule derives; they are not validated and do not count as given."""
-        return self.model_construct(set(self.model_fields_set), **dict(self) | values)
+        return type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
 
 
 TableT = TypeVar("TableT", bound=Table)
@@ -162,16 +174,29 @@ def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type
             yield from all_fields(inner, f"{prefix}{name}.")
 
 
-def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Every key that has a meaning with these values, as (dotted path, field, value, whether it was given and differs
-    from its default); what a table's `switch` or a field's `Needs` turns off is left out."""
+def live_tables(table: Table) -> Iterator[Table]:
+    """Yield the table and every table below it that has a meaning with these values."""
+    if table.switch and not getattr(table, table.switch):
+        return
+    yield table
+    for _, field, value in _live_fields(table):
+        if isinstance(value, Table) and status(field) == _USED:
+            yield from live_tables(value)
+
+
+def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Name, field and value without what the table's `switch` or a field's `Needs` turns off."""
+    is_off = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
         needs: Needs | None = mark(field, Needs)
-        if needs and not getattr(table, needs.switch):
-            continue
-        if table.switch and name != table.switch and not getattr(table, table.switch):
-            continue
-        value = getattr(table, name)
+        if not (needs and not getattr(table, needs.switch)) and (not is_off or name == table.switch):
+            yield name, field, getattr(table, name)
+
+
+def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
+    """Every key that has a meaning with these values, as (dotted path, field, value, whether it was given and differs
+    from its default)."""
+    for name, field, value in _live_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
             yield from set_fields(value, f"{prefix}{name}.")
         else:
@@ -212,6 +237,14 @@ def with_places(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
         elif where and isinstance(value, dict):
             changed[name] = {placed(where, key): item for key, item in value.items()}
     return table.derived(**changed) if changed else table
+
+
+def as_toml(value: object) -> str:
+    """Return a value in a message: as TOML writes it, cut where it is long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def say(info: ValidationInfo, text: str) -> None:

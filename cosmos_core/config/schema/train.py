@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
@@ -31,10 +32,15 @@ from cosmos_core.config.schema.table import (
     Table,
     Unit,
     Where,
+    as_toml,
     no_effect,
     planned,
     say,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
@@ -168,6 +174,19 @@ class TrainConfig(Table):
     """Folder of all runs; the run id is appended."""
     timestamp: Annotated[str, NoResult] = ""
     """Run id; empty: the local time as YYYYmmddHHMMSS."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if isinstance(self.optm_lr, tuple):
+            yield f"train.optm_lr = {as_toml(self.optm_lr)}: a model is one part here; give rates by module path"
+        if isinstance(self.optm_impl, tuple):
+            yield f"train.optm_impl = {as_toml(self.optm_impl)}: this version has one optimizer; give one name"
+        if self.optm_name.endswith("8bit") and recipe.policy.parallelism.world_size > 1:
+            yield f"train.optm_name = {self.optm_name!r}: this version has 8-bit moments on one rank alone; use 'AdamW'"
+        if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
+            yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
+        if self.train_policy.rows == "pairs" and recipe.validation.reward_function:
+            yield "validation.reward_function: the held-out rows are pairs, and nothing is generated; leave it out"
 
     @field_validator("seed")
     @classmethod
