@@ -23,11 +23,13 @@ from cosmos_core.config.override import entry_with, parse_setting, shared_values
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
 from cosmos_core.config.schema.table import Where, with_places
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggestion
 from cosmos_core.types import StageKind
 
 STAGE_PREFIX = "stage:"
+_OUTPUTS: str = TrainConfig.model_fields["output_dir"].default
 Kinds = Mapping[str, StageKind]
 
 
@@ -52,8 +54,7 @@ class Pipeline:
     @property
     def output_dir(self) -> Path:
         """Folder of all runs."""
-        recipe_dirs = [recipe.train.output_dir for recipe in self.recipes.values()]
-        return Path(self.config.output_dir or (recipe_dirs[0] if recipe_dirs else "./outputs"))
+        return Path(self.config.output_dir or _OUTPUTS)
 
     def stage(self, name: str) -> StageConfig:
         """The stage of that name.
@@ -138,6 +139,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     complete = config.model_copy(update={"stages": tuple(stages)})
     pipeline = Pipeline(path, complete, recipes, kinds)
     _check_stages(pipeline)
+    pipeline = _in_one_folder(pipeline)
     for stage in stages:
         if kinds[stage.kind].feed == "rollouts":
             notices += doubts_about_rl(recipes[stage.name])
@@ -250,6 +252,22 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
             check_rl(recipe)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
+
+
+def _in_one_folder(pipeline: Pipeline) -> Pipeline:
+    """The folder of all runs where a recipe names it; several that differ are refused, as all but one would be lost."""
+    if pipeline.config.output_dir:
+        return pipeline
+    named: dict[str, str] = {}
+    for name, recipe in pipeline.recipes.items():
+        if "output_dir" in recipe.train.model_fields_set:
+            named.setdefault(recipe.train.output_dir, name)
+    if len(named) > 1:
+        told = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in named.items())
+        raise ConfigError(
+            f"{pipeline.source}: train.output_dir = {told}: a run has one folder; set pipeline.output_dir"
+        )
+    return replace(pipeline, config=pipeline.config.derived(output_dir=next(iter(named), _OUTPUTS)))
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:

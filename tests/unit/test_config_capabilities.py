@@ -9,7 +9,7 @@ import pytest
 from cosmos_core.config.capabilities import check_capabilities, notices_of
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
-from tests.unit.test_config_load import SFT, load
+from tests.unit.test_config_load import SFT, load, refused
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tests.unit.test_config_load import SFT, load
          "groups; make it a multiple of rollout.n_generation = 3"),
         ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
          "give rates by module path"),
-        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare answers of one "
+        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare completions of one "
          "group; make it at least 2"),
         ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
          "prompt in policy.model_max_length = 2048; lower it"),
@@ -48,3 +48,36 @@ def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> No
         "train.train_batch_per_replica = 8: rows of an optimizer step, of all 2 data-parallel ranks together "
         "(Cosmos-RL: of each)"
     ]
+
+
+def test_engine_sink_and_target_may_be_a_users_own_code_found_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    upload = '[[pipeline.stages]]\nname = "upload"\nkind = "upload"\nafter = "grpo"\nmodel = "stage:grpo"\ntarget = "own.py:Shelf"\n'
+    pipeline = load(
+        tmp_path, CHAIN + upload, "rollout.backend=own.py:Engine", "logging.logger=['own.py:Sink', 'WandB']"
+    )
+    check_capabilities(pipeline)
+    recipe = pipeline.recipes["grpo"]
+    assert recipe.rollout.backend == f"{tmp_path}/own.py:Engine"
+    assert recipe.logging.logger == (f"{tmp_path}/own.py:Sink", "wandb")
+    assert pipeline.stage("upload").target == f"{tmp_path}/own.py:Shelf"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rollout.backend=own.py:", "rollout.backend: 'own.py:' is no import path; write module:thing or "
+         "path/file.py:thing"),
+        ("logging.logger=[':Sink']", "logging.logger.0: ':Sink' is no import path; write module:thing or "
+         "path/file.py:thing"),
+    ],
+)  # fmt: skip
+def test_half_an_import_path_is_refused_by_the_schema(tmp_path: Path, setting: str, said: str) -> None:
+    assert said in refused(tmp_path, SFT, setting)
+
+
+def test_an_engine_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout.backend = 'trtllm': this version has .*'hf'.*'vllm'.*file.py:Class"
+    ):
+        check_capabilities(load(tmp_path, CHAIN, "rollout.backend=trtllm"))

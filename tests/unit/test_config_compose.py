@@ -359,3 +359,13 @@ def test_a_checkpoint_is_measured_on_the_rows_of_its_training(tmp_path: Path) ->
     pipeline = load(tmp_path, stages(*chain))
     assert [stage.name for stage in pipeline.stages] == ["s-data", "s", "e", "v"]
     assert pipeline.stage("v").data == "stage:s-data"
+
+
+def test_a_run_has_one_folder_that_stages_may_name_and_not_two(tmp_path: Path) -> None:
+    assert load(tmp_path, CHAIN, "grpo.train.output_dir=b").output_dir == Path("b")
+    assert refused(tmp_path, CHAIN, "sft.train.output_dir=a", "grpo.train.output_dir=b") == (
+        "recipe.toml: train.output_dir = 'a' of stage 'sft' and 'b' of stage 'grpo': a run has one folder; set "
+        "pipeline.output_dir"
+    )
+    one = load(tmp_path, CHAIN, "sft.train.output_dir=a", "grpo.train.output_dir=b", "pipeline.output_dir=c")
+    assert one.output_dir == Path("c")

@@ -13,11 +13,13 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import (
     LATER,
+    OURS,
     Needs,
     NonNegativeFloat,
     NoResult,
     Strings,
     Table,
+    Thing,
     Tokens,
     Where,
     no_effect,
@@ -40,6 +42,10 @@ class PolicyConfig(Table):
     """Read with `is_diffusers`."""
     is_diffusers: Annotated[bool, planned("diffusion models are not in this version"), LATER] = False
     """The model is a pipeline of diffusers."""
+    model_class: Annotated[
+        Thing | None, planned("diffusion models are not in this version; leave it out"), Where.CODE, OURS
+    ] = None
+    """A family of diffusion models of your own, `path/file.py:Class`; None: the one that the pipeline names."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""

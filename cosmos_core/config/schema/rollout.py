@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig, RolloutAsyncConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
@@ -17,15 +17,17 @@ from cosmos_core.config.schema.table import (
     NonNegativeFloat,
     NoResult,
     Nucleus,
-    Only,
     PositiveFloat,
     PositiveInt,
     Table,
+    Thing,
     Tokens,
     TopK,
     Unit,
+    Where,
     no_effect,
     planned,
+    registered,
 )
 
 if TYPE_CHECKING:
@@ -58,17 +60,9 @@ class RolloutConfig(Table):
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
-    backend: Annotated[
-        str,
-        Field(min_length=1),
-        Only(
-            ("vllm", "hf"),
-            "this version generates with 'vllm', 'hf' or 'file.py:Class'; use one of them",
-            takes_import_paths=True,
-        ),
-    ] = "vllm"
-    """`vllm`; `hf`: a sampling loop on the trainer's transformers modules, which also takes the place of a vLLM that
-    cannot be imported, with a warning; or a class of one's own, `file.py:Class` (`cosmos_core/rollout/base.py`)."""
+    backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
+    """`vllm`; `hf`, a sampling loop on the trainer's own modules, which also takes the place of a vLLM that cannot be
+    imported, with a warning; or a class of your own, `path/file.py:Class`."""
     mode: Annotated[Literal["sync", "async"], _ASYNC, LATER] = "sync"
     """Scheduler of requests."""
     max_response_length: Tokens = 2048

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic.fields import FieldInfo
 
+from cosmos_core.registry import is_import_path, offered_names
+
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
@@ -41,7 +43,8 @@ class Table(BaseModel):
 
     def derived(self, **values: Any) -> Self:
         """Return a copy with values that a rule derives; they are not validated and do not count as given."""
-        return type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
+        copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
+        return copy  # type: ignore[no-any-return]
 
 
 TableT = TypeVar("TableT", bound=Table)
@@ -91,6 +94,15 @@ class Where(Enum):
     """A name in a folder of ours, or a user's own `module:thing` or `path/file.py:thing`."""
     PUBLISHED = "published"
     """A folder that may not be there yet, a URL, or code."""
+
+
+def registered(folder: str, suffix: str) -> Only:
+    """Take what a folder of ours offers (see `registry.offered_names`), and a user's own code."""
+    names = tuple(offered_names(folder, suffix))
+    note = (
+        f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
+    )
+    return Only(names, note, takes_paths=True)
 
 
 @dataclass(frozen=True)
@@ -287,6 +299,15 @@ TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
+
+def _whole_import_path(name: str) -> str:
+    if is_import_path(name) and not all(name.rpartition(":")[::2]):
+        raise ValueError(f"{name!r} is no import path; write module:thing or path/file.py:thing")
+    return name
+
+
+Thing = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
+"""A name of ours, or a user's own `module:thing` or `path/file.py:thing`; a field of it is marked `Where.CODE`."""
 
 Names = Annotated[
     tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
