@@ -21,7 +21,7 @@ from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, 
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
-from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Where, with_places
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
@@ -48,16 +48,16 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """In topological order."""
+        """Return the stages in topological order."""
         return self.config.stages
 
     @property
     def output_dir(self) -> Path:
-        """Folder of all runs."""
+        """Return the folder of all runs."""
         return Path(self.config.output_dir or _OUTPUTS)
 
     def stage(self, name: str) -> StageConfig:
-        """The stage of that name.
+        """Return the stage of that name.
 
         Raises:
             ConfigError: there is none.
@@ -74,7 +74,7 @@ class Pipeline:
         return self.kinds[stage.kind]
 
     def behind(self, name: str) -> set[str]:
-        """The stage and every stage that depends on it."""
+        """Return the stage and every stage that depends on it, by name."""
         found = {self.stage(name).name}
         for stage in self.stages:  # topological, so one pass is enough
             if found & set(stage.after):
@@ -82,7 +82,7 @@ class Pipeline:
         return found
 
     def as_toml(self) -> Values:
-        """The resolved pipeline; loading it gives this pipeline again, without any other file."""
+        """Return the resolved pipeline; loading it gives this pipeline again, without any other file."""
         pipeline = self.config.model_dump()
         for stage in pipeline["stages"]:
             stage["recipe"], stage["overrides"] = "", self.recipes[stage["name"]].model_dump()
@@ -90,7 +90,7 @@ class Pipeline:
 
 
 def source_of(reference: str) -> str | None:
-    """`NAME` of a reference `stage:NAME`; None for a folder or an empty string."""
+    """Return `NAME` of a reference `stage:NAME`; None for a folder or an empty string."""
     return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
@@ -137,13 +137,9 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
         recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, complete, recipes, kinds)
+    pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline)
     pipeline = _in_one_folder(pipeline)
-    for stage in stages:
-        if kinds[stage.kind].feed == "rollouts":
-            notices += doubts_about_rl(recipes[stage.name])
-    pipeline = replace(pipeline, notices=tuple(dict.fromkeys(map(printable, notices))))
     return _absolute(_sorted(_with_prepared_data(pipeline)))
 
 
@@ -247,11 +243,6 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
             f"{where}: kind {kind.name!r} does not train with train.train_policy.type = "
             f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_feed(recipe))!r}"
         )
-    if kind.feed == "rollouts":
-        try:
-            check_rl(recipe)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
 
 
 def _in_one_folder(pipeline: Pipeline) -> Pipeline:

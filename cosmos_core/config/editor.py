@@ -22,7 +22,7 @@ class _File(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Schema in the 2020-12 dialect; notes on what has no effect or is not in this version are in the descriptions."""
+    """Return the schema in the 2020-12 dialect; descriptions say what has no effect or is not in this version."""
     schema = _File.model_json_schema()
     _let_type_be_inferred(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}

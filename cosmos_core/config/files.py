@@ -12,7 +12,7 @@ from cosmos_core.errors import ConfigError
 
 
 def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Values:
-    """The tables of `path` on top of what it `extends`, and the files `over` on top of both, in today's names.
+    """Return the tables of `path` on top of what it `extends`, and the files `over` on top of both, in today's names.
 
     `extends` is a file or a list of files, relative to the file that says it; what comes later wins.
 

@@ -29,7 +29,7 @@ _COLUMNS = ("key", "type", "default", "unit", "meaning", "since", "status")
 
 
 def reference(kinds: Mapping[str, StageKind]) -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     return "\n".join(_lines(kinds))
 
 

@@ -52,7 +52,14 @@ def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> No
 
 def test_engine_sink_and_target_may_be_a_users_own_code_found_from_any_folder(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
-    upload = '[[pipeline.stages]]\nname = "upload"\nkind = "upload"\nafter = "grpo"\nmodel = "stage:grpo"\ntarget = "own.py:Shelf"\n'
+    upload = """
+[[pipeline.stages]]
+name = "upload"
+kind = "upload"
+after = "grpo"
+model = "stage:grpo"
+target = "own.py:Shelf"
+"""
     pipeline = load(
         tmp_path, CHAIN + upload, "rollout.backend=own.py:Engine", "logging.logger=['own.py:Sink', 'WandB']"
     )

@@ -146,7 +146,7 @@ WRONG_GRPO = [
     ),
     (
         "train.train_policy.batch_size_per_optimize=6",
-        "train.train_batch_per_replica = 16 must be a multiple of batch_size_per_optimize = 6",
+        "train: train_batch_per_replica = 16 must be a multiple of train_policy.batch_size_per_optimize = 6",
     ),
 ]
 

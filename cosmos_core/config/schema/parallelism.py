@@ -54,12 +54,12 @@ class ParallelismConfig(Table):
 
     @property
     def world_size(self) -> int:
-        """Ranks of one replica; dp_shard_size -1 counts as 1."""
+        """Return the ranks of one replica; dp_shard_size -1 counts as 1."""
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
     def num_stages(self, layers: int) -> int:
-        """Pipeline stages of a model: one a rank, or under `Interleaved1F1B` as many as keep each at
-        `pp_layers_per_stage` layers or fewer."""
+        """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` as many as keep
+        each at `pp_layers_per_stage` layers or fewer."""
         if self.pp_schedule != "Interleaved1F1B" or self.pp_size == 1:
             return self.pp_size
         return self.pp_size * -(-layers // (self.pp_size * self.pp_layers_per_stage))

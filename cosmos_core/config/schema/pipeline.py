@@ -32,7 +32,7 @@ STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def seconds(duration: str) -> float:
-    """Seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
+    """Return the seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
 
     Raises:
         ValueError: it is not one.
@@ -122,7 +122,7 @@ class StageConfig(Table):
 
     @property
     def timeout_seconds(self) -> float | None:
-        """Deadline of one attempt; None: no limit."""
+        """Return the deadline of one attempt; None: no limit."""
         return seconds(self.timeout) if self.timeout else None
 
 

@@ -56,7 +56,7 @@ class PolicyConfig(Table):
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: Tokens = 4096
-    """Longest sequence: longer SFT rows are cut on the right, prompt + answer never exceed it."""
+    """Longest sequence: longer SFT rows are cut on the right, prompt + response never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
     Cosmos-RL): only norms, activation functions and wide matrices again, between the two in both. A family that cannot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -116,31 +115,3 @@ class Recipe(Table):
                 f"= {str(remote).lower()}; leave it out to inherit"
             )
         return self
-
-
-def check_rl(recipe: Recipe) -> None:
-    """The rules between tables that hold for reinforcement learning.
-
-    Raises:
-        ValueError: one is broken; the message names keys, values and the rule.
-    """
-    policy = recipe.train.train_policy
-    assert isinstance(policy, RlConfig)
-    batch = recipe.train.train_batch_per_replica
-    optimize = policy.batch_size_per_optimize
-    if optimize is not None and batch % optimize:
-        raise ValueError(
-            f"train.train_batch_per_replica = {batch} must be a multiple of batch_size_per_optimize = {optimize}"
-        )
-
-
-def doubts_about_rl(recipe: Recipe) -> Iterator[str]:
-    """What Cosmos-RL accepts of reinforcement learning without a word, and what it means."""
-    policy = recipe.train.train_policy
-    assert isinstance(policy, RlConfig)
-    temperature = recipe.rollout.sampling_config.temperature
-    if policy.temperature != temperature and not recipe.policy.is_diffusers:
-        yield (
-            f"train.train_policy.temperature = {policy.temperature} and rollout.sampling_config.temperature = "
-            f"{temperature} differ: log-probabilities are compared that are not of one distribution"
-        )

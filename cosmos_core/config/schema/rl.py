@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -25,6 +26,9 @@ from cosmos_core.config.schema.table import (
     planned,
     say,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
 
 _IN_TURN = no_effect("generation and training take turns here, so every rollout is made with the newest weights")
 _ALWAYS = no_effect("rollouts always carry token ids and their log-probabilities")
@@ -74,7 +78,7 @@ class RlConfig(AlgorithmConfig):
     ] = False
     """Call rewards once a group, with lists."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
-    """Penalty for long answers."""
+    """Penalty for long completions."""
     on_policy: Annotated[bool, _IN_TURN] = False
     """Train only on rollouts of the newest weights."""
     allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps"), _IN_TURN] = 4
@@ -115,6 +119,15 @@ class RlConfig(AlgorithmConfig):
     def reward_seconds(self) -> float:
         """See `AlgorithmConfig.reward_seconds`."""
         return self.reward_timeout_seconds
+
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield what Cosmos-RL accepts without a word, and what it means."""
+        temperature = recipe.rollout.sampling_config.temperature
+        if self.temperature != temperature and not recipe.policy.is_diffusers:
+            yield (
+                f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
+                f"{temperature} differ: log-probabilities are compared that are not of one distribution"
+            )
 
     @field_validator("reward_function")
     @classmethod

@@ -92,7 +92,7 @@ class RolloutConfig(Table):
     """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
     enable_chunked_prefill: Annotated[bool, no_effect("vLLM always fills its cache in chunks")] = False
     """Prefill long prompts in chunks."""
-    include_stop_str_in_output: Annotated[bool, no_effect("answers end at end tokens, not at stop strings")] = False
+    include_stop_str_in_output: Annotated[bool, no_effect("completions end at end tokens, not at stop strings")] = False
     """Keep the stop string."""
     vllm_use_flashinfer: Annotated[bool, _KERNELS] = False
     """Attention with FlashInfer."""
@@ -112,7 +112,7 @@ class RolloutConfig(Table):
     broadcast_all_params: Annotated[bool, no_effect("each transfer carries all weights that were trained"), LATER] = (
         False
     )
-    """Send frozen weights too."""
+    """Send the weights that are not trained too."""
 
     @property
     def changes_distribution(self) -> bool:

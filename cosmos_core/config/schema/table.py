@@ -134,22 +134,22 @@ _USED = Status("used")
 
 
 def no_effect(reason: str) -> Status:
-    """Accepted; does nothing here, for `reason`."""
+    """Declare that a key is accepted and does nothing here, for `reason`."""
     return Status("no effect", reason)
 
 
 def planned(note: str) -> Status:
-    """Accepted by the schema; not in this version: `note` says what to do until then."""
+    """Declare that a key is accepted by the schema and not in this version: `note` says what to do until then."""
     return Status("planned", note)
 
 
 def unsupported(note: str) -> Status:
-    """Accepted by the schema; will not be done: `note` says what to use instead."""
+    """Declare that a key is accepted by the schema and will not be done: `note` says what to use instead."""
     return Status("unsupported", note)
 
 
 def mark(field: FieldInfo, kind: type) -> Any:
-    """The mark of that class in a field's annotation; None: it has none."""
+    """Return the mark of that class in a field's annotation; None: it has none."""
     items = [*field.metadata, *_nested(field.annotation)]
     return next((item for item in items if isinstance(item, kind)), None)
 
@@ -161,25 +161,25 @@ def _nested(annotation: Any) -> list[Any]:
 
 
 def status(field: FieldInfo) -> Status:
-    """What this version does with a field."""
+    """Return what this version does with a field."""
     found: Status | None = mark(field, Status)
     return found or _USED
 
 
 def affects_result(field: FieldInfo) -> bool:
-    """Whether a field enters the fingerprint of the stages that read it."""
+    """Return whether a field enters the fingerprint of the stages that read it."""
     return status(field) == _USED and mark(field, AffectsResult) is None
 
 
 def tables_in(annotation: Any) -> list[type[Table]]:
-    """The tables that a field can hold."""
+    """Return the tables that a field can hold."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return [annotation]
     return [table for argument in get_args(annotation) for table in tables_in(argument)]
 
 
 def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table], FieldInfo]]:
-    """Every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
+    """Yield every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
     for name, field in table.model_fields.items():
         yield prefix + name, table, field
         for inner in tables_in(field.annotation):
@@ -206,8 +206,8 @@ def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
 
 
 def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Every key that has a meaning with these values, as (dotted path, field, value, whether it was given and differs
-    from its default)."""
+    """Yield every key that has a meaning with these values, as (dotted path, field, value, whether it was given and
+    differs from its default)."""
     for name, field, value in _live_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
             yield from set_fields(value, f"{prefix}{name}.")
@@ -222,7 +222,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def result_values(table: Table) -> dict[str, Any]:
-    """The values of a table that can change results, nested tables included, JSON types only."""
+    """Return the values of a table that can change results, nested tables included, JSON types only."""
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)

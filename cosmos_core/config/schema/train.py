@@ -289,6 +289,12 @@ class TrainConfig(Table):
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
                 f"train_policy.mini_batch = {policy.mini_batch}"
             )
+        optimize = policy.batch_size_per_optimize if isinstance(policy, RlConfig) else None
+        if optimize is not None and self.train_batch_per_replica % optimize:
+            raise ValueError(
+                f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
+                f"train_policy.batch_size_per_optimize = {optimize}"
+            )
         if self.optm_impl == "fused" and self.master_dtype == "float16":
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
         if self.async_tp_enabled and not self.compile:
