@@ -14,7 +14,9 @@ from cosmos_core.config.schema.table import (
     Only,
     PositiveFloat,
     Steps,
+    Thing,
     Tokens,
+    Where,
     planned,
 )
 
@@ -29,9 +31,9 @@ class GrpoConfig(RlConfig):
     algorithm: ClassVar[str] = "grpo"
 
     trainer_type: Annotated[
-        str,
-        Field(min_length=1),
+        Thing,
         Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
+        Where.CODE,
         LATER,
     ] = "grpo"
     """The algorithm: `grpo`, or `path/file.py:Class` of your own."""

@@ -102,7 +102,7 @@ def registered(folder: str, suffix: str) -> Only:
     note = (
         f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
     )
-    return Only(names, note, takes_paths=True)
+    return Only(names, note, takes_import_paths=True)
 
 
 @dataclass(frozen=True)
