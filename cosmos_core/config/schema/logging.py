@@ -6,7 +6,19 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import LATER, NoResult, PositiveInt, Steps, Table, Unit, no_effect, planned
+from cosmos_core.config.schema.table import (
+    LATER,
+    NoResult,
+    PositiveInt,
+    Steps,
+    Table,
+    Thing,
+    Unit,
+    Where,
+    no_effect,
+    planned,
+)
+from cosmos_core.registry import is_import_path
 
 SINKS = ("console", "wandb", "tensorboard")
 
@@ -14,9 +26,10 @@ SINKS = ("console", "wandb", "tensorboard")
 class LoggingConfig(Table):
     """`[logging]`"""
 
-    logger: Annotated[tuple[str, ...], Field(strict=False), NoResult] = ("console",)
+    logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
-    something), `tensorboard` (event files in the stage's folder `tensorboard/`)."""
+    something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
+    `path/file.py:Class`."""
     log_interval: Annotated[
         PositiveInt, Unit("train steps"), no_effect("every step is logged; Cosmos-RL never reads it either"), LATER
     ] = 100
@@ -39,8 +52,8 @@ class LoggingConfig(Table):
     @field_validator("logger")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        lowered = tuple(name.lower() for name in names)
+        lowered = tuple(name if is_import_path(name) else name.lower() for name in names)
         for name in lowered:
-            if name not in SINKS:
+            if name not in SINKS and not is_import_path(name):
                 raise ValueError(f"logger {name!r} is not known; known: {', '.join(SINKS)}")
         return lowered
