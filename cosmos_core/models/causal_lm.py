@@ -29,7 +29,7 @@ from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.models.sequential import Sequential
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
-from cosmos_core.parallel.context import apply_cp, joined, piece_of
+from cosmos_core.parallel.context import apply_cp, gather_chosen, shard_rows
 from cosmos_core.parallel.expert import apply_ep
 from cosmos_core.parallel.fsdp import apply_fsdp, fill, without_weights
 from cosmos_core.parallel.mesh import Mesh
@@ -121,15 +121,15 @@ class CausalLM:
         chosen = torch.from_numpy(positions).to(device)
         if not (self.mesh and self.mesh.context):
             return TokenBatch(samples, indices, inputs, chosen, None, learned)
-        piece = piece_of(inputs, chosen, self.mesh.context)
-        return TokenBatch(samples, indices, piece.inputs, piece.chosen, piece.is_mine_N, learned)
+        shard = shard_rows(inputs, chosen, self.mesh.context)
+        return TokenBatch(samples, indices, shard.inputs, shard.chosen, shard.is_mine_N, learned)
 
     def joined(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `ModelAdapter.joined`: context-parallel ranks score tokens of their own."""
         if batch.is_mine_N is None:
             return outputs
         assert self.mesh and self.mesh.context
-        return {name: joined(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
+        return {name: gather_chosen(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """See `ModelAdapter.micro_batch`: rectangles with a row per sample, 0 where nothing is learned."""

@@ -107,6 +107,8 @@ class Scorer(nn.Module):
         size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
         num_top = wants.top_k if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, dtype, max(1, size // (4 * self.vocabulary)))
+        if isinstance(expected_N, Tensor):
+            expected_N = expected_N.to(dtype)  # that of the derivative it is compared with
         weights = head.trained if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
         return dict(zip(task.names, outputs, strict=True))

@@ -22,7 +22,7 @@ from cosmos_core.parallel.plan import check_heads
 NAME = "ulysses"
 
 
-class Piece(NamedTuple):
+class RowShard(NamedTuple):
     """What one rank of a context has of packed rows."""
 
     inputs: dict[str, Any]
@@ -63,7 +63,7 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     model.set_attn_implementation(NAME)
 
 
-def piece_of(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Piece:
+def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> RowShard:
     """Return this rank's shard of packed rows, whose length is a multiple of the ranks."""
     ids_1P = inputs["input_ids"]
     length, rest = divmod(ids_1P.shape[1], mesh.size())
@@ -76,12 +76,12 @@ def piece_of(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Piec
         "shift_labels": ids_1P.roll(-1, dims=1),
     }
     cut = {name: tensor_1P[:, start : start + length] for name, tensor_1P in here.items()}
-    return Piece({**inputs, **cut}, chosen_N[is_mine_N] - start, is_mine_N)
+    return RowShard({**inputs, **cut}, chosen_N[is_mine_N] - start, is_mine_N)
 
 
-def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
+def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the values of all chosen tokens on every rank; each rank's gradient goes back to its own."""
-    found: Tensor = _Joined.apply(values, is_mine_N, mesh.get_group())
+    found: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
     return found
 
 
@@ -105,7 +105,7 @@ def _exchanged(tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) ->
     return torch.cat(found.unbind(), dim=glue)
 
 
-class _Joined(torch.autograd.Function):
+class _GatherChosen(torch.autograd.Function):
     """Sum over ranks of values that each has at indices of its own."""
 
     @staticmethod
