@@ -255,7 +255,9 @@ def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the
 
 
 def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is_whole(tmp_path: Path) -> None:
-    first, second = counting_run(tmp_path), counting_run(tmp_path)
+    first, second = (
+        counting_run(tmp_path, f"train.timestamp='{time}'") for time in ("20010101000002", "20010101000001")
+    )
     outputs = tmp_path / "outputs"
     for run in (first, second):
         finish(run, "first")
