@@ -24,13 +24,14 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.run.stage import Stage
+from tasks.prepare import KIND
 
 folder, kind, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 policy = {"type": kind, "dataset": {"name": str(folder / "rows.jsonl")}, "dataloader_num_workers": workers}
 recipe = {"train": {"train_policy": policy}, "policy": {"model_max_length": 64}, "rollout": {"max_response_length": 8}}
 (folder / kind).mkdir()
 config = StageConfig(name="prepare", kind="prepare")
-run(Stage(folder / kind, config, Recipe.model_validate(recipe), str(folder / "model"), None, {}, "f"))
+run(Stage(folder / kind, config, Recipe.model_validate(recipe), str(folder / "model"), None, {}, "f", KIND))
 """
 
 
