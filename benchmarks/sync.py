@@ -158,7 +158,7 @@ def _by_collectives(publisher: WeightPublisher) -> Callable[[], object]:
             publisher.publish(1)
         assert publisher._weights is not None and publisher._weights._gatherer is not None
         publisher._weights._gatherer._is_shared = False
-        publisher._weights._gatherer._memory = None
+        publisher._weights._gatherer._memories = [None, None]
         publisher.publish(1)
 
     return publish

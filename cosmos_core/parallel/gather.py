@@ -40,37 +40,37 @@ class Full(NamedTuple):
 class Gatherer:
     """Gives every rank full tensors; all ranks make one together and call its methods in the same order."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, by_collectives: bool = False) -> None:
-        """`tensors` are those that this rank holds or has a part of; ranks may hold others.
-
-        `by_collectives`: not through shared memory, even where that is possible.
-        """
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
+        """`tensors` are those that this rank holds or has a part of; ranks may hold others. `most_bytes` are asked for
+        at a time."""
+        self.tensors, self._most_bytes = tensors, most_bytes
         self._holders: dict[str, list[int]] = {}
         for rank, names in enumerate(all_gather_object(list(tensors))):
             for name in names:
                 self._holders.setdefault(name, []).append(rank)
         is_on_cpu = all(local(tensor).device.type == "cpu" for tensor in tensors.values())
-        self._is_shared = not by_collectives and not any_on_ranks(not is_on_cpu) and _is_one_machine()
-        self._memory: _SharedMemory | None = None
+        self._is_shared = not any_on_ranks(not is_on_cpu) and _is_one_machine()
+        # Two, because whoever goes through tensors in a loop has the last one of a call until the next has returned.
+        self._memories: list[_SharedMemory | None] = [None, None]
 
     def full(self, wanted: Mapping[str, Full]) -> dict[str, Tensor]:
-        """Return these tensors, whole; no rank may use them after the next call, unless it still refers to them."""
+        """Return these tensors, whole. Their memory is used again once nobody refers to them."""
         if self._is_shared and (memory := self._room(wanted)) is not None:
             return self._through(memory, wanted)
         found = dict(full_tensors({name: self.tensors[name] for name in wanted if name in self.tensors}))
         return {name: found[name] for name in wanted}
 
     def _room(self, wanted: Mapping[str, Full]) -> _SharedMemory | None:
-        """Shared memory for these tensors, which nobody refers to; None: a rank cannot have it."""
+        """Give shared memory for these tensors, which nobody refers to; None: a rank cannot have it."""
         num_bytes = sum(_aligned(full.num_bytes) for full in wanted.values())
-        kept = self._memory
+        memory = self._memories.pop(0)
         # Also the barrier that keeps a fast rank from writing over what a slow one still reads.
-        if any_on_ranks(kept is None or kept.size < num_bytes or kept.is_in_use):
-            self._memory = kept = None  # before there is a second one
-            self._memory = _open_memory(num_bytes)
-            self._is_shared = self._memory is not None
-        return self._memory
+        if any_on_ranks(memory is None or memory.size < num_bytes or memory.is_in_use):
+            memory = None  # freed before there is another one
+            memory = _open_memory(max(num_bytes, self._most_bytes))
+            self._is_shared = memory is not None
+        self._memories.append(memory)
+        return memory
 
     def _through(self, memory: _SharedMemory, wanted: Mapping[str, Full]) -> dict[str, Tensor]:
         found, start = {}, 0

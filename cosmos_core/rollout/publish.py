@@ -24,7 +24,8 @@ from cosmos_core.parallel.gather import Full, Gatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat
 
 BUCKET_BYTES = 256 << 20
-"""Of the trainer's dtype. A module whose weights are larger, as an embedding may be, is a bucket of its own."""
+"""Of the trainer's dtype; on several ranks two halves. A module whose weights are larger, as an embedding may be, is a
+bucket of its own."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Mean absolute difference of log-probabilities that rounding explains, by the dtype of the engine; a tensor in the
 wrong place costs whole nats."""
@@ -131,8 +132,10 @@ class _Weights:
 
     def __init__(self, model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int) -> None:
         self._model = model
-        self._units = _packed(_units(whole or model), bucket_bytes)
-        self._gatherer = Gatherer(model.state_dict(keep_vars=True)) if whole is not None else None
+        # Of a mesh, one half of a bucket is read while the other is gathered.
+        self._units = _packed(_units(whole or model), bucket_bytes if whole is None else bucket_bytes // 2)
+        most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
+        self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
 
     def buckets(self, form: WeightFormat) -> Iterator[Bucket]:
         """Yield all weights; a bucket is made when it is asked for, and its memory is used again after that."""
