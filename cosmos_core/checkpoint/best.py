@@ -12,17 +12,17 @@ _SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, and whe
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A step and the held-out figure by which no other was better."""
+    """A step and the validation metric by which no other was better."""
 
     step: int
     metric: str
     value: float
 
 
-def best_of(best: Best | None, step: int, figures: Mapping[str, float]) -> Best | None:
-    """`best`, or `step` when its figures are better; of two that are equal the earlier, and never NaN or infinity."""
+def best_of(best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
+    """Return `best`, or `step` when its metrics are better; of equal ones the earlier, and never NaN or infinity."""
     for metric, sign in _SIGN.items():
-        value = figures.get(metric, math.nan)
+        value = metrics.get(metric, math.nan)
         if math.isfinite(value) and (best is None or sign * value > sign * best.value):
             return Best(step, metric, value)
     return best

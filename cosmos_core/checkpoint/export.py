@@ -61,7 +61,7 @@ def export_model(
 
 
 def run(stage: Stage) -> Outcome:
-    """The program of kind `export`: the upstream model, or a checkpoint of it, in `train.param_dtype`, proven, with a
+    """Run kind `export`: the upstream model, or a checkpoint of it, in `train.param_dtype`, proven, with a
     model card, and the adapter that is in it, if there is one, as it was trained.
 
     Raises:
@@ -111,7 +111,7 @@ def _export(stage: Stage, step: int) -> Outcome:
 
 
 def model_card(stage: Stage, loader: str) -> str:
-    """README.md of an export: where the weights come from, by digest, what was measured, and by which class of
+    """Return README.md of an export: where the weights come from, by digest, what was measured, and by which class of
     transformers to load them."""
     base = stage.recipe.policy.model_name_or_path
     is_hub_id = base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists()
@@ -146,13 +146,13 @@ def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def _trained_step(stage: Stage) -> int:
-    """Optimizer steps behind the model: as the stage that it comes from says, 0 for a base model."""
+    """Return the steps that the model was trained, as the stage that it comes from says; 0 for a base model."""
     upstream = stage.inputs.get(stage.config.model.removeprefix("stage:"), {})
     return int(upstream.get("info", {}).get("step", 0))
 
 
 def _adapter_files(stage: Stage) -> dict[str, bytes]:
-    """What the upstream stage left of its adapter."""
+    """Return the files of the adapter that the upstream stage exported."""
     return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
 
 
@@ -163,7 +163,7 @@ def _prove_copy(files: Mapping[str, bytes], target: Path) -> str:
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The state dict in `dtype` with ties kept as ties, so that transformers writes them once."""
+    """Return the state dict in `dtype` with ties kept as ties, so that transformers writes them once."""
     weights = plain_state(model)
     if dtype is None:
         return weights

@@ -18,7 +18,7 @@ from cosmos_core.run.stage import Stage, load_stage
 
 
 def pinned_step(stage: Stage) -> int:
-    """Train steps of the checkpoint that `stage.config.checkpoint` names.
+    """Return the step of the checkpoint that `stage.config.checkpoint` names.
 
     Raises:
         ModelError: the training validated nothing, or keeps no whole checkpoint of that step.
@@ -44,8 +44,8 @@ def pinned_step(stage: Stage) -> int:
 
 
 def pinned_model(stage: Stage, step: int) -> PreTrainedModel:
-    """The model of the training upstream after `step` steps, in the dtype that it was trained in, on CPU; with the
-    moving average in place of the weights where one was kept.
+    """Return the model of the training upstream after `step` steps, in the dtype that it was trained in, on CPU, with
+    the moving average in place of the weights where one was kept.
 
     Raises:
         ModelError: the model that the training started from cannot be loaded any more, or is another one.

@@ -173,12 +173,12 @@ def _reloaded(model: PreTrainedModel, folder: Path, first: FirstLayers | None) -
         probe = Path(scratch) / "probe.safetensors"
         save_file({"input_ids": _probe_ids(model)}, probe, metadata=about)
         _run_fresh_interpreter(folder, probe)
-        with safe_open(_answer_file(probe), framework="pt") as answer:
-            return answer.get_tensor("logits"), json.loads(answer.metadata()["tokenizer"])
+        with safe_open(_logits_file(probe), framework="pt") as found:
+            return found.get_tensor("logits"), json.loads(found.metadata()["tokenizer"])
 
 
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Random tokens BT, the same at each call."""
+    """Return random tokens BT, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
 
@@ -209,7 +209,7 @@ def _compare_logits(
 
 @torch.no_grad()
 def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
-    """Logits BTV in float32 with the weights as they were exported: rounded to `dtype`, then widened."""
+    """Return logits BTV in float32 with the weights as they were exported: rounded to `dtype`, then widened."""
     weights = {
         name: (parameter if dtype is None else parameter.to(dtype)).float()
         for name, parameter in model.named_parameters()
@@ -246,8 +246,8 @@ def _run_fresh_interpreter(target: Path, probe: Path) -> None:
 
 
 @torch.no_grad()
-def answer(folder: Path, probe: Path) -> None:
-    """The fresh interpreter's part: load the export as any user would, and write the logits of the probe beside it."""
+def write_logits(folder: Path, probe: Path) -> None:
+    """Load the export as any user would, in the fresh interpreter, and write the logits of the probe beside it."""
     with safe_open(probe, framework="pt") as reader:
         about, input_ids_BT = reader.metadata(), reader.get_tensor("input_ids")
     _die_with(int(about["parent"]))
@@ -257,7 +257,7 @@ def answer(folder: Path, probe: Path) -> None:
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
     logits_BTV = model.eval()(input_ids=input_ids_BT, use_cache=False).logits
     save_file(
-        {"logits": logits_BTV.float().contiguous()}, _answer_file(probe), metadata={"tokenizer": json.dumps(tokenizer)}
+        {"logits": logits_BTV.float().contiguous()}, _logits_file(probe), metadata={"tokenizer": json.dumps(tokenizer)}
     )
 
 
@@ -276,7 +276,7 @@ def _whole(folder: Path, about: dict[str, str]) -> Any:
 
 
 def _with_adapter(folder: Path, about: dict[str, str]) -> Any:
-    """The base that the adapter names, rounded as in training, and the adapter on it."""
+    """Return the base that the adapter names, rounded as in training, with the adapter on it."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
     config = cut_config(AutoConfig.from_pretrained(source, revision=revision), first_layers(about["layers"]))
@@ -289,7 +289,7 @@ def _with_adapter(folder: Path, about: dict[str, str]) -> Any:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers through which a user loads a model: it makes the architecture that config.json names.
+    """Return the class of transformers through which a user loads a model: it makes the architecture in config.json.
 
     Some vision-language models are not known to AutoModelForCausalLM, others are loaded by it without their tower.
     """
@@ -317,8 +317,8 @@ def _weight_files(target: Path) -> list[Path]:
     return sorted(target.glob("*.safetensors"))
 
 
-def _answer_file(probe: Path) -> Path:
-    return probe.with_name("answer.safetensors")
+def _logits_file(probe: Path) -> Path:
+    return probe.with_name("logits.safetensors")
 
 
 def _keys(reader: safe_open) -> list[str]:
@@ -349,4 +349,4 @@ def _some(names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    answer(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_logits(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -40,12 +40,12 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, below the folder of all checkpoints."""
+    """Return the folder of the checkpoint of a step, below the folder of all checkpoints."""
     return folder / f"step_{step}"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a folder, whole or not, in rising order."""
+    """Return the steps that have a folder, whole or not, in rising order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
@@ -71,7 +71,7 @@ def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool
 
 
 def read_manifest(policy: Path) -> dict[str, Any]:
-    """What was written last into a checkpoint; empty where it is missing or damaged."""
+    """Return the manifest of a checkpoint; empty where it is missing or damaged."""
     manifest = read_json(policy / MANIFEST)
     return manifest if isinstance(manifest, dict) else {}
 

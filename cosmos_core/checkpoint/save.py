@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints in one folder, the only writer there; on every rank, with the same calls."""
+    """Save and find the checkpoints in one folder, as the only writer there; every rank makes the same calls."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Checkpointer:
         broadcast_object(None)  # a rank that went on to its end would take the writing one with it
 
     def latest(self) -> int | None:
-        """The newest step that can be continued from; None when there is none."""
+        """Return the newest step that can be continued from; None when there is none."""
         return broadcast_object(self._newest_whole() if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
@@ -120,7 +120,7 @@ class Checkpointer:
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """`wait`, then end the writer thread."""
+        """Wait as `wait` does, then end the writer thread."""
         try:
             self._drain()
         finally:
@@ -178,7 +178,7 @@ class Checkpointer:
         return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
 
     def _commit(self, step: int, written: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks to their place, with a manifest."""
+        """Move the files of all ranks into the checkpoint's folder, with a manifest."""
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:
             policy = building / "policy"
@@ -203,7 +203,7 @@ class Checkpointer:
         return found
 
     def _building(self, step: int) -> Path:
-        """Where the ranks write."""
+        """Return the folder that the ranks write into."""
         return self._folder / f".step_{step}.parts.tmp"
 
     def _name(self, step: int) -> str:

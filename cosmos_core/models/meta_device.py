@@ -1,4 +1,4 @@
-"""Adapters with values in a model whose own weights are read later (`sharded_load.py`)."""
+"""Adapters with values in a model whose own weights are on the meta device (`sharded_load.py`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from cosmos_core.models.lora import TAKES_FROM_BASE
 
 
 def reads_base(lora: LoraConfig | None) -> bool:
-    """Whether an adapter cannot begin before the weights are there."""
+    """Return whether an adapter cannot begin before the weights are there."""
     return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE)
 
 
 @contextmanager
 def placeholders(model: nn.Module) -> Iterator[None]:
-    """Give parameters without data a place for the time of the block, so that modules made for them get data there:
-    each is one number seen as many. Nothing where new tensors have no data either, as in an estimate."""
+    """Replace parameters on the meta device inside the block by ones on a real device, so that modules made for them
+    get data there: each is one number seen as many. Do nothing where new tensors have no data either, as in an
+    estimate."""
     stands: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))

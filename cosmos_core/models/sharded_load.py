@@ -1,7 +1,9 @@
-"""Load a model that is split over ranks: build it without data, split it, then read each rank's part from the files.
+"""Load a sharded model: initialise it on the meta device, parallelise it, then read each rank's shards from the files.
 
-No rank ever holds more than its part and one group of tensors that transformers converts together, like the matrices
-that become the fused experts of a layer. What is loaded, and what is refused, is that of `load_model`.
+transformers' own sharded loading does not serve: it applies its plans while it loads, before there are adapters, and
+knows no pipeline stages. Its conversions are used. No rank ever holds more than its shards and one group of tensors
+that transformers converts together, like the matrices that become the fused experts of a layer. What is loaded, and
+what is refused, is that of `load_model`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.initialization import meta_device_safe_creation_ops
-from transformers.modeling_utils import LoadStateDictInfo
+from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -47,11 +49,6 @@ from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, sou
 from cosmos_core.parallel.mesh import first_problem
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-}  # fmt: skip
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """What an adapter puts into the names of weights that are in the files."""
@@ -89,8 +86,8 @@ def init_on_meta(
     device: torch.device,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """What `load_model` gives on `device`, with parameters on the meta device until `load_sharded`. Where the files
-    cannot be read in parts the model comes whole.
+    """Return what `load_model` gives on `device`, with parameters on the meta device until `load_sharded`. Where the
+    files cannot be read in slices the model comes whole.
 
     Raises:
         ModelError: as `load_model`, but for values that are not finite.
@@ -103,7 +100,7 @@ def init_on_meta(
             )
         reason = _start(built, model, revision, dtype, device, files)
     if reason:
-        logger.info("every rank loads the whole of %s before it is split, because %s", model, reason)
+        logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
         return load_model(
             model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
         )
@@ -111,7 +108,7 @@ def init_on_meta(
 
 
 def load_sharded(model: PreTrainedModel) -> None:
-    """Read this rank's part of the weights of a model of `init_on_meta`; all ranks must call this. Leave others alone.
+    """Read this rank's shards of a model of `init_on_meta`; all ranks must call this. Leave any other model alone.
 
     Raises:
         ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read any more: on
@@ -134,7 +131,7 @@ def load_sharded(model: PreTrainedModel) -> None:
 def _start(
     built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
 ) -> str:
-    """Plan what to read and make what is no parameter; why the model cannot be read in parts, or nothing.
+    """Plan what to read and make what is no parameter; return why the model cannot be read in slices, or nothing.
 
     Raises:
         ModelError: a damaged file, or a tensor that is missing, left over or of the wrong shape.
@@ -165,7 +162,7 @@ def _start(
 
 
 def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
-    """The safetensors files of a model, or why there are none to read."""
+    """Return the safetensors files of a model, or why there are none to read."""
     source, options = source_of(model, revision)
     check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
@@ -186,7 +183,7 @@ def _opened(files: Sequence[str]) -> Iterator[Any]:
 
 
 def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Which tensors become which weights; what does not fit is in the information, as transformers gives it."""
+    """Plan which tensors become which weights; what does not fit is in the information, as transformers gives it."""
     state = built.state_dict()
     mapping = get_model_conversion_mapping(built)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -223,7 +220,9 @@ def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> t
 
 
 def _empty(source: Any) -> Tensor:
-    return torch.empty(source.get_shape(), dtype=_DTYPES.get(source.get_dtype(), torch.float32), device="meta")
+    return torch.empty(
+        source.get_shape(), dtype=str_to_torch_dtype.get(source.get_dtype(), torch.float32), device="meta"
+    )
 
 
 def _converted(
@@ -234,7 +233,7 @@ def _converted(
     model: PreTrainedModel,
     info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """What becomes of `tensors`, or of functions that read them, by name in the model."""
+    """Return what becomes of `tensors`, or of functions that read them, by name in the model."""
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
@@ -243,7 +242,7 @@ def _converted(
 
 
 def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]) -> None:
-    """Fill this rank's part of what a group becomes; `done` are the tensors that are filled."""
+    """Fill this rank's shards of what a group becomes; `done` are the tensors that are filled."""
     mine = {name: [t for t in targets.get(name, ()) if _local(t).numel()] for name in group.shapes}
     if not any(mine.values()):
         return
@@ -263,7 +262,7 @@ def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrai
 
 
 def _is_stack(group: _Group) -> bool:
-    """Whether each row of the one weight that a group becomes, an expert, has tensors of its own in the files."""
+    """Return whether each row of the one weight that a group becomes, an expert, has its own tensors in the files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
@@ -279,7 +278,7 @@ def _keeps_rows(operation: Any) -> bool:
 
 
 def _experts(sources: Sequence[_Source], here: slice) -> list[_Source]:
-    """Those of some experts; the sources of each pattern are in the order of the experts."""
+    """Return the sources of some experts; those of each pattern are in the order of the experts."""
     by_pattern: dict[str, list[_Source]] = {}
     for source in sources:
         by_pattern.setdefault(source[1], []).append(source)
@@ -287,7 +286,7 @@ def _experts(sources: Sequence[_Source], here: slice) -> list[_Source]:
 
 
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
-    """Copy this rank's part of `source`, a tensor or a slice of a file, whose first row is that of number `first`.
+    """Copy this rank's shard of `source`, a tensor or a slice of a file, whose first row is that of number `first`.
 
     `is_check`: the tensor has its values, and must have these.
     """
@@ -306,7 +305,7 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
 
 
 def _bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a tensor is in the whole of it."""
+    """Return the offsets of this rank's shard in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -315,7 +314,8 @@ def _bounds(tensor: Tensor) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
-    """Give every parameter without data its memory on this rank; those and the buffers by their name in the files."""
+    """Allocate this rank's shard of every parameter on the meta device; return those and the buffers by their name in
+    the files."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -344,7 +344,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _names_in_one(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter: several, where weights are tied."""
+    """Return the names of each parameter: several, where weights are tied."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -357,7 +357,7 @@ def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str]
 
 
 def _make_buffers(built: PreTrainedModel, device: torch.device) -> None:
-    """Buffers on `device`; those that are in no file get their values, as `from_pretrained` gives them."""
+    """Put buffers on `device`; those that are in no file get their values, as `from_pretrained` gives them."""
     for tensor in built.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     built._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)

@@ -1,4 +1,4 @@
-"""Shard a model over ranks (FSDP2, HSDP), and take it together again.
+"""Shard a model over ranks (FSDP2, HSDP), and gather its tensors again.
 
 Gradients are summed over ranks, never averaged: losses are already divided by a denominator over all samples.
 """
@@ -34,7 +34,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def settings(train: TrainConfig) -> dict[str, Any]:
-    """What `[train]` says of sharding, in FSDP2's words."""
+    """Return what `[train]` says of sharding as arguments of `fully_shard`."""
     found: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=getattr(torch, train.fsdp_reduce_dtype))}
     if train.fsdp_offload:
         found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -73,8 +73,8 @@ def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: Train
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that the model's class says are not to be split, but none inside another: one of some families has
-    its mixer beside it in the list."""
+    """Return the modules of the classes in `_no_split_modules`, but none inside another: some families list a block and
+    the mixer in it."""
     names = set(model._no_split_modules or ())
     found: list[nn.Module] = []
     within: set[nn.Module] = set()
@@ -86,19 +86,19 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def inside(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """How to shard experts: inside each where that divides, because a rank may have fewer than there are shards."""
+    """Shard experts inside each where that divides, because a rank may have fewer experts than there are shards."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """To where the model computes: FSDP moves parameters alone."""
+    """Move the buffers to where the model computes: FSDP moves parameters alone."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def reshard(root: nn.Module) -> None:
-    """Drop what a forward pass without a backward pass left whole: it would be taken for the weights after a step."""
+    """Free what a forward pass without backward left gathered: it would be taken for the weights after a step."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -108,7 +108,7 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     """Yield the tensors (of a model: its state dict) whole, one at a time, in the same order on every rank. All ranks
     must go through them together.
 
-    What a rank has no part of, like the layers of another pipeline stage, is broadcast by the first rank that has. A
+    What a rank has no shard of, like the layers of another pipeline stage, is broadcast by the first rank that has. A
     tensor that is not sharded is the live one: copy what is kept.
     """
     own = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
@@ -146,7 +146,8 @@ def broadcast_tensor(tensor: Tensor | None, source: int) -> Tensor:
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose parameters have no data; taken before `apply_fsdp`, which changes the classes of modules."""
+    """Return a copy with its parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
+    modules."""
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
     }

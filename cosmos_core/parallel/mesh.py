@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among the others."""
+    """The device meshes of a training, as one rank sees them."""
 
     sizes: ParallelismConfig
     """What was asked for."""
@@ -39,12 +39,12 @@ class Mesh:
     """What FSDP shards the experts of one rank over, as `shard`; None: nothing."""
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """Those of `items` that are this rank's; neighbours go to different ranks."""
+        """Return the items of this data-parallel rank; neighbours go to different ranks."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The values of all ranks with samples of their own, in the order of `share`; of a pipeline those of its last
-        stage, which alone sees the end of a sample."""
+        """Return the values of all data-parallel ranks, in their order; of a pipeline those of its last stage, which
+        alone sees the end of a sample."""
         found: list[Any] = [None] * self.data.size()
         dist.all_gather_object(found, value, group=self.data.get_group())
         if self.pipeline:
@@ -54,7 +54,7 @@ class Mesh:
 
 
 def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
-    """The mesh of the process group; None: there is one rank."""
+    """Return the mesh of the process group; None: there is one rank."""
     if is_alone():
         return None
     num_shards, num_stages = abs(sizes.dp_shard_size) * sizes.cp_size, sizes.pp_size
@@ -89,27 +89,27 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
 
 
 def is_alone() -> bool:
-    """Whether this is the only rank; an engine of vLLM makes a process group of one."""
+    """Return whether this is the only rank; an engine of vLLM makes a process group of one."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def rank_number() -> int:
-    """Of all ranks, from 0."""
+    """Return the number of this rank among all, from 0."""
     return 0 if is_alone() else dist.get_rank()
 
 
 def num_ranks() -> int:
-    """Of the whole process group."""
+    """Return how many ranks the process group has."""
     return 1 if is_alone() else dist.get_world_size()
 
 
 def is_first() -> bool:
-    """Whether this rank writes what is written once."""
+    """Return whether this is rank 0, which writes what is written once."""
     return is_alone() or dist.get_rank() == 0
 
 
 def broadcast_object(value: T) -> T:
-    """The value of the first rank, on every rank."""
+    """Return the value of rank 0, on every rank."""
     if is_alone():
         return value
     found: list[Any] = [value]
@@ -119,7 +119,7 @@ def broadcast_object(value: T) -> T:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in their order."""
     if is_alone():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -128,10 +128,10 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def any_on_ranks(flag: bool) -> bool:
-    """Whether `flag` is true on any rank; all of them get the same answer."""
+    """Return whether `flag` is true on any rank; the same on all of them."""
     return any(all_gather_object(flag))
 
 
 def first_problem(problem: str | None) -> str | None:
-    """The first rank's that has one; all of them get the same answer."""
+    """Return the problem of the lowest rank that has one; the same on all of them."""
     return next((each for each in all_gather_object(problem) if each), None)

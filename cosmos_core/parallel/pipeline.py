@@ -1,8 +1,9 @@
 """Pipeline parallelism: each rank has some of a model's layers, and hidden states travel from rank to rank.
 
-A stage is the transformers model itself in which what belongs to other stages passes its input on: names in the state
-dict, indices of layers and the code around them stay those of the whole model. Which parts there are is said by the
-model's own plan; a model that does more than its plan says is refused. The schedules are torch's (`train/stages.py`).
+A pipeline stage is the transformers model itself, in which modules of other stages pass their input on: names in the
+state dict, indices of layers and the code around them stay those of the whole model. Which modules there are is said by
+the model's own plan; a model that does more than its plan says is refused. The schedules are torch's
+(`train/stages.py`).
 
 Shape legend: B rows, T tokens, H hidden size.
 """
@@ -38,7 +39,7 @@ class Elsewhere(nn.Module):
         self.__dict__["original"] = original  # no child: its weights are not of this stage
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The input."""
+        """Return the input."""
         return hidden_BTH
 
     def __getattr__(self, name: str) -> Any:
@@ -69,14 +70,14 @@ class _Witness(Elsewhere):
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Which layers a stage has; where they do not divide, the first stages have one more."""
+    """Return the layers of a pipeline stage; where they do not divide, the first stages have one more."""
     size, more = divmod(num_layers, num_stages)
     start = stage * size + min(stage, more)
     return range(start, start + size + (stage < more))
 
 
 def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
-    """Stages of the whole pipeline, several of them on a rank under `Interleaved1F1B`.
+    """Return how many stages the pipeline has, several of them on a rank under `Interleaved1F1B`.
 
     Raises:
         ModelError: they are more than layers.
@@ -92,12 +93,12 @@ def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
 
 
 def own_stages(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> range:
-    """Numbers of the stages of one rank of the pipeline."""
+    """Return the indices of the stages of one rank of the pipeline."""
     return range(rank, num_stages(model, sizes), sizes.pp_size)
 
 
 def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
-    """Leave of the model what is of the stages of one rank of the pipeline; the data of all else is freed.
+    """Leave of the model the pipeline stages of one rank, and free the data of all else.
 
     Weights may be on the meta device. An embedding and a head that are tied stay together, on the first rank and on
     the last.
@@ -111,7 +112,7 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
-    """One stage of a model that was `apply_pp`, with the same modules and weights."""
+    """Return one stage of a model after `apply_pp`, with the same modules and weights."""
     twin, body = _twin(model), _twin(model.base_model)
     twin._modules[model.base_model_prefix] = body
     _keep(twin, body, [stage], num_stages(model, sizes), lambda module: module)
@@ -119,7 +120,7 @@ def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> Pr
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether embedding and head are one weight."""
+    """Return whether embedding and head are one weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return bool(head.weight is embedding.weight)
 
@@ -157,14 +158,14 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
 
 
 def _twin(module: M) -> M:
-    """The same module, whose children can be replaced without changing it."""
+    """Return the same module, whose children can be replaced without changing it."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
 
 
 def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Names of the body's parts before its layers, and after them."""
+    """Return the names of the body's modules before its layers, and after them."""
     names = list(model.config.base_model_pp_plan or ())
     return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
 
@@ -185,8 +186,8 @@ def _keep(
             assert module is not None
             if is_kept or (keeps_both and module in {head, embedding}):
                 continue
-            stand_in = _EmbeddingElsewhere if module is embedding else Elsewhere
-            holder._modules[name] = stand_in(drop(module))
+            elsewhere = _EmbeddingElsewhere if module is embedding else Elsewhere
+            holder._modules[name] = elsewhere(drop(module))
     body._modules[_LAYERS] = nn.ModuleList(
         layer if i in own else Elsewhere(drop(layer)) for i, layer in enumerate(layers)
     )

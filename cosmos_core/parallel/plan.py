@@ -11,12 +11,12 @@ from cosmos_core.errors import ModelError
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a plan means the module of that name."""
+    """Return whether a pattern of a plan means the module of that name."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 
 def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
-    """Whether `size` ranks can share the attention heads.
+    """Check that `size` ranks can share the attention heads.
 
     Raises:
         ModelError: they do not divide.
@@ -32,7 +32,7 @@ def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
 
 
 def check_features(model: PreTrainedModel, name: str, part: nn.Module, style: str, size: int) -> None:
-    """Whether `size` ranks can share a matrix of the model.
+    """Check that `size` ranks can share a matrix of the model.
 
     Raises:
         ModelError: it does not divide.

@@ -84,7 +84,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
-    """Give each rank its part of every matrix in the model's plan; a head and an embedding that are tied stay whole.
+    """Give each rank its shard of every matrix in the model's plan; a head and an embedding that are tied stay whole.
 
     `with_experts`: also some of the experts; False: another axis shares them.
 
@@ -150,7 +150,7 @@ def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
 
 
 def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether the ranks of `mesh` have other gradients for what each of them has whole."""
+    """Return whether the ranks of `mesh` have different gradients for a weight that each of them has whole."""
     gradient = parameter.grad
     if gradient is None:
         return False
@@ -174,7 +174,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
-    """What `change` makes of a module's own weights, for a forward pass."""
+    """Replace a module's own weights by what `change` makes of them, for a forward pass."""
     own = dict(module.named_parameters(recurse=False))
     try:
         module._parameters.update({name: change(parameter) for name, parameter in own.items()})

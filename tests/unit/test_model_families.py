@@ -194,7 +194,7 @@ def test_sft_lowers_the_loss_and_recomputation_keeps_the_gradient(family: str, f
 
 def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A fresh interpreter takes seconds; two families have it below.
-    monkeypatch.setattr(prove, "_run_fresh_interpreter", prove.answer)
+    monkeypatch.setattr(prove, "_run_fresh_interpreter", prove.write_logits)
     monkeypatch.setattr(prove, "_die_with", lambda parent: None)
     model, tokenizer = load(folder), load_tokenizer(str(folder))
     train(model, tmp_path, 1, sequence_packing=True)
