@@ -114,5 +114,9 @@ def _module_from_file(file: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # half a module must not be found by the next who asks
+            del sys.modules[name]
+            raise
     return sys.modules[name]

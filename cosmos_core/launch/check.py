@@ -13,7 +13,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.launch.worker import Launch, run
+from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.fingerprint import threads
 from cosmos_core.run.manifest import Result
 
@@ -63,7 +63,7 @@ def look(
         "stage": stage.model_dump(),
         "recipe": recipe.model_dump(),
     }
-    with tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
+    with stoppable(), tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
         (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
