@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from cosmos_core.errors import CosmosError, StageFailed
+from cosmos_core.cluster.facts import variables_of_ranks
+from cosmos_core.errors import ConfigError, CosmosError, StageFailed
 
 logger = logging.getLogger(__name__)
 
@@ -177,17 +178,18 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    gpus = 1 if torch.cuda.is_available() else 0
     on_stop = signal.getsignal(signal.SIGTERM)
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": _variables()})
+        ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
+        num_gpus = size if torch.cuda.is_available() else 0
         ray.init(
-            address="local", num_cpus=size, num_gpus=size * gpus, include_dashboard=False,
+            address="local", num_cpus=size, num_gpus=num_gpus, include_dashboard=False,
             logging_level=logging.WARNING, object_store_memory=128 << 20, log_to_driver=True,
         )  # fmt: skip
     signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
     try:
+        gpus = _gpus_per_rank(ray, size)
         group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="PACK")
         ray.get(group.ready())
         remote: Any = ray.remote  # its types know functions alone
@@ -209,6 +211,20 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
         ray.shutdown()
 
 
+def _gpus_per_rank(ray: Any, size: int) -> int:
+    """Return 1 where the cluster has GPUs, else 0; the machine that this process is on may have none or others.
+
+    Raises:
+        ConfigError: it has too few, and Ray would wait for more without end.
+    """
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < there < size:
+        raise ConfigError(
+            f"the mesh takes {size} GPUs, of {there} that the Ray cluster has; make policy.parallelism smaller"
+        )
+    return min(there, 1)
+
+
 def _followed(ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool]) -> Any:
     waiting, asked, first = list(calls), False, None
     while waiting:
@@ -223,9 +239,3 @@ def _followed(ray: Any, members: list[Any], calls: list[Any], should_stop: Calla
                 raise StageFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
             first = value if call is calls[0] else first
     return first
-
-
-def _variables() -> dict[str, str]:
-    """What ranks on other machines need of this process's environment."""
-    names = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_OFFLINE", "PYTHONPATH")
-    return {name: os.environ[name] for name in names if name in os.environ}

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,11 @@ class _Live:
 _live = _Live()
 
 
-def stoppable() -> AbstractContextManager[None]:
+@contextmanager
+def stoppable() -> Iterator[None]:
     """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
-    return _live.stoppable()
+    with _live.stoppable():
+        yield
 
 
 def stop_all() -> None:

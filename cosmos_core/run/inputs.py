@@ -14,8 +14,8 @@ from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
+from cosmos_core.facts import facts_of_workers
 from cosmos_core.registry import code_file, is_import_path, offered_names, suggestion
-from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
@@ -33,7 +33,7 @@ def check_inputs(pipeline: Pipeline) -> None:
     recipes = pipeline.recipes.values()
     asked = {name for recipe in recipes for name in recipe.logging.logger}.intersection(SINK_PACKAGES)
     asked |= {package for recipe in recipes for package in kernel_packages(recipe)}
-    missing = asked - installed(sorted(asked), pipeline.config.python).keys() if asked else set()
+    missing = asked - facts_of_workers(sorted(asked), pipeline.config.python).versions.keys() if asked else set()
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
@@ -186,7 +186,7 @@ def _check_sinks(missing: set[str]) -> None:
 
 def _check_kernels(recipe: Recipe, missing: set[str]) -> None:
     for key in _gpu_kernels(recipe).values():
-        if device() == "cpu":
+        if facts_of_workers(is_group=True).device == "cpu":
             raise ConfigError(f"{key}: these kernels need an NVIDIA GPU, and this machine has none; leave it out")
     for package, key in kernel_packages(recipe).items():
         if package in missing:

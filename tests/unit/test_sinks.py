@@ -329,8 +329,9 @@ def without(package: str, folder: Path) -> str:
         "        raise m.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "m.version = version\n"
+        "import runpy\n"
         "sys.argv = sys.argv[2:]\n"
-        "exec(sys.argv[0])\n"
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
     )
     (folder / "program.py").write_text(program)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/program.py "$@"\n')
