@@ -21,7 +21,8 @@ class Tail:
         """Whether the last call found another file under the name, or a shorter one, and began at its start."""
         self._inode: int | None = None
         self._offset = 0
-        self._start()
+        self._rest = ""
+        self._decoder = _decoder()
 
     def text(self, *, is_last: bool = False) -> str:
         """Return the new text; a character of which a part is missing waits for the rest, unless this `is_last`."""
@@ -30,8 +31,7 @@ class Tail:
                 status = os.fstat(file.fileno())
                 self.was_replaced = self._inode not in {None, status.st_ino} or status.st_size < self._offset
                 if self.was_replaced:
-                    self._offset = 0
-                    self._start()
+                    self._offset, self._rest, self._decoder = 0, "", _decoder()
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
@@ -49,9 +49,9 @@ class Tail:
             self._rest = ""
         return lines
 
-    def _start(self) -> None:
-        self._rest = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
