@@ -71,11 +71,9 @@ class Supervisor:
 
     def _watch_pipe(self) -> None:
         if self.is_orphaned:
-            time.sleep(_PR_SET_PDEATHSIG = 1
-_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
             return
-        readable, _, _ = select.select([self.pipe], [], [], _PR_SET_PDEATHSIG = 1
-_POLL_SECONDS)
+        readable, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
         if readable and not os.read(self.pipe, 4096):
             self.is_orphaned = True
             self.stop()
