@@ -14,11 +14,13 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, CosmosError
 
 
 def is_import_path(name: str) -> bool:
@@ -48,13 +50,46 @@ def known_names(folder: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
-def offered_names(folder: str) -> list[str]:
-    """What a folder of ours offers: modules that define a function of their own name. None of them is imported."""
-    [place] = importlib.import_module(folder).__path__
-    sources = {name: Path(place, f"{name}.py") for name in known_names(folder)}
-    return [
-        name for name, file in sources.items() if re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.M)
-    ]
+@cache
+def offered_names(folder: str, thing: str = "") -> list[str]:
+    """Return the modules of a folder of ours that define `thing`, or else a function of their own name.
+
+    None of them is imported.
+    """
+    [path] = importlib.import_module(folder).__path__
+    sources = {name: Path(path, f"{name}.py").read_text(encoding="utf-8") for name in known_names(folder)}
+    return [name for name, text in sources.items() if re.search(rf"^(def|class) {thing or name}\b", text, re.M)]
+
+
+def load_named(name: str, folder: str, thing: str) -> Any:
+    """Return `thing` of the file NAME.py in a folder of ours, or what a user's import path names.
+
+    Raises:
+        ConfigError: there is none, or a user's file cannot be imported.
+    """
+    if is_import_path(name):
+        return import_user_code(name)
+    if name not in (known := offered_names(folder, thing)):
+        raise ConfigError(f"there is no {name!r}{suggestion(name, known)}")
+    return import_thing(f"{folder}.{name}:{thing}")
+
+
+def import_user_code(path: str) -> Any:
+    """Return what an import path names; code that cannot even be imported is its author's mistake, not a crash.
+
+    Raises:
+        ConfigError: it is not there, or its file raised; the message says where.
+    """
+    try:
+        return import_thing(path)
+    except CosmosError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = (
+            f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
+        )
+        raise ConfigError(f"{path!r} cannot be imported: {type(error).__name__}: {error} ({where})") from error
 
 
 def suggestion(name: str, known: list[str]) -> str:

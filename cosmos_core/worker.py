@@ -23,8 +23,8 @@ from pathlib import Path
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.observe.logs import configure
-from cosmos_core.observe.sinks import attached
-from cosmos_core.registry import import_thing
+from cosmos_core.observe.sinks.base import attached
+from cosmos_core.registry import import_user_code
 from cosmos_core.run.files import write_json
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
@@ -99,17 +99,8 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
 
 
 def _program(entry: str) -> Callable[..., Outcome]:
-    """The function that a stage runs; code that cannot even be imported is its author's mistake, not a crash."""
-    try:
-        program: Callable[..., Outcome] = import_thing(entry)
-    except CosmosError:
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = (
-            f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{place.filename}:{place.lineno}"
-        )
-        raise ConfigError(f"{entry!r} cannot be imported: {type(error).__name__}: {error} ({where})") from error
+    """Return the function that a stage runs."""
+    program: Callable[..., Outcome] = import_user_code(entry)
     if not callable(program):
         raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
     return program

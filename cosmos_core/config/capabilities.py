@@ -8,7 +8,9 @@ from pathlib import Path
 from cosmos_core.config.compose import Pipeline, existing
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Only, mark, set_fields, status
+from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.errors import ConfigError
+from cosmos_core.registry import is_import_path, offered_names, suggestion
 from cosmos_core.types import StageKind
 
 
@@ -25,9 +27,11 @@ def check_capabilities(pipeline: Pipeline) -> None:
                 f"{where}: work_pool = {stage.work_pool!r}: this version runs every stage on the flow's "
                 f"machine; leave it out"
             )
-        if "://" in stage.target and not stage.target.startswith("file://"):
+        name = split_target(stage.target)[0]
+        if not is_import_path(name) and name not in (known := offered_names(TARGETS_FOLDER, "Target")):
             raise ConfigError(
-                f"{where}: target = {stage.target!r}: this version publishes to local folders only; give a path"
+                f"{where}: target = {stage.target!r}: there is no target {name!r}{suggestion(name, known)}; "
+                f"give a folder, or a class of your own as path/file.py:Class"
             )
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         for problem in (*_of_recipe(recipe, kind), *_of_mesh(recipe, kind)):

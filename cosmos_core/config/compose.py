@@ -22,6 +22,7 @@ from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
+from cosmos_core.config.target import absolute_target
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
@@ -364,7 +365,7 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
                 "model": absolute(s.model),
                 "data": absolute(s.data),
                 "entry": entry(s.entry),
-                "target": _target(s.target),
+                "target": absolute_target(s.target),
             }
         )
         for s in pipeline.stages
@@ -382,11 +383,6 @@ def existing(text: str, base: Path) -> Path | None:
         return None
 
 
-def _target(target: str) -> str:
-    path = target.removeprefix("file://")
-    return os.path.abspath(os.path.expanduser(path)) if path and "://" not in path else target
-
-
 def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
     def located(table: Any) -> Any:
         update: Values = {"dataset": _changed(table.dataset, name=absolute(table.dataset.name))}
@@ -394,6 +390,7 @@ def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
             update["reward_function"] = {entry(name): weight for name, weight in table.reward_function.items()}
         return _changed(table, **update)
 
+    logging = _changed(recipe.logging, logger=tuple(map(entry, recipe.logging.logger)))
     lora = recipe.policy.lora
     if lora is not None and lora.lora_path:
         lora = _changed(lora, lora_path=absolute(lora.lora_path))
@@ -405,7 +402,9 @@ def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
         resume=absolute(resume) if isinstance(resume, str) else resume,
     )
     custom = located_media(recipe.custom, absolute)
-    return _changed(recipe, train=train, policy=policy, validation=located(recipe.validation), custom=custom)
+    return _changed(
+        recipe, logging=logging, train=train, policy=policy, validation=located(recipe.validation), custom=custom
+    )
 
 
 def _changed(table: TableT, **values: Any) -> TableT:

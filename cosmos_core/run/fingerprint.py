@@ -17,6 +17,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
+from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.digests import Digests
@@ -98,6 +99,8 @@ def fingerprint(
         ingredients["adapter"] = digests.of_folder(adapter, ("*",))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
+    if is_import_path(target := split_target(stage.target)[0]):
+        ingredients["target"] = {target.rpartition(":")[2]: code_digest(target)}
     if stage.checkpoint:
         ingredients["checkpoint"] = stage.checkpoint
     if stage.require:

@@ -70,7 +70,8 @@ class StageConfig(Table):
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     target: str = ""
-    """Kinds upload and gate: where models are published, a folder or `file:///...`."""
+    """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
+    `path/file.py:Class://PLACE`, with the methods of `UploadTarget`."""
 
     @field_validator("name")
     @classmethod
