@@ -54,7 +54,7 @@ class Sink:
 
 
 def _wandb_id(path: Path) -> str:
-    """Return the same id for all attempts, and another once the stage is made anew, because its folder is moved aside then."""
+    """Return the same id for all attempts, and another once the stage is made anew: its folder is moved aside then."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_text(path, uuid.uuid4().hex)
