@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from cosmos_core.errors import DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run, create_run
+from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
@@ -120,6 +123,8 @@ def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_p
     run = make_run(tmp_path, "count")
     assert worker.reap(run.stage_path("s")), "a stage that nobody started has no owner"
     perform(run, "s")
+    (facts,) = read_json(run.stage_path("s") / "facts.json")
+    assert facts["host"] == platform.node() and facts["versions"]["torch"] == version("torch")
     result, was_reused = perform(run, "s")
     assert was_reused
     assert result["metrics"] == {"count": 10.0}
