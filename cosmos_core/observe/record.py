@@ -72,6 +72,12 @@ class StageRecord:
         return [line for line in read_metrics(self.path / "metrics.jsonl") if isinstance(line, dict)]
 
     @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        """The facts that each rank reported where it ran."""
+        found = read_json(self.path / "facts.json")
+        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+    @cached_property
     def events(self) -> list[dict[str, Any]]:
         """Lines of `events.jsonl`."""
         return _json_lines(self.path / "events.jsonl")

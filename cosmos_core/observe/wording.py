@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,19 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def clock(unix: Any) -> str:
+    """Return local date and time; empty for what is no time."""
+    if not isinstance(unix, int | float) or not unix:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix))
+
+
+def size(num_bytes: Any) -> str:
+    """Return `850 B`, `3.2 kB`, `1.4 MB`."""
+    text = count(num_bytes) if isinstance(num_bytes, int) else "?"
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
 def number(value: Any) -> str:
