@@ -56,8 +56,12 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "clock": wording.clock, "duration": wording.duration, "number": wording.number, "size": wording.size,
-        "json": json.dumps, "px": lambda length: f"{length:g}", "cut": lambda text: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…",
+        "json": json.dumps, "px": lambda length: f"{length:g}", "cut": _cut,
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
     }  # fmt: skip
     return environment
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…"

@@ -1,4 +1,4 @@
-"""What the report says, as plain values: which stages, prompts, metrics and files are shown. `templates/` has the looks.
+"""What the report says, as plain values: which stages, prompts, metrics and files; `templates/` has the looks.
 
 Each function takes the record of a run or of one of its stages.
 """
