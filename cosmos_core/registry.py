@@ -15,7 +15,6 @@ import pkgutil
 import re
 import sys
 import traceback
-from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -50,28 +49,34 @@ def known_names(folder: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
-@cache
-def offered_names(folder: str, thing: str = "") -> list[str]:
-    """Return the modules of a folder of ours that define `thing`, or else a function of their own name.
-
-    None of them is imported.
-    """
+def offered_names(folder: str, suffix: str = "") -> list[str]:
+    """Return what a folder of ours offers, without importing any of it: modules that define a function of their own
+    name, or, with a suffix, a class of it: `some_name.py` has `SomeNameSuffix`."""
     [path] = importlib.import_module(folder).__path__
-    sources = {name: Path(path, f"{name}.py").read_text(encoding="utf-8") for name in known_names(folder)}
-    return [name for name, text in sources.items() if re.search(rf"^(def|class) {thing or name}\b", text, re.M)]
+    found = []
+    for name in known_names(folder):
+        thing = rf"class {class_name(name)}{suffix}\b" if suffix else rf"def {name}\("
+        if re.search(f"^{thing}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
+            found.append(name)
+    return found
 
 
-def load_named(name: str, folder: str, thing: str) -> Any:
-    """Return `thing` of the file NAME.py in a folder of ours, or what a user's import path names.
+def class_name(module: str) -> str:
+    """Return `SomeName` of `some_name`."""
+    return module.title().replace("_", "")
+
+
+def load_named(name: str, folder: str, suffix: str) -> Any:
+    """Return the class `SomeNameSuffix` of `some_name.py` in a folder of ours, or what a user's import path names.
 
     Raises:
         ConfigError: there is none, or a user's file cannot be imported.
     """
     if is_import_path(name):
         return import_user_code(name)
-    if name not in (known := offered_names(folder, thing)):
+    if name not in (known := offered_names(folder, suffix)):
         raise ConfigError(f"there is no {name!r}{suggestion(name, known)}")
-    return import_thing(f"{folder}.{name}:{thing}")
+    return import_thing(f"{folder}.{name}:{class_name(name)}{suffix}")
 
 
 def import_user_code(path: str) -> Any:

@@ -30,8 +30,8 @@ from prefect.runtime import flow_run
 from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import RunRecord, loading_line, read_run, rows
-from cosmos_core.observe.tail import MetricsTail
 from cosmos_core.run.manifest import Result
+from cosmos_core.run.progress import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ class StageArtifacts:
     def __init__(self, run_id: str, stage_path: Path) -> None:
         self._stage_path = stage_path
         self._key = _key(run_id, stage_path.name)
-        self._metrics = MetricsTail(stage_path / "metrics.jsonl")
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
@@ -79,7 +78,7 @@ class StageArtifacts:
             update_progress_artifact(self._progress_id, progress=percent)
 
     def _show_metrics(self) -> None:
-        lines = self._metrics.lines()
+        lines = read_metrics(self._stage_path / "metrics.jsonl")
         if not lines:
             return
         keys = ["step", *sorted({key for line in lines[-_ROWS:] for key in line} - {"step", "time"})]

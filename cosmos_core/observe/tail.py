@@ -1,4 +1,4 @@
-"""Follow a file that grows, such as a log or `metrics.jsonl`: nothing is read twice and no character is cut in two."""
+"""Follow a file that grows, such as a log: nothing is read twice and no character is cut in two."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.progress import parse_metrics
 from cosmos_core.run.state import read_state
 
 
@@ -50,20 +48,6 @@ class Tail:
             lines.append(self._rest)
             self._rest = ""
         return lines
-
-
-class MetricsTail:
-    """The lines of a `metrics.jsonl` that grows; only what is new is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
-        self._lines: list[dict[str, Any]] = []
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return all lines so far; a file that a resume has cut back counts from its start again."""
-        new = [line for text in self._tail.lines() if (line := parse_metrics(text))]
-        self._lines = new if self._tail.was_replaced else [*self._lines, *new]
-        return self._lines
 
 
 def _decoder() -> codecs.IncrementalDecoder:

@@ -107,16 +107,13 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
-    if not path.exists():
-        return []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for text in texts if (line := parse_metrics(text))]
-
-
-def parse_metrics(text: str) -> dict[str, Any] | None:
-    """Return one line of a `metrics.jsonl`; None: it is none."""
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) and "step" in line else None
+    lines = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(line, dict) and "step" in line:
+                lines.append(line)
+    return lines

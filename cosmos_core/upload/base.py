@@ -11,10 +11,10 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import load_named
 
 
-class UploadTarget(Protocol):
+class Target(Protocol):
     """What `target` names: a class that is called with the place behind `NAME://`, and holds versions of one model.
 
-    One of ours is called `Target`; a user's is `path/file.py:Class` or `path/file.py:Class://PLACE`.
+    One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://PLACE`.
     """
 
     def published(self) -> dict[str, Any] | None:
@@ -31,7 +31,7 @@ class UploadTarget(Protocol):
         """
 
 
-def open_target(target: str) -> UploadTarget:
+def open_target(target: str) -> Target:
     """Return the target that a stage names.
 
     Raises:
@@ -39,7 +39,7 @@ def open_target(target: str) -> UploadTarget:
     """
     name, place = split_target(target)
     try:
-        opener: Callable[[str], UploadTarget] = load_named(name, TARGETS_FOLDER, "Target")
+        opener: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")
     except ConfigError as error:
         raise ConfigError(f"target = {target!r}: {error}") from error
     return opener(place)

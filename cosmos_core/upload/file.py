@@ -13,7 +13,7 @@ from cosmos_core.run.files import files_below, read_json, replaced_folder, sha25
 RECORD = "published.json"
 
 
-class Target:
+class FileTarget:
     """Holds versions side by side in one folder."""
 
     def __init__(self, place: str) -> None:

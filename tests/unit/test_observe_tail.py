@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.observe.tail import MetricsTail, Tail, print_log
-from cosmos_core.run.progress import Metrics
+from cosmos_core.observe.tail import Tail, print_log
 from cosmos_core.run.state import update_state
 
 TEXT = "größer 🎉\n"
@@ -49,7 +48,7 @@ def test_lines_are_given_once_they_are_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+    file = tmp_path / "log"
     file.write_text("1\n2\n3\n")
     tail = Tail(file)
     assert tail.lines() == ["1", "2", "3"] and not tail.was_replaced
@@ -59,23 +58,6 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None
     append(file, b"4\n5\n")
     assert tail.lines() == ["1", "4", "5"] and tail.was_replaced
     assert tail.lines() == [] and not tail.was_replaced
-
-
-def test_metrics_are_followed_without_reading_a_line_twice_and_across_a_resume(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    tail = MetricsTail(metrics.path)
-    assert tail.lines() == []
-    for step in (1, 2, 3):
-        metrics.log(step, {"loss": 1 / step})
-    first = tail.lines()
-    assert [(line["step"], line["loss"]) for line in first] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
-    metrics.log(4, {"loss": 0.25})
-    append(metrics.path, b'{"step": 5, "lo')
-    assert [line["step"] for line in tail.lines()] == [1, 2, 3, 4]
-    assert tail.lines()[0] is first[0], "parsed once"
-    metrics.cut_back(2)
-    metrics.log(3, {"loss": 7.0})
-    assert [(line["step"], line["loss"]) for line in tail.lines()] == [(1, 1.0), (2, 0.5), (3, 7.0)]
 
 
 def test_a_followed_log_shows_a_character_that_is_written_in_two_parts(

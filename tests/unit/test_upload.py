@@ -21,7 +21,7 @@ from cosmos_core.run.manifest import commit, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 from cosmos_core.upload.base import open_target
-from cosmos_core.upload.file import Target
+from cosmos_core.upload.file import FileTarget
 from tasks import gate, upload
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
@@ -47,7 +47,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def test_a_published_version_holds_every_file_and_latest_points_to_it(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), Target(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     assert target.published() is None
     record = record_of(source, accuracy=0.5)
     assert target.publish(source, "v1", record) == str(tmp_path / "published" / "v1")
@@ -60,7 +60,7 @@ def test_a_published_version_holds_every_file_and_latest_points_to_it(tmp_path: 
 
 
 def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), Target(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     record = record_of(source)
     file = Path(target.publish(source, "v1", record)) / "model.safetensors"
     inode = file.stat().st_ino
@@ -76,7 +76,7 @@ def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_pat
 
 @pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"metrics": 3}'])
 def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path: Path, damage: str | None) -> None:
-    source, target = model(tmp_path / "model"), Target(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     record = Path(target.publish(source, "v1", record_of(source))) / "published.json"
     record.unlink()
     if damage is not None:
@@ -88,7 +88,7 @@ def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path
 
 
 def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_path: Path) -> None:
-    target = Target(tmp_path / "published")
+    target = FileTarget(tmp_path / "published")
     for version in ("v1", "v2", "v1"):
         source = model(tmp_path / version, version)
         target.publish(source, version, record_of(source))
@@ -96,7 +96,7 @@ def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_p
 
 
 def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), Target(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     target.publish(source, "v1", record_of(source))
     record = record_of(source)
     (source / "model.safetensors").write_text("altered meanwhile")
@@ -112,7 +112,7 @@ def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) 
 def test_read_only_files_are_published(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
     (source / "model.safetensors").chmod(0o444)
-    Target(tmp_path / "published").publish(source, "v1", record_of(source))
+    FileTarget(tmp_path / "published").publish(source, "v1", record_of(source))
     assert (tmp_path / "published" / "v1" / "model.safetensors").read_text() == "weights"
 
 
@@ -121,7 +121,7 @@ def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, below: str,
     source = model(tmp_path / "model")
     (tmp_path / "file").write_text("")
     with pytest.raises(UploadError) as caught:
-        Target(tmp_path / below).publish(source, "v1", record_of(source))
+        FileTarget(tmp_path / below).publish(source, "v1", record_of(source))
     assert str(caught.value) == (f"target {tmp_path / below} cannot be written: {reason}; the pointer was not moved")
 
 
@@ -131,14 +131,14 @@ def test_a_file_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UploadError, match=r"cannot be written: .*No such file.*model/link.*; the pointer was not moved$"
     ) as caught:
-        Target(tmp_path / "published").publish(source, "v1", {"files": {}})
+        FileTarget(tmp_path / "published").publish(source, "v1", {"files": {}})
     assert "\n" not in str(caught.value)
 
 
 def test_a_target_is_a_folder_or_the_name_of_a_file_of_ours() -> None:
     for url in ("/models/mine", "file:///models/mine"):
         target = open_target(url)
-        assert isinstance(target, Target)
+        assert isinstance(target, FileTarget)
         assert target.folder == Path("/models/mine")
     with pytest.raises(ConfigError) as caught:
         open_target("ftp://host/models")
@@ -210,16 +210,16 @@ def test_a_target_is_kept_so_that_a_run_can_be_resumed_from_any_folder(
 PUBLISH = """
 import sys
 from pathlib import Path
-from cosmos_core.upload.file import Target
+from cosmos_core.upload.file import FileTarget
 from tests.unit.test_upload import record_of
 folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-Target(target).publish(folder, "v2", record_of(folder))
+FileTarget(target).publish(folder, "v2", record_of(folder))
 """
 
 
 def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(tmp_path: Path) -> None:
     old, new, target = model(tmp_path / "old", "old"), model(tmp_path / "new", "new"), tmp_path / "published"
-    Target(target).publish(old, "v1", record_of(old))
+    FileTarget(target).publish(old, "v1", record_of(old))
     before = tree(target / "latest")
     for number in range(1500):
         (new / f"{number:04}").write_text("x" * 1000)
@@ -229,7 +229,7 @@ def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(
     assert process.wait() == -signal.SIGKILL, "it was killed in the middle"
     assert os.readlink(target / "latest") == "v1"
     assert tree(target / "latest") == before
-    Target(target).publish(new, "v2", record_of(new))
+    FileTarget(target).publish(new, "v2", record_of(new))
     assert os.readlink(target / "latest") == "v2"
     assert len(tree(target / "v2")) == 1503
     assert sorted(path.name for path in target.iterdir()) == ["latest", "v1", "v2"], "nothing half-written stays"
@@ -261,7 +261,7 @@ def test_the_upload_stage_publishes_under_run_and_fingerprint_with_the_metrics_o
     place = tmp_path / "published" / "20250101000000-abcdef01"
     assert outcome.info == {"model": str(place), "published": str(place)}
     assert outcome.metrics == {"validation/accuracy": 0.75}
-    published = Target(tmp_path / "published").published()
+    published = FileTarget(tmp_path / "published").published()
     assert published is not None
     assert published["metrics"] == {"validation/accuracy": 0.75}
     assert published["run_id"] == "20250101000000"

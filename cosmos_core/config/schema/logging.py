@@ -20,7 +20,7 @@ class LoggingConfig(Table):
     logger: Annotated[tuple[str, ...], Field(strict=False), NoResult] = ("console",)
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
     something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
-    `path/file.py:Class`, with the methods of `MetricSink`."""
+    `path/file.py:Class`, with the methods of `Sink`."""
     log_interval: Annotated[
         PositiveInt, Unit("train steps"), no_effect("every step is logged; Cosmos-RL never reads it either"), LATER
     ] = 100

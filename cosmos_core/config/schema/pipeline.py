@@ -71,7 +71,7 @@ class StageConfig(Table):
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     target: str = ""
     """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
-    `path/file.py:Class://PLACE`, with the methods of `UploadTarget`."""
+    `path/file.py:Class://PLACE`, with the methods of `Target`."""
 
     @field_validator("name")
     @classmethod

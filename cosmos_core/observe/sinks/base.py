@@ -29,10 +29,10 @@ STOP_SECONDS = 2.0
 """The same when the stage was asked to stop: its grace is for the checkpoint."""
 
 
-class MetricSink(Protocol):
+class Sink(Protocol):
     """What `logging.logger` names: a class that is called with the stage and the first step that this attempt logs.
 
-    Any call may take long or raise. One of ours is called `Sink`, and names the package that it needs in `package`.
+    Any call may take long or raise. One of ours is `SomeNameSink` in `some_name.py`; its `package` is what it needs.
     """
 
     starting_step: int
@@ -45,7 +45,7 @@ class MetricSink(Protocol):
         """Send what is left; the stage ends with this code, 0 if it succeeded."""
 
 
-Opener = Callable[[Stage, int], MetricSink]
+Opener = Callable[[Stage, int], Sink]
 
 
 def find_sink(name: str) -> Opener:

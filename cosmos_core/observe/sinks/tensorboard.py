@@ -8,7 +8,7 @@ from cosmos_core.observe.sinks.base import numbers
 from cosmos_core.run.stage import Stage
 
 
-class Sink:
+class TensorboardSink:
     """Event files in `tensorboard/`; readers drop what an earlier attempt wrote from `first_step` on."""
 
     package = "tensorboard"

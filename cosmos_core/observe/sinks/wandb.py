@@ -13,7 +13,7 @@ from cosmos_core.run.stage import Stage
 _INIT_SECONDS = 30.0
 
 
-class Sink:
+class WandbSink:
     """A run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` say whose, where and whether.
 
     A stage that is resumed goes on in its run, from the step that the server has. Without a server each attempt
