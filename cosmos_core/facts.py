@@ -37,7 +37,7 @@ class Facts:
 
     @property
     def device(self) -> str:
-        """The models of the GPUs, each once, or `cpu`."""
+        """Return the models of the GPUs, each once, or `cpu`."""
         return ", ".join(sorted(set(self.gpus))) or "cpu"
 
 

@@ -120,7 +120,7 @@ def _program(entry: str) -> Callable[..., Outcome]:
 
 
 def _keep_locks_from_children() -> None:
-    """The locks belong to this process and its launcher; a child that outlived both must not hold them."""
+    """Keep the locks to this process and its launcher: a child that outlived both must not hold them."""
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
 

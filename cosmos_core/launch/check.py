@@ -47,7 +47,7 @@ def look(
     data: str = "",
     recipe: Recipe | None = None,
 ) -> Result:
-    """What a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
+    """Return what a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
@@ -78,7 +78,7 @@ def look(
 
 
 def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
-    """The stage that has to run before this one can be looked at; prepared rows are looked at where they are made."""
+    """Return the stage that has to run before this one can be looked at; rows are looked at where they are made."""
     model = source_of(stage.model)
     data = source_of(stage.data)
     if data and pipeline.kind_of(pipeline.stage(data)).makes == "data":

@@ -87,7 +87,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> int:
-    """Command line of the supervisor."""
+    """Run the command line of the supervisor."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)

@@ -90,7 +90,7 @@ def stop_all() -> None:
 
 
 def is_stopping() -> bool:
-    """Whether `stop_all` was called."""
+    """Return whether `stop_all` was called."""
     return _live.stopping.is_set()
 
 
@@ -102,7 +102,7 @@ def sleep_unless_stopping(seconds: float) -> None:
 
 @dataclass
 class Launch:
-    """How one attempt of a stage is to be run."""
+    """How to run one attempt of a stage."""
 
     stage_path: Path
     python: str = ""
@@ -117,7 +117,7 @@ class Launch:
 
 
 def run(launch: Launch) -> Result:
-    """Run one attempt to its end; the manifest that it committed.
+    """Run one attempt to its end; return the manifest that it committed.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
@@ -157,7 +157,7 @@ def run(launch: Launch) -> Result:
 
 
 def reap(stage_path: Path) -> bool:
-    """End what a dead launcher left of an earlier attempt; False when that launcher is alive and owns the stage."""
+    """End what a dead launcher left of an earlier attempt; return False when that launcher is alive."""
     state = read_state(stage_path)
     if is_alive(state.get("launcher_pid"), state.get("launcher_started")) and state.get("launcher_pid") != os.getpid():
         return False
@@ -229,7 +229,7 @@ class _Pulse:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last change."""
+        """Return seconds since the last change."""
         return time.monotonic() - self._since
 
     def has_stopped(self) -> bool:
@@ -246,7 +246,7 @@ def _tell(receiver: Callable[[Any], object], value: Any) -> None:
 
 
 def _position(path: Path) -> dict[str, Any]:
-    """What the worker last said of itself, for `state.json`."""
+    """Return what the worker last said of itself, for `state.json`."""
     progress = read_json(path / "progress.json")
     if not isinstance(progress, dict):
         return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -54,12 +55,13 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
+    filters: dict[str, Any] = {
         "clock": wording.clock, "duration": wording.duration, "number": wording.number, "size": wording.size,
         "json": json.dumps, "px": lambda length: f"{length:g}", "cut": _cut,
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
     }  # fmt: skip
+    environment.filters |= filters
     return environment
 
 
