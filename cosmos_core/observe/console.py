@@ -156,7 +156,7 @@ class Display:
 
 
 def summary_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Return the table at the end of a run: each stage with state, time and key metrics; `rows` are those of `record`."""
+    """Return the table at the end of a run: each stage with state, time and metrics; `rows` are those of `record`."""
     return _make_table(rows, title, {"stage": _name, "state": _state, "time": _time, "metrics": _metrics})
 
 
