@@ -7,6 +7,9 @@ gets SIGTERM (time to save a checkpoint), after the grace, at most ten seconds o
 itself is killed, the kernel kills the command. When the command has ended, whatever it left behind is killed, and its
 exit code is passed on (128 + signal number where a signal ended it).
 
+It is our own because nothing portable ends a whole tree of processes with a parent that was killed: the kernel's
+parent-death signal does not reach grandchildren, and systemd is not in every container.
+
 Until the command runs it imports nothing but the standard library: it has to be up before anything can go wrong, and
 the command must not wait for it.
 """
