@@ -1,11 +1,11 @@
-# make demo | test | lint | docs | acceptance: each sets up .venv first, on a machine with nothing but Python 3.11.
+# make demo | test | gpu | lint | docs | acceptance: each sets up .venv first, on a machine with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo test lint docs acceptance clean
+.PHONY: install demo test gpu lint docs acceptance clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,13 @@ demo: $(INSTALLED)
 # Two at a time; tests of one file stay together, because they share servers and engines.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+
+# On a machine with one GPU: its tests, then tokens/s, share of peak, memory and sync time. GPU_PYTHON: any interpreter
+# with torch, transformers, peft, pydantic and pytest in place of .venv, such as that of a CUDA image.
+GPU_PYTHON ?= $(VENV)/bin/python
+gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(INSTALLED))
+	$(GPU_PYTHON) -m pytest -q tests/gpu
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

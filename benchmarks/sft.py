@@ -137,12 +137,13 @@ def _rows(options: argparse.Namespace) -> list[list[int]]:
 
 
 def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> tuple[float, int, float]:
-    from cosmos_core.algorithms.base import Sample
     from cosmos_core.algorithms.sft import Sft
     from cosmos_core.config.schema.train import TrainConfig
+    from cosmos_core.data.sample import Sample
+    from cosmos_core.models.causal_lm import CausalLM
     from cosmos_core.models.hf import load_model
     from cosmos_core.run.progress import Progress
-    from cosmos_core.train.rank import Rank
+    from cosmos_core.train.trainer import Trainer
 
     train = TrainConfig.model_validate(
         {
@@ -154,15 +155,15 @@ def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> tupl
     before_model()
     model = load_model(options.folder, dtype=torch.float32, gradient_checkpointing=options.checkpointing)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    rank = Rank(model, train, 1, Progress(Path(options.folder) / "progress.json"))
+    trainer = Trainer(CausalLM(model, train, 1), train, Progress(Path(options.folder) / "progress.json"))
     rows = [Sample(np.array(ids), np.ones(len(ids), np.uint8)) for ids in _rows(options)]
     began, tokens, loss = 0.0, 0, 0.0
     for step in range(options.steps + WARM_UP):
         if step == WARM_UP:
             began = _now()
         batch = rows[step * options.batch : (step + 1) * options.batch]
-        for update in Sft().updates(batch, lambda _: []):
-            loss = rank.update(update, temperature=1.0, with_entropy=False)["loss"]
+        for update in Sft(train.train_policy).updates(batch, trainer):
+            loss = trainer.update(update)["loss"]
         tokens += sum(len(sample.input_ids) for sample in batch) if step >= WARM_UP else 0
     return _now() - began, tokens, loss
 

@@ -43,7 +43,7 @@ Set = Annotated[
 OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
 FromStage = Annotated[str, typer.Option(help="Make this stage and everything behind it again.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Hash every reused file instead of trusting size, time and inode.")
+    bool, typer.Option("--verify", help="Hash every input and reused file instead of trusting size, times and inode.")
 ]
 
 
@@ -90,10 +90,18 @@ def plan(
     from rich.table import Table
 
     from cosmos_core.run import plan as planning
+    from cosmos_core.run.hub import pinned
     from tasks.kinds import all_kinds
 
     pipeline = _pipeline(configs, overrides)
-    decisions = planning.plan(pipeline, all_kinds(), _ready(pipeline, is_only_planned=estimate), thorough=verify)
+    output_dir = _ready(pipeline, is_only_planned=estimate)
+    try:
+        pipeline = pinned(pipeline)
+    except CosmosError as error:  # an estimate needs config.json alone, which may be had where commits may not
+        if not estimate:
+            raise
+        note([str(error)])
+    decisions = planning.plan(pipeline, all_kinds(), output_dir, thorough=verify)
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]

@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from cosmos_core.launch.server import prefect_server
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import SHARED, read_json
 from cosmos_core.run.state import read_state
 
 _WATCH_SECONDS = 0.3
@@ -26,7 +28,10 @@ _DRAIN_SECONDS = 5.0
 
 
 def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int:
-    """Run the flow in this process; the exit code. `began` is when the command was typed, in seconds since 1970."""
+    """Run the flow in this process and return the exit code.
+
+    `began` is when the command was typed, in seconds since 1970.
+    """
     os.environ.update(quiet_environment(os.environ))
     # The display says what matters; Prefect's own lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
@@ -39,7 +44,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
     with Display(names) as display, _watching(run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
-            with prefect_server(run.output_dir / ".cosmos"):
+            with prefect_server(run.output_dir / SHARED, meanwhile=partial(import_module, "flows.post_train")):
                 trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
@@ -58,7 +63,7 @@ def _is_not_of_a_run(record: logging.LogRecord) -> bool:
 
 
 def exit_code(run: Run) -> int:
-    """What the stages' states mean together."""
+    """Return the exit code that the states of all stages mean together."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed = [state.get("exit_code", EXIT_CRASH) for state in states if state["state"] == "failed"]
     if EXIT_USAGE in failed:

@@ -1,7 +1,7 @@
 """The nouns that cross folders, torch-free, on one page.
 
 Pipeline side: `StageKind` says how a kind of stage runs, `Outcome` what it left behind.
-Training side: a `Prompt` is asked, a `Group` of `Completion`s answers it, rewards turn it into a `ScoredGroup`.
+Training side: a `Prompt` is followed by a `Group` of `Completion`s, rewards turn it into a `ScoredGroup`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class StageKind:
     """False: the outside world decides (a gate, an upload), so it runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+    libraries: tuple[str, ...] = ()
+    """The packages that its program computes with; their versions in the worker's interpreter enter the fingerprint."""
 
     @property
     def trains(self) -> bool:
@@ -69,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem to answer."""
+    """One problem that the policy is asked to complete."""
 
     id: int
     """Row number in the prepared prompt file: the same problem in every process and epoch."""
@@ -93,29 +95,80 @@ class Sampling:
     seed: int = 0
     """Run seed; the engine draws completion k of prompt p at step s from hash(seed, s, p, k)."""
 
+    @property
+    def changes_distribution(self) -> bool:
+        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+        return self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of a completion that have one origin: a turn of the policy, or a tool result."""
+
+    token_ids: tuple[int, ...]
+    is_sampled: bool
+    """True: the policy drew the tokens, the end token included, and may learn from them."""
+    logprobs: tuple[float, ...]
+    """Natural-log probability of each token under the distribution that it was drawn from; () if not sampled."""
+    version: int
+    """Optimizer steps that the weights had seen when the tokens were drawn, or the tool was called."""
+
+    def __post_init__(self) -> None:
+        assert len(self.logprobs) == (len(self.token_ids) if self.is_sampled else 0), "one log-probability per draw"
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. Token ids in, token ids out: nothing is tokenised twice."""
+    """What follows a prompt, in segments. Token ids in, token ids out: nothing is tokenised twice.
 
-    token_ids: tuple[int, ...]
-    """Sampled tokens, the end token included when the policy drew it."""
-    logprobs: tuple[float, ...]
-    """Natural-log probability of each sampled token under the distribution that it was drawn from."""
+    One turn under one version of the weights is one segment; a turn that was interrupted by new weights is two.
+    """
+
+    segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length"]
     """`stop`: the policy drew an end token. `length`: it was cut off."""
     text: str
     """Decoded without special tokens."""
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of all segments."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """For each token: 1 where the policy drew it, 0 where it was put there."""
+        return tuple(int(segment.is_sampled) for segment in self.segments for _ in segment.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The log-probability of each sampled token, in order."""
+        return tuple(logprob for segment in self.segments for logprob in segment.logprobs)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy drew: the length that rewards and metrics mean."""
+        return sum(len(segment.logprobs) for segment in self.segments)
+
+    @property
+    def version(self) -> int:
+        """The oldest version of the weights that drew one of its tokens."""
+        return min(segment.version for segment in self.segments if segment.is_sampled)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt, drawn under one version of the weights."""
+    """All completions of one prompt for one train step; the prompt's id and the step name it."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-    version: int
-    """Optimizer steps that the weights had seen when the tokens were drawn."""
+    step: int
+    """Train step that it was submitted for; a part of the seeds of its completions."""
+
+    @property
+    def version(self) -> int:
+        """The oldest version of the weights that drew one of its tokens."""
+        return min(completion.version for completion in self.completions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +184,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group with one score a completion, in the same order."""
+    """A group with one score for each completion, in the same order."""
 
     group: Group
     scores: tuple[Score, ...]

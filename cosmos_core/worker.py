@@ -29,7 +29,7 @@ from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks.base import attached
 from cosmos_core.registry import import_user_code
 from cosmos_core.run.files import write_json
-from cosmos_core.run.fingerprint import LIBRARIES
+from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage, load_stage

@@ -6,6 +6,7 @@ The form in Prefect's UI takes types from the signature and descriptions from `A
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,19 @@ def post_train(
         overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
         run_id: Name of the run; an existing one is continued; empty: the time
         from_stage: Make this stage and everything behind it again; empty: none
-        verify: Hash every reused file instead of trusting its size, time and inode
+        verify: Hash every input and every reused file instead of trusting size, times and inode
     """
     request = str(flow_run.id or "")
-    run = open_or_create(config, overrides, run_id, request)
+    run = replace(open_or_create(config, overrides, run_id, request), verify=verify)
     for notice in notices_of(run.pipeline):
         get_run_logger().info("note: %s", notice)
     with claim(run):
         force(run, from_stage, request)
-        return run_stages(run, [stage.name for stage in run.pipeline.stages], verify=verify)
+        return run_stages(run, [stage.name for stage in run.pipeline.stages])
 
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
-    """The run to work on: a run directory as it is, the run that this `request` (a flow run) began, an existing
+    """Return the run to work on: a run directory as it is, the run that this `request` (a flow run) began, an existing
     `run_id` if it means the same, or a new one.
 
     Raises:

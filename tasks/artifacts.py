@@ -31,7 +31,7 @@ from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import RunRecord, loading_line, read_run, rows
 from cosmos_core.run.manifest import Result
-from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.progress import MetricsReader
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class StageArtifacts:
 
     def __init__(self, run_id: str, stage_path: Path) -> None:
         self._stage_path = stage_path
+        self._metrics = MetricsReader(stage_path / "metrics.jsonl")
         self._key = _key(run_id, stage_path.name)
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
@@ -78,7 +79,7 @@ class StageArtifacts:
             update_progress_artifact(self._progress_id, progress=percent)
 
     def _show_metrics(self) -> None:
-        lines = read_metrics(self._stage_path / "metrics.jsonl")
+        lines = self._metrics.update()
         if not lines:
             return
         keys = ["step", *sorted({key for line in lines[-_ROWS:] for key in line} - {"step", "time"})]

@@ -1,5 +1,6 @@
 """Kind `custom`: a user's own function, `entry = "module:function"`, called with the stage and `arguments`."""
 
+from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -8,4 +9,5 @@ KIND = StageKind(
     result_version=1,
     required_keys={"entry": '"module:function" or "path/file.py:function"'},
     allowed_keys=("entry", "arguments"),
+    libraries=LIBRARIES,
 )

@@ -1,5 +1,6 @@
 """Kind `export`: the model as it is published, in `train.param_dtype`, with a card, proven to load."""
 
+from cosmos_core.run.libraries import WEIGHTS
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -11,4 +12,5 @@ KIND = StageKind(
     allowed_keys=("checkpoint",),
     is_numeric=False,
     recipe_tables=("train.param_dtype", "policy.model_revision"),
+    libraries=(*WEIGHTS, "jinja2"),
 )

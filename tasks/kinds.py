@@ -14,6 +14,6 @@ _NOT_KINDS = {"kinds", "stage", "artifacts"}
 
 @cache
 def all_kinds() -> dict[str, StageKind]:
-    """Kind by name."""
+    """Return every kind by its name."""
     names = [module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name not in _NOT_KINDS]
     return {name: importlib.import_module(f"tasks.{name}").KIND for name in sorted(names)}

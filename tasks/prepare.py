@@ -1,11 +1,12 @@
 """Kind `prepare`: read rows, check every one, tokenise once; training ranks only read what it wrote."""
 
+from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
-    result_version=3,
+    result_version=4,
     makes="data",
     reads_model="tokenizer",
     reads_data="source",
@@ -28,4 +29,5 @@ KIND = StageKind(
         "custom.dataset",
         "custom.vision",
     ),
+    libraries=(*ROWS, "datasets", "pyarrow"),
 )

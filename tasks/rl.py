@@ -1,10 +1,11 @@
 """Kind `rl`: the rollout-train loop of GRPO, resumable from its newest checkpoint."""
 
+from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
     name="rl",
-    entry="cosmos_core.train.setup:run_rl",
+    entry="cosmos_core.train.setup:run",
     result_version=1,
     makes="model",
     feed="rollouts",
@@ -13,4 +14,5 @@ KIND = StageKind(
     reads_model="weights",
     reads_data="prepared",
     recipe_tables=("train", "policy", "rollout", "validation", "custom"),
+    libraries=TRAINING,
 )

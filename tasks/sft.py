@@ -1,10 +1,11 @@
 """Kind `sft`: supervised fine-tuning, resumable from its newest checkpoint; ends with a proven full-precision model."""
 
+from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
     name="sft",
-    entry="cosmos_core.train.setup:run_sft",
+    entry="cosmos_core.train.setup:run",
     result_version=1,
     makes="model",
     feed="dataset",
@@ -14,4 +15,5 @@ KIND = StageKind(
     reads_data="prepared",
     # Rollout and custom: held-out answers may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom"),
+    libraries=TRAINING,
 )

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,15 @@ from cosmos_core.launch import worker
 from cosmos_core.launch.processes import start_time
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
-from cosmos_core.run.directory import Run, open_run, supersede
+from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import read_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import FINGERPRINT, Decision, decide, fingerprint_folder, register, save_fingerprint
+from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.stage import load_stage
-from cosmos_core.run.state import read_state, record_event, update_state
+from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
-from tasks.kinds import all_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ _RETRIES = 100_000  # Prefect's own count never decides
 
 
 @worker.stoppable()
-def run_stages(run: Run, names: Sequence[str], *, verify: bool = False) -> State[Any]:
-    """Bring stages, in topological order, to their results, independent ones in parallel; the final state of the flow.
+def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
+    """Bring stages, in topological order, to their results, independent ones in parallel; return the flow's state.
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
@@ -62,7 +62,7 @@ def run_stages(run: Run, names: Sequence[str], *, verify: bool = False) -> State
         _listen_for_stop(run)
         for name in names:
             upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
-            futures[name] = stage_task(run.path, name).submit(str(run.path), name, verify, wait_for=upstream)
+            futures[name] = stage_task(run, name).submit(wait_for=upstream)
         wait(list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
         # Termination reaches this thread alone; the tasks wait in others and would not notice.
@@ -90,11 +90,14 @@ def _listen_for_stop(run: Run) -> None:
             signal.signal(signal.Signals[name], terminate)
 
 
-def stage_task(run_path: Path, name: str) -> Any:
-    """A Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it."""
+def stage_task(run: Run, name: str) -> Any:
+    """Return a Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it.
+
+    The run is not among its parameters: opened again by each task, it made a run quadratic in its stages.
+    """
 
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
-        return should_retry(run_path, name, state.data)
+        return should_retry(run, name, state.data)
 
     decorate = task(
         name=name,
@@ -104,45 +107,39 @@ def stage_task(run_path: Path, name: str) -> Any:
         cache_policy=NO_CACHE,
         persist_result=False,
     )
-    return decorate(_run_stage)
+    return decorate(partial(_run_stage, run, name))
 
 
-def should_retry(run_path: Path, name: str, error: object) -> bool:
-    """The retry policy: never a user's mistake, always a preemption, a crash until `retries` brought no progress."""
+def should_retry(run: Run, name: str, error: object) -> bool:
+    """Decide about a retry: never of a user's mistake, always of a preemption, of a crash until `retries` in a row
+    brought no progress."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or isinstance(error, GateFailed):
         return False  # what is no error of ours could not even be counted: the disk may be full
     if isinstance(error, Preempted):
         return True
     if error.exit_code == EXIT_USAGE:
         return False
-    run = open_run(run_path, all_kinds())
     return int(read_state(run.stage_path(name))["failures"]) <= run.pipeline.stage(name).retries
 
 
-def _run_stage(run_path: str, name: str, verify: bool = False) -> State[Any] | Result:
-    run = open_run(Path(run_path), all_kinds())
+def _run_stage(run: Run, name: str) -> State[Any] | Result:
     log = get_run_logger()
     artifacts = StageArtifacts(run.id, run.stage_path(name))
-    result, was_reused = perform(run, name, verify=verify, on_progress=artifacts.update, on_line=log.info)
+    result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
+    if was_reused:  # what it measured was shown by the run that made it
+        return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
-    return (
-        Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
-        if was_reused
-        else result
-    )
+    return result
 
 
 def perform(
     run: Run,
     name: str,
     *,
-    verify: bool = False,
     on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
-    """Bring one stage to its result; (result, whether it was there already). Its inputs are done.
-
-    `verify` hashes every file that would be reused.
+    """Bring one stage, whose inputs are done, to its result; return it and whether it was there already.
 
     Raises:
         CosmosError: as `launch.worker.run`, or an input is missing.
@@ -150,15 +147,19 @@ def perform(
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     with Lock(run.path / "locks" / f"{name}.lock") as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
-        worker.reap(path)
         try:
-            _take_charge(path)
-            print_ = _fingerprint(run, stage)
-            if found := _existing(run, stage, print_, thorough=verify):
+            is_finished = read_state(path)["state"] in FINISHED
+            if not is_finished:
+                worker.reap(path)
+                _take_charge(path)
+            expected = _fingerprint(run, stage)
+            if found := _existing(run, stage, expected):
                 return found, True
+            if is_finished:
+                _take_charge(path)
             if not run.kinds[stage.kind].in_worker:
-                return _in_this_process(run, stage, print_), False
-            return _made_once(run, stage, print_, lock, on_progress, on_line)
+                return _in_this_process(run, stage, expected), False
+            return _made_once(run, stage, expected, lock, on_progress, on_line)
         except CosmosError as error:
             _record_failure(path, error)
             raise
@@ -177,20 +178,20 @@ def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
 def _made_once(
     run: Run,
     stage: StageConfig,
-    print_: Fingerprint,
+    expected: Fingerprint,
     lock: Lock,
     on_progress: Callable[[dict[str, Any]], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result in a worker, unless another run is making the same: then wait for it and take it over."""
     path = run.stage_path(stage.name)
-    with Lock(fingerprint_folder(run.output_dir, print_.value) / "lock") as shared:
+    with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         if not shared.try_acquire():
             update_state(path, state="waiting", error="another run is making the same result")
             shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
-            if found := _existing(run, stage, print_):
+            if found := _existing(run, stage, expected):
                 return found, True
-        _lay_out(run, stage, print_)
+        _lay_out(run, stage, expected)
         result = worker.run(
             worker.Launch(
                 stage_path=path,
@@ -203,7 +204,7 @@ def _made_once(
                 on_line=on_line,
             )
         )
-        _finish(run, stage, print_)
+        _finish(run, stage, expected)
         return result, False
 
 
@@ -218,42 +219,41 @@ def _inputs(run: Run, stage: StageConfig) -> dict[str, Result]:
     return inputs
 
 
-def _existing(run: Run, stage: StageConfig, print_: Fingerprint, *, thorough: bool = False) -> Result | None:
+def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
     """A verified result with this fingerprint, of this run or taken over from another."""
     path = run.stage_path(stage.name)
     state = read_state(path)
-    if state.get("forced") and read_result(path) is None:
+    if not run.kinds[stage.kind].is_reusable or (state.get("forced") and read_result(path) is None):
         return None
-    is_reusable = run.kinds[stage.kind].is_reusable
-    decision: Decision = decide(run.output_dir, path, print_, is_reusable=is_reusable, thorough=thorough)
-    if decision.action == "run":
+    decision = decide(run.output_dir, path, expected, thorough=run.verify)
+    if decision is None or decision.action == "run":
         return None
     assert decision.result is not None and decision.source is not None
     result = decision.result
     if decision.action == "adopt":
-        _make_room(path, print_)
-        save_fingerprint(path, print_)
+        _make_room(path, expected)
+        save_fingerprint(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
-        register(run.output_dir, path, print_.value)
-    if state["state"] not in {"done", "reused"} or decision.action == "adopt":
+        register(run.output_dir, path, expected.value)
+    if state["state"] not in FINISHED or decision.action == "adopt":
         record_event(path, "reused", decision.reason)
         update_state(path, state="reused", started=time.time(), ended=time.time(), error="")
     return result
 
 
-def _lay_out(run: Run, stage: StageConfig, print_: Fingerprint) -> None:
+def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
     """Make the stage directory say what is to be done; content of another fingerprint is moved aside, not mixed in."""
     path = run.stage_path(stage.name)
-    _make_room(path, print_)
+    _make_room(path, expected)
     (path / manifest.RESULT).unlink(missing_ok=True)
-    save_fingerprint(path, print_)
+    save_fingerprint(path, expected)
     kind = run.kinds[stage.kind]
     inputs = _inputs(run, stage)
     recipe = run.pipeline.recipes[stage.name]
     keys = ("path", "fingerprint", "digest", "metrics", "info")
     spec = {
         "entry": kind.entry or stage.entry,
-        "fingerprint": print_.value,
+        "fingerprint": expected.value,
         "model": _output(stage, "model", inputs) or recipe.policy.model_name_or_path,
         "data": _output(stage, "data", inputs),
         "kind": asdict(kind),
@@ -264,11 +264,11 @@ def _lay_out(run: Run, stage: StageConfig, print_: Fingerprint) -> None:
     (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
 
 
-def _make_room(path: Path, print_: Fingerprint) -> None:
+def _make_room(path: Path, expected: Fingerprint) -> None:
     """Content of another fingerprint is moved aside, and said so: a checkpoint among it will not be continued."""
     saved = read_json(path / FINGERPRINT)
-    if isinstance(saved, dict) and saved.get("value") != print_.value:
-        changed = "; ".join(print_.difference(saved["ingredients"])[:3])
+    if isinstance(saved, dict) and saved.get("value") != expected.value:
+        changed = "; ".join(expected.difference(saved["ingredients"])[:3])
         supersede(path)
         record_event(path, "superseded", changed)
         logger.warning("stage %s starts anew, its earlier files are in superseded/: %s", path.name, changed)
@@ -290,10 +290,10 @@ def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
     return str(Path(inputs[name]["path"]) / str(output))
 
 
-def _in_this_process(run: Run, stage: StageConfig, print_: Fingerprint) -> Result:
+def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     """A light stage: no worker, no torch."""
     path = run.stage_path(stage.name)
-    _lay_out(run, stage, print_)
+    _lay_out(run, stage, expected)
     began = time.time()
     attempt = int(read_state(path)["attempt"]) + 1
     update_state(path, state="running", attempt=attempt, started=began, ended=None, error="")
@@ -301,15 +301,15 @@ def _in_this_process(run: Run, stage: StageConfig, print_: Fingerprint) -> Resul
     loaded = load_stage(path)
     outcome = import_thing(run.kinds[stage.kind].entry)(loaded)
     result = manifest.commit(
-        path, outcome, name=stage.name, kind=stage.kind, fingerprint=print_.value, inputs=loaded.inputs
+        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=loaded.inputs
     )
-    _finish(run, stage, print_)
+    _finish(run, stage, expected)
     return result
 
 
-def _finish(run: Run, stage: StageConfig, print_: Fingerprint) -> None:
+def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
     path = run.stage_path(stage.name)
-    register(run.output_dir, path, print_.value)
+    register(run.output_dir, path, expected.value)
     update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
     record_event(path, "done")
 

@@ -50,5 +50,5 @@ def run(stage: Stage) -> Outcome:
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
         "files": {str(file.relative_to(folder)): sha256(file) for file in files_below(folder)},
     }
-    place = open_target(stage.config.target).publish(folder, version, record)
-    return Outcome(metrics=metrics, info={"model": place, "published": place})
+    published = open_target(stage.config.target).publish(folder, version, record)
+    return Outcome(metrics=metrics, info={"model": published, "published": published})

@@ -1,5 +1,6 @@
 """Kind `validate`: measure one exported model on held-out rows, apart from any training."""
 
+from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -24,4 +25,5 @@ KIND = StageKind(
         "validation",
         "custom",
     ),
+    libraries=TRAINING,
 )

@@ -1,58 +1,28 @@
 """What the loop and an algorithm say to each other; the loop never asks which algorithm is running.
 
-A feed turns positions into `Sample`s, an algorithm turns samples into `Update`s (one optimizer step each), and the
-rank runs an update's micro-batches through the model and its `loss`.
+A feed gives samples, an algorithm turns them into `Update`s (one optimizer step each), and the trainer runs an
+update's micro-batches through the model and its `loss`. An algorithm of a user's own is a subclass of `Algorithm` in a
+file that `train.train_policy.trainer_type = "file.py:Class"` names.
 
-Shapes: B samples, T tokens, S = T - 1 predicted tokens.
+Shapes: B samples, S predicted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.data.images import ImageRef
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sequence to learn from."""
-
-    input_ids: np.ndarray
-    """int64, the whole sequence."""
-    loss_mask: np.ndarray
-    """uint8 of the same length: 1 where a token is learned."""
-    advantage: float = 0.0
-    reward: float = 0.0
-    rollout_logprobs: np.ndarray | None = None
-    """float32, what the engine gave each token with mask 1, in order; None: nobody sampled them."""
-    reference_logprob: float = 0.0
-    """Sum over the learned tokens under the reference; 0: there is none."""
-    images: tuple[ImageRef, ...] = ()
-    """What the tokens of images stand for, in their order."""
-    micro_batch: int | None = None
-    """Samples with the same number go through the model together; None: `mini_batch` of like length do."""
-
-    @property
-    def num_learned(self) -> int:
-        """Tokens with mask 1 that have a token before them."""
-        return int(self.loss_mask[1:].sum())
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some samples of an update and what the model says about them."""
-
-    samples: Sequence[Sample]
-    logprobs_BS: Tensor
-    """Of each token after the first, with gradient."""
-    mask_BS: Tensor
-    entropy_BS: Tensor | None
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.data.sample import Sample
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.types import Sampling, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +33,85 @@ class Loss:
     """Already divided by the update's denominator: micro-batches are summed, never averaged."""
     metrics: Metrics
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Per-token figures whose quantiles are reported: name to a flat tensor."""
+    """Values of each token whose quantiles are reported: name to a flat tensor."""
+
+
+LossFunction = Callable[[MicroBatch], Loss]
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """One optimizer step."""
 
-    samples: Sequence[Sample]
-    loss: Callable[[MicroBatch], Loss]
+    samples: Sequence[Any]
+    loss: LossFunction
     """Knows its denominator, which was fixed over all samples before the first backward."""
-    expected: float | None = None
-    """The derivative of the loss by every learned token's log-probability, where it is one known number: it saves a
-    second run of the head."""
+    wants: Wants = LOGPROBS
+    """What the model computes for the loss."""
+    has_constant_gradient: bool = False
+    """Whether the derivative of the loss by each log-probability is the same whatever the log-probabilities are: it
+    saves a second run of the head."""
+    data: Update | None = None
+    """A data term: other samples with a loss of their own, in the same optimizer step."""
 
 
-LogProbs = Callable[[Sequence[Sample]], list[Tensor]]
-"""Log-probabilities of tokens 1.. of each sample under some fixed weights, without gradient; one 1-D tensor a
-sample."""
+class View(Protocol):
+    """What an algorithm may ask the trainer for."""
 
+    def evaluate(
+        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Return the wanted outputs of each sample under named weights, without gradient and dropout.
 
-class Algorithm(Protocol):
-    """A credit rule and a loss."""
-
-    temperature: float
-    """Divides the logits."""
-    with_entropy: bool
-    """Whether `MicroBatch.entropy_BS` is wanted."""
-
-    def updates(self, samples: Sequence[Sample], logprobs: LogProbs) -> Iterator[Update]:
-        """The optimizer steps of one train step, in order. `logprobs` uses the weights of the moment of the call."""
+        `size` samples per forward pass; None: `mini_batch`.
+        """
         ...
 
 
+class Algorithm:
+    """A credit rule and a loss. What it needs of the rest is declared by its parameter class, `AlgorithmConfig`."""
+
+    def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
+        """Take the parameters; the recipe's `[custom]` table, for an algorithm of a user's own; and how completions are
+        drawn, None without rollouts."""
+        self.config: AlgorithmConfig = config
+        self.custom, self.sampling = custom, sampling
+
+    def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
+        """Return what is learned of scored groups, and metrics about it."""
+        raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
+
+    def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
+        """Yield the optimizer steps of one train step; `view` has the weights of the moment of the call."""
+        raise AssertionError(f"{type(self).__name__} has no updates")
+
+    def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
+        """Return metrics of held-out samples: token-mean loss in nats, perplexity, and the share of labels that are the
+        likeliest token. `size` samples per forward pass."""
+        loss_sum, num_top, num_tokens = 0.0, 0.0, 0
+        for samples in chunks:
+            rows = view.evaluate(samples, Wants(is_top=True), size=size)
+            loss_sum -= sum(row["logprobs"].sum(dtype=torch.float64).item() for row in rows)
+            num_top += sum(row["is_top"].sum().item() for row in rows)
+            num_tokens += sum(sample.num_learned for sample in samples)
+        loss = loss_sum / max(1, num_tokens)
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "token_accuracy": num_top / max(1, num_tokens),
+            "tokens": float(num_tokens),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep: JSON values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+
+
 def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
-    """1-D tensors of different lengths as one padded rectangle of the shape, dtype and device of `like_BS`."""
+    """Return 1-D tensors of different lengths as one padded rectangle of the shape, dtype and device of `like_BS`."""
     out_BS = like_BS.new_zeros(like_BS.shape)
     for b, row in enumerate(rows):
         out_BS[b, : len(row)] = row

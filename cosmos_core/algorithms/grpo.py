@@ -1,146 +1,168 @@
-"""Group relative policy optimisation (arXiv 2402.03300) and its relatives by parameter: clip-higher (DAPO, 2503.14476),
-dual clip (1912.09729), Dr. GRPO (2503.20783), KL with the gradient of the reverse divergence (2512.02556).
+"""Group relative policy optimisation (arXiv 2402.03300): advantages inside groups, the clipped policy loss.
 
-Pure functions: rewards to advantages in float64 on the CPU, log-probabilities to a loss per token. Not here: forward
-passes, entropy itself, and the sum over tokens (`aggregate.weighted_sum`).
+Here are credit, old and reference log-probabilities, denominators, and optimizer steps inside a train step; the
+formulas are in `policy_loss`, `aggregate` and `correction`.
 
-Shapes: B sequences, T tokens.
+Shapes: B samples, S predicted tokens.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
-from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
-
-STD_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyInputs:
-    """What the policy loss looks at; values where the mask is 0 are ignored, whatever they are."""
-
-    logprobs_BT: Tensor
-    """log pi of the sampled tokens, with gradient."""
-    advantages_B: Tensor
-    mask_BT: Tensor
-    """1 where the policy sampled the token; all 0 for a completion without a valid reward."""
-    old_logprobs_BT: Tensor | None = None
-    """Under the policy before this batch's first update; None on that first update: the ratio is then exactly 1."""
-    ref_logprobs_BT: Tensor | None = None
-    """Under the frozen reference; needed when `kl_beta` > 0, otherwise it only adds the metric."""
-    entropy_BT: Tensor | None = None
-    """Entropy of the policy at each token, for the metric."""
+from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
+from cosmos_core.algorithms.correction import importance_weights
+from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicySettings, advantages, policy_loss, positive_nll
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.data.sample import Sample
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.models.scorer import Wants
+from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """The parameters of the loss, named and meant as in `[train.train_policy]`."""
+class _Fixed:
+    """What does not change during an update, a row for each of its samples."""
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    lower_bound_ratio: float = 3.0
-    kl_beta: float = 0.0
-    unbiased_kl_estimate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """Loss of each token, 0 where the mask is 0, and metrics to add up over micro-batches."""
-
-    loss_BT: Tensor
-    metrics: Metrics
+    samples: Sequence[Sample]
+    old: Sequence[Tensor] | None
+    """Log-probabilities before the first update of the train step; None: this is it."""
+    reference: Sequence[Tensor] | None
 
 
-def advantages(
-    rewards_per_group: Sequence[Sequence[float | None]], *, normalise_std: bool
-) -> tuple[list[list[float | None]], dict[str, int]]:
-    """r - mean, divided by (population std + 1e-6) if `normalise_std`, inside each group; and what was met on the way.
+class Grpo(Algorithm):
+    """GRPO with the settings of `[train.train_policy]`."""
 
-    An invalid reward (None, NaN, infinite) has the advantage None: its completion is dropped, and the others of the
-    group are compared among themselves. All equal, or alone: exactly 0 (by equality, because rounding makes the std
-    of equal rewards non-zero). Counts: `groups`, `constant_groups` (two or more equal rewards), `single_groups`,
-    `empty_groups` (one or no valid reward), `invalid` completions.
-    """
-    counts = dict.fromkeys(("groups", "constant_groups", "single_groups", "empty_groups", "invalid"), 0)
-    result: list[list[float | None]] = []
-    for rewards in rewards_per_group:
-        valid = [r for r in rewards if r is not None and math.isfinite(r)]
-        counts["groups"] += 1
-        counts["invalid"] += len(rewards) - len(valid)
-        counts["empty_groups"] += not valid
-        counts["single_groups"] += len(valid) == 1
-        counts["constant_groups"] += len(valid) > 1 and max(valid) == min(valid)
-        values = iter(_group_advantages(valid, normalise_std))
-        result.append([next(values) if r is not None and math.isfinite(r) else None for r in rewards])
-    return result, counts
+    config: GrpoConfig
+
+    def __init__(self, config: GrpoConfig, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
+        """`sampling` says how completions are drawn; None: from softmax(logits / temperature)."""
+        super().__init__(config, custom, sampling)
+        self._wants = Wants(config.temperature)
+        self._is_corrected = sampling is not None and sampling.changes_distribution
+        self._settings = PolicySettings(
+            epsilon_low=config.epsilon_low,
+            epsilon_high=config.epsilon_high,
+            lower_bound_ratio=config.lower_bound_ratio,
+            kl_beta=config.kl_beta,
+            unbiased_kl_estimate=config.unbiased_kl_estimate,
+        )
+
+    def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
+        """Return completions with a valid score as samples; an invalid one is left out, its group compared without."""
+        values, counts = advantages(
+            [[score.value for score in group.scores] for group in groups],
+            normalise_std=not self.config.unbiased_advantage,
+        )
+        found = [
+            sample_of(group.group.prompt, completion, value, score.value)
+            for group, group_values in zip(groups, values, strict=True)
+            for completion, score, value in zip(group.group.completions, group.scores, group_values, strict=True)
+            if value is not None and score.value is not None
+        ]
+        return found, {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
+
+    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+        """Yield `mu_iterations` passes over the samples in optimizer batches."""
+        size = self.config.batch_size_per_optimize or len(samples)
+        batches = [slice(start, start + size) for start in range(0, len(samples), size)]
+        # With one update per step pi is pi_old, so the ratio is exactly 1 and the pass that measures it is saved.
+        is_single = len(batches) == 1 and self.config.mu_iterations == 1
+        old = None if is_single else _logprobs(view, samples, self._wants, "policy")
+        has_reference = "reference" in self.config.named_weights
+        reference = _logprobs(view, samples, self._wants, "reference") if has_reference else None
+        for _ in range(self.config.mu_iterations):
+            for batch in batches:
+                yield self._update(_Fixed(samples[batch], old and old[batch], reference and reference[batch]))
+
+    def _update(self, fixed: _Fixed) -> Update:
+        config, chosen = self.config, fixed.samples
+        total = denominator(config.loss_type, [s.num_learned for s in chosen], config.unbiased_loss_max_tokens)
+        positive_tokens = float(max(1, sum(s.num_learned for s in chosen if s.reward > 0)))
+
+        def loss(micro: MicroBatch) -> Loss:
+            policy, correction = self._policy_loss(micro, fixed)
+            value = weighted_sum(
+                policy.loss_BT, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens
+            )
+            if config.positive_nll_coef:
+                rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
+                value = value + config.positive_nll_coef * positive_nll(
+                    micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
+                )
+            difference, mismatch = _engine_difference(micro, _rows(fixed.old, micro))
+            return Loss(value, add_metrics(add_metrics(policy.metrics, mismatch), correction), difference)
+
+        return Update(
+            chosen,
+            loss,
+            Wants(config.temperature, entropy="value"),
+            has_constant_gradient=fixed.old is None and fixed.reference is None and not self._is_corrected,
+        )
+
+    def _policy_loss(self, micro: MicroBatch, fixed: _Fixed) -> tuple[Any, Metrics]:
+        """Return the loss of each token, weighted where tokens were drawn from another distribution."""
+        old_BS, weights_BS = _rows(fixed.old, micro), None
+        metrics: Metrics = {}
+        if self._is_corrected:
+            before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
+            weights_BS, metrics = importance_weights(before_BS, _rollout_logprobs(micro), micro.mask_BS)
+        policy = policy_loss(
+            PolicyInputs(
+                logprobs_BT=micro.logprobs_BS,
+                advantages_B=micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples]),
+                mask_BT=micro.mask_BS,
+                old_logprobs_BT=old_BS,
+                ref_logprobs_BT=_rows(fixed.reference, micro),
+                entropy_BT=micro.outputs.get("entropy"),
+                weights_BT=weights_BS,
+            ),
+            self._settings,
+        )
+        return policy, metrics
 
 
-def _group_advantages(rewards: list[float], normalise_std: bool) -> list[float]:
-    if not rewards or max(rewards) == min(rewards):
-        return [0.0] * len(rewards)
-    rewards_G = np.asarray(rewards, dtype=np.float64)
-    centred_G = rewards_G - rewards_G.mean()
-    return (centred_G / (rewards_G.std() + STD_EPSILON) if normalise_std else centred_G).tolist()
+ALGORITHM = Grpo
 
 
-def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
-    """Clipped, dual-clipped policy loss of each token, plus `kl_beta` times the KL to the reference.
-
-    With rho = pi / pi_old and A the advantage: -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), and for
-    A < 0 at most -lower_bound_ratio A. A negative epsilon leaves its side open. Gradients reach `logprobs_BT` only.
-    """
-    mask_BT = inputs.mask_BT.bool()
-    logprobs_BT = masked(inputs.logprobs_BT, mask_BT)
-    old_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
-    log_ratio_BT = logprobs_BT - masked(old_BT.detach(), mask_BT)
-    ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    advantages_B1 = inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
-
-    loss_BT, metrics = _clipped(ratio_BT, advantages_B1, mask_BT, settings)
-    metrics["ratio"] = token_metric(ratio_BT, mask_BT)
-    metrics["approx_kl"] = token_metric(k3(logprobs_BT, logprobs_BT - log_ratio_BT)[0], mask_BT)
-    if inputs.entropy_BT is not None:
-        metrics["entropy"] = token_metric(inputs.entropy_BT, mask_BT)
-    if inputs.ref_logprobs_BT is not None:
-        kl_BT, clamped_BT = k3(logprobs_BT, masked(inputs.ref_logprobs_BT.detach(), mask_BT))
-        metrics["kl"] = token_metric(kl_BT, mask_BT)
-        metrics["kl_clamped"] = token_metric(clamped_BT, mask_BT)
-        if settings.kl_beta:
-            loss_BT = loss_BT + settings.kl_beta * (kl_BT * ratio_BT if settings.unbiased_kl_estimate else kl_BT)
-    assert inputs.ref_logprobs_BT is not None or not settings.kl_beta, "kl_beta > 0 needs ref_logprobs_BT"
-    return PolicyLoss(masked(loss_BT, mask_BT), metrics)
+def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: float) -> Sample:
+    """Return a completion as a sample, of which the tokens that the policy drew are learned."""
+    ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
+    mask = np.array([0] * len(prompt.token_ids) + list(completion.loss_mask), dtype=np.uint8)
+    return Sample(ids, mask, advantage, reward, np.array(completion.logprobs, dtype=np.float32))
 
 
-def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
-    """Mean -log pi over the tokens of completions with a reward above 0, to be added with `positive_nll_coef`.
-
-    `denominator` is the number of those tokens in the whole optimizer step: it differs from that of the policy loss.
-    (VAPO, arXiv 2504.05118.)
-    """
-    positive_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
-    return -masked(logprobs_BT, positive_BT).sum() / denominator
+def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
+    return [row["logprobs"] for row in view.evaluate(samples, wants, weights=weights)]
 
 
-def _clipped(
-    ratio_BT: Tensor, advantages_B1: Tensor, mask_BT: Tensor, settings: PolicySettings
-) -> tuple[Tensor, Metrics]:
-    low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
-    high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
-    loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(low, high) * advantages_B1)
-    bound_B1 = -settings.lower_bound_ratio * advantages_B1
-    is_negative_B1 = advantages_B1 < 0
-    dual_BT = is_negative_B1 & (loss_BT > bound_B1)
-    metrics = {
-        "clip_low": token_metric((ratio_BT < low) & is_negative_B1, mask_BT),
-        "clip_high": token_metric((ratio_BT > high) & (advantages_B1 > 0), mask_BT),
-        "clip_dual": token_metric(dual_BT, mask_BT),
-    }
-    return torch.where(is_negative_B1, torch.minimum(loss_BT, bound_B1), loss_BT), metrics
+def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
+    """Return the values of the samples of a micro-batch as a rectangle."""
+    return None if values is None else aligned([values[i] for i in micro.indices], micro.logprobs_BS)
+
+
+def _rollout_logprobs(micro: MicroBatch) -> Tensor:
+    """Return the log-probability of each sampled token under the distribution that it was drawn from."""
+    found_BS = torch.zeros_like(micro.logprobs_BS)
+    flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
+    found_BS[micro.mask_BS.bool()] = torch.cat(flat).to(found_BS)
+    return found_BS
+
+
+def _engine_difference(micro: MicroBatch, old_BS: Tensor | None) -> tuple[dict[str, Tensor], Metrics]:
+    """Return |log pi_old - log mu| of every sampled token: how far trainer and engine are apart."""
+    if any(sample.rollout_logprobs is None for sample in micro.samples):
+        return {}, {}
+    trainer_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
+    difference_BS = (trainer_BS - _rollout_logprobs(micro)).abs()
+    return (
+        {"rollout/logprob_difference": difference_BS[micro.mask_BS.bool()]},
+        {"rollout/logprob_difference_mean": token_metric(difference_BS, micro.mask_BS)},
+    )

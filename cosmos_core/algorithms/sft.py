@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, denominator, masked, token_metric
-from cosmos_core.algorithms.base import LogProbs, Loss, MicroBatch, Sample, Update
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.data.sample import Sample
+from cosmos_core.models.base import MicroBatch
 
 
 def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[Tensor, Metrics]:
-    """Sum of -log p over the labels where the mask is 1, divided by D (`aggregate.denominator`).
+    """Return the sum of -log p over the labels where the mask is 1, divided by D (`aggregate.denominator`).
 
     The metric `nll` is the plain token mean in nats, whatever D is.
     """
@@ -24,18 +26,18 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[T
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 
-class Sft:
-    """Supervised fine-tuning as an algorithm of the loop: one update a step, token mean over all its samples."""
+class Sft(Algorithm):
+    """Supervised fine-tuning as an algorithm of the loop: one update per step, token mean over all its samples."""
 
-    temperature = 1.0
-    with_entropy = False
-
-    def updates(self, samples: Sequence[Sample], logprobs: LogProbs) -> Iterator[Update]:
-        """All samples in one optimizer step."""
+    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+        """Yield one optimizer step with all samples."""
         total = denominator("token-mean", [sample.num_learned for sample in samples])
 
         def loss(batch: MicroBatch) -> Loss:
             value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, total)
             return Loss(value, metrics)
 
-        yield Update(samples, loss, expected=-1 / total)
+        yield Update(samples, loss, has_constant_gradient=True)
+
+
+ALGORITHM = Sft

@@ -1,70 +1,103 @@
-"""What each rank writes of a checkpoint: a safetensors file of the parts of tensors that it alone is to write.
+"""What each rank writes of a checkpoint: a safetensors file of the local tensors that it alone is to write.
 
 The layout is that of DCP's `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it, for any mesh. It is
-written here because DCP's writer builds a file in memory first and needs collectives.
+written here because DCP's writer builds a file in memory first, needs collectives and hashes nothing: here the digest
+is taken of the bytes on their way to the disk, so that nothing is read again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.modeling_utils import str_to_torch_dtype
 
 from cosmos_core.parallel.mesh import all_gather_object, rank_number
-from cosmos_core.run.files import sha256, write_text
 
 EXTRA = "extra.json"
+_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+_CHUNK = 1 << 24
 
 
-class Part(NamedTuple):
-    """Of a tensor, or all of it."""
+class LocalTensor(NamedTuple):
+    """What one rank has of a tensor, or all of it."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
     """Of its first element in the whole tensor, by dimension."""
 
 
-def own_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
-    """The parts that this rank writes: of those that several ranks have, the first. All ranks must call this."""
-    parts = {name: part for name, tensor in tensors.items() if (part := _part(tensor)).tensor.numel()}
+def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
+    """Return what this rank writes: of replicas only the first rank's. All ranks must call this."""
+    found = {name: local for name, tensor in tensors.items() if (local := _local(tensor)).tensor.numel()}
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
-    for rank, places in enumerate(all_gather_object([(name, part.offsets) for name, part in parts.items()])):
-        for place in places:
-            owners.setdefault(place, rank)
-    return {name: part for name, part in parts.items() if owners[name, part.offsets] == rank_number()}
+    for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in found.items()])):
+        for key in keys:
+            owners.setdefault(key, rank)
+    return {name: local for name, local in found.items() if owners[name, local.offsets] == rank_number()}
 
 
-def write_parts(folder: Path, parts: Mapping[str, Part], extra: str) -> dict[str, dict[str, object]]:
-    """Write this rank's files to the disk; size and digest of each by name."""
+def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> dict[str, dict[str, object]]:
+    """Write this rank's files to the disk; return size and digest of each by name."""
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"rank_{rank}.safetensors"
-    if parts:
-        offsets = {name: {SAVED_OFFSETS_KEY: part.offsets} for name, part in parts.items()}
-        tensors = {name: part.tensor.cpu().contiguous() for name, part in parts.items()}
-        save_file(tensors, file, metadata={"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)})
-    write_text(folder / extra_name(rank), extra)
-    written = [name for name in (file.name, extra_name(rank)) if (folder / name).exists()]
-    return {
-        name: {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name, durable=True)}
-        for name in written
-    }
+    written = {extra_name(rank): _write(folder / extra_name(rank), [extra.encode()])}
+    if tensors:
+        offsets = {name: {SAVED_OFFSETS_KEY: local.offsets} for name, local in tensors.items()}
+        metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
+        name = f"rank_{rank}.safetensors"
+        written[name] = _write(
+            folder / name, _safetensors({name: local.tensor for name, local in tensors.items()}, metadata)
+        )
+    return written
 
 
 def extra_name(rank: int) -> str:
-    """The file with what a rank needs beside tensors, its random generators among it."""
+    """Return the name of the file with what a rank needs beside tensors, its random generators among it."""
     return f"extra_{rank}.json" if rank else EXTRA
 
 
-def _part(tensor: torch.Tensor) -> Part:
+def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview | bytes]:
+    """Yield a safetensors file: eight bytes with the length of the header, the header, the tensors one by one."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # each stays aligned
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
+    """Write a file and wait for the disk; return size and digest of what was written."""
+    digest, size = hashlib.sha256(), 0
+    with open(file, "wb") as out, ThreadPoolExecutor(1) as other:
+        for block in blocks:
+            for start in range(0, len(block), _CHUNK):
+                chunk = block[start : start + _CHUNK]
+                hashing = other.submit(digest.update, chunk)  # while the kernel copies the same bytes
+                size += out.write(chunk)
+                hashing.result()
+        out.flush()
+        os.fsync(out.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _local(tensor: torch.Tensor) -> LocalTensor:
     if not isinstance(tensor, DTensor):
-        return Part(tensor, (0,) * tensor.ndim)
+        return LocalTensor(tensor, (0,) * tensor.ndim)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Part(tensor.to_local(), tuple(offsets))
+    return LocalTensor(tensor.to_local(), tuple(offsets))

@@ -1,7 +1,9 @@
 """Proof that an export is what was trained: its keys, its bytes, and a load by a fresh interpreter.
 
-A check is named in the answer only when it ran. The fresh interpreter runs this same file as a program:
-`python -m cosmos_core.checkpoint.prove FOLDER PROBE`, and knows nothing but the folder and the probe tokens.
+A check is named in the result only when it ran. The fresh interpreter runs this same file as a program:
+`python -m cosmos_core.checkpoint.prove FOLDER PROBE`, and knows nothing but the folder and the probe tokens. Where
+memory does not hold the model a second time, both sides compute with the first layers alone, as many as fit; keys and
+bytes are those of all layers, read again one tensor at a time.
 
 Shape legend: B sequences, T tokens, V vocabulary.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
@@ -36,6 +39,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from cosmos_core.checkpoint.first_layers import FirstLayers, cut_config, cut_to, first_layers, fitting, is_beyond
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
 
@@ -48,6 +52,8 @@ _RELOAD_SECONDS = 3000
 _TOLERANCE = 1e-4
 # An adapter is merged in the precision of the weights, which then are rounded once more.
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
+_MEMORY_SHARE = 0.8
+"""Of the free memory, what copies of the model may take: files that are read go through it too."""
 _COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
@@ -57,11 +63,13 @@ def prove_export(
     *,
     dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    memory: int | None = None,
 ) -> list[str]:
     """Compare the export in `target` with the model in memory, and return the checks that ran and passed.
 
     `dtype` is what the weights were cast to (None: as they are). With `tokenizer` its ids and chat template are
     compared with those of the reloaded one too. A model with an adapter is compared merged, and its adapter by itself.
+    `memory` is how many bytes copies of the model may take (None: what is free on this machine).
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
@@ -69,9 +77,15 @@ def prove_export(
     with merged(model):
         expected = revert_weight_conversion(model, plain_state(model))
         checks = [_prove_keys(expected, target), _prove_bytes(expected, target, dtype)]
-        merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer)
+        free = psutil.virtual_memory().available if memory is None else memory
+        first = fitting(model, dtype, int(free * _MEMORY_SHARE))
+        with cut_to(model, first):
+            merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer, first)
     checks += about_reload
-    return checks + _prove_adapter(model, merged_BTV, target) if is_adapted(model) else checks
+    if not is_adapted(model):
+        return checks
+    with cut_to(model, first):
+        return checks + _prove_adapter(model, merged_BTV, target, first)
 
 
 def _prove_keys(expected: dict[str, torch.Tensor], target: Path) -> str:
@@ -111,12 +125,16 @@ def _prove_bytes(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
 
 
 def _prove_reload(
-    model: PreTrainedModel, target: Path, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel,
+    target: Path,
+    dtype: torch.dtype | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    first: FirstLayers | None,
 ) -> tuple[torch.Tensor, list[str]]:
-    """transformers, in a fresh interpreter and offline, computes the logits BTV that this process computes."""
+    """Compare the logits BTV of transformers, in a fresh interpreter and offline, with those of this process."""
     logits_BTV = _trainer_logits(model, dtype)
-    reloaded_BTV, reloaded_tokenizer = _reloaded(model, target)
-    checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target)]
+    reloaded_BTV, reloaded_tokenizer = _reloaded(model, target, first)
+    checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
     if tokenizer is not None:
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
             raise StageFailed(
@@ -127,27 +145,29 @@ def _prove_reload(
     return logits_BTV, checks
 
 
-def _prove_adapter(model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path) -> list[str]:
+def _prove_adapter(
+    model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None
+) -> list[str]:
     """Merging changes the logits by rounding alone, and PEFT computes them from the base and the adapter."""
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
-    reloaded_BTV, _ = _reloaded(model, target / FOLDER)
+    folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
+    reloaded_BTV, _ = _reloaded(model, folder, first)
     return [
-        _compare_logits("merge", logits_BTV, merged_BTV, target, rounding),
-        _compare_logits(
-            "adapter", logits_BTV, reloaded_BTV, target / FOLDER, rounding if changes_base(model) else _TOLERANCE
-        ),
+        _compare_logits("merge", logits_BTV, merged_BTV, target, first, rounding),
+        _compare_logits("adapter", logits_BTV, reloaded_BTV, folder, first, tolerance),
     ]
 
 
-def _reloaded(model: PreTrainedModel, folder: Path) -> tuple[torch.Tensor, list[object]]:
-    """Logits BTV of a fresh interpreter, and what its tokenizer does."""
+def _reloaded(model: PreTrainedModel, folder: Path, first: FirstLayers | None) -> tuple[torch.Tensor, list[object]]:
+    """Return the logits BTV of a fresh interpreter, and what its tokenizer does."""
     attention = model.config._attn_implementation or "sdpa"
     about = {
         "parent": str(os.getpid()),
         "threads": str(torch.get_num_threads()),
         "attention": attention.removeprefix("packed_"),  # of packed rows: the one that it is named after
         "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": json.dumps(first),
     }
     with tempfile.TemporaryDirectory() as scratch:
         probe = Path(scratch) / "probe.safetensors"
@@ -164,11 +184,17 @@ def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _compare_logits(
-    check: str, trainer_BTV: torch.Tensor, reloaded_BTV: torch.Tensor, target: Path, share: float = _TOLERANCE
+    check: str,
+    trainer_BTV: torch.Tensor,
+    reloaded_BTV: torch.Tensor,
+    target: Path,
+    first: FirstLayers | None,
+    share: float = _TOLERANCE,
 ) -> str:
-    """Raises unless they differ by no more than a share of the trainer's largest logit."""
+    """Raise unless they differ by no more than a share of the trainer's largest logit."""
+    which = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
     if _same_bits(trainer_BTV, reloaded_BTV):
-        return f"{check}: bit-identical"
+        return f"{check}{which}: bit-identical"
     tolerance = share * float(trainer_BTV.abs().max())
     difference = float("inf")
     if trainer_BTV.shape == reloaded_BTV.shape:
@@ -178,7 +204,7 @@ def _compare_logits(
             f"export {target} failed the check {check!r}: logits of the {_COMPARED[check]} differ by {difference:.2g} "
             f"from the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
         )
-    return f"{check}: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check}{which}: max difference {difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
@@ -236,10 +262,13 @@ def answer(folder: Path, probe: Path) -> None:
 
 
 def _whole(folder: Path, about: dict[str, str]) -> Any:
-    loaded: Any = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=about["attention"], output_loading_info=True
+    first = first_layers(about["layers"])
+    config = cut_config(AutoConfig.from_pretrained(folder), first)
+    loaded: Any = auto_class(config).from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation=about["attention"], output_loading_info=True
     )
     model, loading = loaded
+    loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_beyond(str(key), first)}
     wrong = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
     if wrong:
         raise StageFailed(f"transformers found {wrong}")
@@ -250,10 +279,12 @@ def _with_adapter(folder: Path, about: dict[str, str]) -> Any:
     """The base that the adapter names, rounded as in training, and the adapter on it."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
-    cls: Any = auto_class(AutoConfig.from_pretrained(source, revision=revision))
+    config = cut_config(AutoConfig.from_pretrained(source, revision=revision), first_layers(about["layers"]))
+    cls: Any = auto_class(config)
     base = cls.from_pretrained(
-        source, revision=revision, dtype=getattr(torch, about["dtype"]), attn_implementation=about["attention"]
-    )
+        source, config=config, revision=revision, dtype=getattr(torch, about["dtype"]),
+        attn_implementation=about["attention"],
+    )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
-def problem(folder: Path, step: int, fingerprint: str | None) -> str | None:
-    """Why the checkpoint of a step cannot be continued from; None when every byte is what was saved.
+def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
+    """Return why the checkpoint of a step cannot be continued from; None when every byte is what was saved.
 
-    `fingerprint` None: whatever configuration it belongs to.
+    `fingerprint` None: whatever configuration it belongs to. `is_hashed`: this process hashed it while it wrote it, and
+    sizes are enough.
     """
     policy = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy)
@@ -64,7 +66,8 @@ def problem(folder: Path, step: int, fingerprint: str | None) -> str | None:
         return f"{MANIFEST} is of step {manifest.get('step')}"
     if not _says_what_was_saved(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
-    return next((p for name, record in manifest["files"].items() if (p := _file_problem(policy / name, record))), None)
+    files = {policy / name: record for name, record in manifest["files"].items()}
+    return next((p for file, record in files.items() if (p := _file_problem(file, record, is_hashed))), None)
 
 
 def read_manifest(policy: Path) -> dict[str, Any]:
@@ -80,15 +83,16 @@ def _says_what_was_saved(manifest: dict[str, Any]) -> bool:
     return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in files.values())
 
 
-def newest_whole(folder: Path, fingerprint: str) -> int | None:
-    """The newest step that can be continued from; each newer one that cannot is named in a warning.
+def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) -> int | None:
+    """Return the newest step that can be continued from, and name each newer one that cannot in a warning. Of the steps
+    that are `hashed` sizes are compared alone.
 
     Raises:
         ModelError: there are pickled shards of Cosmos-RL, which are not read.
     """
     for step in reversed(saved_steps(folder)):
         refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = problem(folder, step, fingerprint)
+        reason = problem(folder, step, fingerprint, is_hashed=step in hashed)
         if reason is None:
             return step
         logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
@@ -164,10 +168,10 @@ def refuse_pickled_shards(policy: Path) -> None:
         )
 
 
-def _file_problem(file: Path, record: dict[str, Any]) -> str | None:
+def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
     if not os.path.isfile(file):  # also where the name cannot be that of a file
         return f"{file.name} is gone"
     size = file.stat().st_size
     if size != record["size"]:
         return f"{file.name} has {size} bytes instead of {record['size']}"
-    return None if sha256(file) == record["sha256"] else f"{file.name} was altered"
+    return None if is_hashed or sha256(file) == record["sha256"] else f"{file.name} was altered"

@@ -1,8 +1,8 @@
 """Checkpoints of a training: one transaction each, written while training goes on, the newest few kept.
 
 `step_<N>/policy/` holds a safetensors file and a JSON file of each rank, and `manifest.json`, written last. Each rank
-writes its own part of every tensor, hashes it, and tells the first, which makes the checkpoint of them. Nothing here
-decides when to save.
+writes its own shard of every tensor, hashes the bytes on their way, and tells the first, which makes the checkpoint of
+them. Nothing here decides when to save.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BEST, Best
 from cosmos_core.checkpoint.disk import saving
-from cosmos_core.checkpoint.parts import Part, own_parts, write_parts
+from cosmos_core.checkpoint.parts import LocalTensor, own_tensors, write_rank
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
@@ -36,7 +37,7 @@ from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK = timedelta(hours=6)
-"""How much longer than another a rank may take to write its part."""
+"""How much longer than another a rank may take to write its files."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class Checkpointer:
         self._on_saved = on_saved
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
+        self._hashed: set[int] = set()  # steps whose bytes this object hashed while it wrote them
+        pins = asynchronous and torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if pins else None
         # Of the writers alone: they talk while the training does.
         self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
@@ -77,15 +81,14 @@ class Checkpointer:
         """
         self.wait()
         if is_first():
-            shutil.rmtree(self._parts(step), ignore_errors=True)
-        parts = own_parts({name: tensor.detach() for name, tensor in named_tensors(state).items()})
+            shutil.rmtree(self._building(step), ignore_errors=True)
+        tensors = own_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra = json.dumps(json_values(state))
         if self._writer is None:
-            self._write(step, parts, extra, best)
+            self._write(step, tensors, extra, best)
         else:
-            # The snapshot: the optimizer changes the live tensors in place while the writer reads.
-            copies = {name: Part(part.tensor.to("cpu", copy=True), part.offsets) for name, part in parts.items()}
-            self._pending = self._writer.submit(self._write, step, copies, extra, best)
+            # The optimizer changes the live tensors in place while the writer reads.
+            self._pending = self._writer.submit(self._write, step, self._copies(tensors), extra, best)
 
     def wait(self) -> None:
         """Return when nothing is being written, on every rank.
@@ -98,7 +101,7 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The newest step that can be continued from; None when there is none."""
-        return broadcast_object(resume.newest_whole(self._folder, self._fingerprint) if is_first() else None)
+        return broadcast_object(self._newest_whole() if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
         """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
@@ -123,14 +126,16 @@ class Checkpointer:
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
+            if self._stager is not None:
+                self._stager.close()
 
     def _drain(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
-    def _write(self, step: int, parts: dict[str, Part], extra: str, best: Best | None) -> None:
-        """Write this rank's part; on the first, make a checkpoint of all parts when they are on the disk.
+    def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: Best | None) -> None:
+        """Write this rank's files; on the first, make a checkpoint of all ranks' files when they are on the disk.
 
         Raises:
             StageFailed: the disk of any rank is full or broken: the same on all.
@@ -138,7 +143,7 @@ class Checkpointer:
         written: Any = None
         try:
             with saving(self._name(step), self._what_is_left):
-                written = write_parts(self._parts(step), parts, extra)
+                written = write_rank(self._building(step), tensors, extra)
         except StageFailed as error:
             written = error
         of_all = self._of_all_ranks(written)
@@ -153,19 +158,31 @@ class Checkpointer:
             with saving(self._name(step), self._what_is_left):
                 self._commit(step, of_all)
         finally:
-            shutil.rmtree(self._parts(step), ignore_errors=True)
+            shutil.rmtree(self._building(step), ignore_errors=True)
         with saving(f"{BEST} in {self._folder.parent}", self._what_is_left):
             self.name_best(best)
         self._prune(step, best)
         if self._on_saved is not None:
             self._on_saved(step)
 
+    def _copies(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
+        """Copy the tensors to the host, from a GPU into pinned memory that is kept for the next save, on a stream of
+        its own; return when they are copied."""
+        live = {name: local.tensor for name, local in tensors.items()}
+        if self._stager is None:
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+        else:
+            torch.cuda.current_stream().synchronize()  # the stager's stream does not wait for the trainer's
+            staged: Any = self._stager.stage(live)
+            copies = staged.result()
+        return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
+
     def _commit(self, step: int, written: list[dict[str, Any]]) -> None:
         """Move the files of all ranks to their place, with a manifest."""
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:
             policy = building / "policy"
-            self._parts(step).rename(policy)
+            self._building(step).rename(policy)
             manifest = {
                 "step": step,
                 "fingerprint": self._fingerprint,
@@ -175,6 +192,7 @@ class Checkpointer:
                 "files": {name: record for files in written for name, record in files.items()},
             }
             write_json(policy / MANIFEST, manifest)
+        self._hashed.add(step)
         logger.info("saved checkpoint %s", target)
 
     def _of_all_ranks(self, value: Any) -> list[Any]:
@@ -184,7 +202,7 @@ class Checkpointer:
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def _parts(self, step: int) -> Path:
+    def _building(self, step: int) -> Path:
         """Where the ranks write."""
         return self._folder / f".step_{step}.parts.tmp"
 
@@ -192,7 +210,7 @@ class Checkpointer:
         return f"checkpoint step_{step} in {self._folder}"
 
     def _prune(self, newest: int, best: Best | None) -> None:
-        """Delete what `max_keep` does not cover, when the checkpoint just written reads back whole.
+        """Delete what `max_keep` does not cover, when the checkpoint just written is there in its whole size.
 
         A later step is one that was passed over at the start; another configuration's checkpoints are not ours.
         Neither is counted or deleted.
@@ -201,7 +219,7 @@ class Checkpointer:
             return
         ours = [step for step in saved_steps(self._folder) if step <= newest and self._is_ours(step)]
         too_many = [step for step in ours[: -self._max_keep] if best is None or step != best.step]
-        if too_many and resume.problem(self._folder, newest, self._fingerprint) is None:
+        if too_many and resume.problem(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in too_many:
                 # Renamed first: a kill half-way must not leave a step that looks damaged.
                 doomed = self._folder / f".step_{step}.{os.getpid()}.tmp"
@@ -212,8 +230,11 @@ class Checkpointer:
         manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
         return manifest.get("fingerprint") == self._fingerprint
 
+    def _newest_whole(self) -> int | None:
+        return resume.newest_whole(self._folder, self._fingerprint, self._hashed)
+
     def _what_is_left(self) -> str:
-        whole = resume.newest_whole(self._folder, self._fingerprint)
+        whole = self._newest_whole()
         return "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
 
 

@@ -41,7 +41,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
 def notices_of(pipeline: Pipeline) -> list[str]:
     """What is accepted but not taken as it stands, once each."""
     recipes = pipeline.recipes.values()
-    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_algorithm)
+    found = (_without_effect, _of_local_data, _of_ranks, _of_stages, _of_algorithm, _of_sampling)
     inert = [line for recipe in recipes for notices in found for line in notices(recipe)]
     return list(dict.fromkeys((*pipeline.notices, *inert)))
 

@@ -12,7 +12,7 @@ from typing import Any
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
-_PATHS = ("annotation_path", "media_path")
+MEDIA_PATHS = ("annotation_path", "media_path")
 _PIXELS = ("min_pixels", "max_pixels")
 _OF_VIDEOS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
@@ -39,7 +39,7 @@ def media_of(recipe: Recipe) -> Media:
     """
     dataset, vision = recipe.custom.get("dataset"), recipe.custom.get("vision")
     dataset, vision = (table if isinstance(table, dict) else {} for table in (dataset, vision))
-    paths = {key: dataset.get(key) or "" for key in _PATHS}
+    paths = {key: dataset.get(key) or "" for key in MEDIA_PATHS}
     for key, path in paths.items():
         if not isinstance(path, str):
             raise ConfigError(f"custom.dataset.{key} = {path!r} must be a path")
@@ -61,7 +61,7 @@ def located_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dic
     media = custom.get("dataset")
     if not isinstance(media, dict):
         return custom
-    paths = {key: absolute(media[key]) for key in _PATHS if isinstance(media.get(key), str) and media[key]}
+    paths = {key: absolute(media[key]) for key in MEDIA_PATHS if isinstance(media.get(key), str) and media[key]}
     return custom | {"dataset": media | paths}
 
 

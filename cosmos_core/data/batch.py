@@ -6,7 +6,7 @@ Shape legend: B rows, T tokens of the longest row, P tokens of all rows, S predi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 class Rows(NamedTuple):
     """Inputs of a model, and where each row's predicted tokens begin in their flat grid."""
 
-    inputs: dict[str, Tensor]
-    """`input_ids` and `position_ids` with `attention_mask` (BT, 1: a real token), or with `cu_seq_lens_q` and
-    `cu_seq_lens_k` (1P; int32, B + 1 bounds)."""
+    inputs: dict[str, Any]
+    """`input_ids` and `position_ids` with `attention_mask` (BT, 1: a real token), or with `packed_bounds` (1P)."""
     starts: list[int]
     """Place of the first predicted token (the second token) of each row in the flat BS grid, or 1S when packed."""
 
@@ -38,12 +37,10 @@ def rows_of(
             tensors.append(torch.full((missing,), pad_id))
             lengths.append(missing)
         ends = np.cumsum([0, *lengths])
-        bounds = torch.as_tensor(ends, dtype=torch.int32)
         inputs = {
             "input_ids": torch.cat(tensors).unsqueeze(0),
             "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
+            **packed_bounds(ends),
         }
         return Rows(inputs, [int(end) for end in ends[: len(rows)]])
     width = filled(max(lengths))
@@ -54,3 +51,25 @@ def rows_of(
         "position_ids": torch.arange(width).expand(len(rows), -1),
     }
     return Rows(inputs, [b * (width - 1) for b in range(len(rows))])
+
+
+def packed_bounds(bounds: np.ndarray) -> dict[str, Any]:
+    """Return where packed sequences begin and end, as attention is told it by keyword.
+
+    `sequence_bounds` (int32, B + 1) stay on the host, so that no layer has to wait for the device to know them;
+    `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are what transformers gives to flash attention.
+    """
+    bounds = np.asarray(bounds, dtype=np.int32)
+    longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
+    return {
+        "sequence_bounds": bounds,
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move the tensors among the inputs of a model."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

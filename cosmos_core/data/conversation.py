@@ -9,18 +9,23 @@ from __future__ import annotations
 import re
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
 
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+Tools = list[dict[Any, Any]] | None
+Tools = list[Any] | None
 
 
 class RefusedRow(SkippedRow):
@@ -35,9 +40,9 @@ def tokenize_conversation(
 
 
 def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, where: str
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, where: str, tools: Tools = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask, uncut.
+    """Return token ids and loss mask, uncut.
 
     Mask 1: learn to predict this token. In a conversation these are all that the assistant has to write, the token
     that closes each of its turns included; in plain text, which ends with the end token, all.
@@ -52,20 +57,42 @@ def conversation_tokens(
         return _plain_tokens(tokenizer, conversation)
     if not any(says_something(message) for message in conversation if message["role"] == "assistant"):
         raise SkippedRow(where, "without an assistant turn to learn")
-    full = render(tokenizer, conversation, where)
-    render_part = partial(render_template, tokenizer)
-    is_long = len(conversation) > _LONG
-    spans = None if is_long else prefix_spans(render_part, conversation, full)
-    if spans is None and (marked := _marked_tokens(tokenizer, conversation)):
-        return marked
+    full = render(tokenizer, conversation, where, tools=tools)
+    spans = assistant_spans(tokenizer, conversation, full, where, tools)
+    return _masked_tokens(tokenizer, full, spans, where)
+
+
+def assistant_spans(
+    owner: PreTrainedTokenizerBase | ProcessorMixin, turns: list[Message], full: str, where: str, tools: Tools = None
+) -> list[Span]:
+    """Return where the assistant speaks in `full`, the rendering of these turns.
+
+    Not left to transformers' own mask: that needs marks in the template, which few models have.
+
+    Raises:
+        DataError: it cannot be told.
+    """
+    tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     closing = added_tokens(tokenizer)
+    render_part = partial(render_template, owner, tools=tools)
+    is_long = len(turns) > _LONG
+    spans = None if is_long else prefix_spans(render_part, turns, full)
     if spans is None:
-        spans = skeleton_spans(render_part, conversation, full, closing)
+        spans = _marked_spans(owner, tokenizer, turns, full, tools)
+    if spans is None:
+        spans = skeleton_spans(render_part, turns, full, closing)
     if spans is None and is_long:
-        spans = prefix_spans(render_part, conversation, full)
+        spans = prefix_spans(render_part, turns, full)
     if spans is None:
-        raise unfound(conversation, where)
-    return _masked_tokens(tokenizer, full, [trimmed(span, full, closing) for span in spans], where)
+        raise _unfound(turns, where)
+    return [trimmed(span, full, closing) for span in spans]
+
+
+def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return which tokens, given by the offsets of their characters, have a character inside the span."""
+    start, end = span
+    # Byte-level tokenizers that trim offsets give a blank token no width, at its own end.
+    return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
 
 
 def last_turns(tokens: tuple[list[int], list[int]], count: int) -> tuple[list[int], list[int]]:
@@ -107,22 +134,23 @@ def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tup
 
 
 def tokenize_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, where: str
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, where: str, tools: Tools = None
 ) -> tuple[list[int], str]:
-    """Token ids and text of a prompt, with the generation prompt of the chat template.
+    """Return token ids and text of a prompt, with the generation prompt of the chat template.
 
     Args:
         tokenizer: of the model.
-        messages: turns up to the one to answer.
-        max_length: most tokens: `policy.model_max_length` less the longest answer.
-        where: place of the row, for messages.
+        messages: turns up to the one to complete.
+        max_length: most tokens: `policy.model_max_length` less the longest completion.
+        where: location of the row, for messages.
+        tools: what the template says of the tools that may be called.
 
     Raises:
         SkippedRow: the prompt is longer.
         RefusedRow: the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
-    text = render(tokenizer, messages, where, add_generation_prompt=True)
+    text = render(tokenizer, messages, where, add_generation_prompt=True, tools=tools)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
         raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
@@ -130,13 +158,18 @@ def tokenize_prompt(
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, *, add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    *,
+    add_generation_prompt: bool = False,
+    tools: Tools = None,
 ) -> str:
-    """The conversation as the chat template writes it.
+    """Return the conversation as the chat template writes it.
 
     Raises:
         DataError: the template writes nothing for what the user says.
-        RefusedRow: the template refuses the conversation, or leaves out its system turn.
+        RefusedRow: the template refuses the conversation, or leaves out its system turn or a tool call.
         ModelError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
@@ -145,7 +178,7 @@ def render(
             "(chat_template.jinja), start from an instruct model, or give plain text in a column `text`"
         )
     try:
-        text = render_template(tokenizer, messages, add_generation_prompt)
+        text = render_template(tokenizer, messages, add_generation_prompt, tools=tools)
     except TemplateError as error:
         raise RefusedRow(where, f"refused by the chat template ({error})") from error
     for message in messages:
@@ -159,7 +192,20 @@ def render(
                 f"{where}: the chat template leaves out the user's text {message['content'][:40]!r}; "
                 "use a template that accepts strings as content"
             )
+    check_tool_calls(messages, text, where)
     return text
+
+
+def check_tool_calls(messages: list[Message], text: str, where: str) -> None:
+    """Refuse a rendering without the row's tool calls, of which the model would learn to say nothing.
+
+    Raises:
+        RefusedRow: the name of a called function is not in the text.
+    """
+    for call in (call for message in messages for call in message.get("tool_calls") or []):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and str(function.get("name", "")) not in text:
+            raise RefusedRow(where, "with a tool call that the chat template leaves out")
 
 
 def says_something(message: Message) -> bool:
@@ -168,15 +214,21 @@ def says_something(message: Message) -> bool:
 
 
 def render_template(
-    owner: PreTrainedTokenizerBase | ProcessorMixin, messages: list[Message], add_generation_prompt: bool
+    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    messages: list[Message],
+    add_generation_prompt: bool,
+    *,
+    tools: Tools = None,
 ) -> str:
-    """What the chat template of a tokenizer or processor writes.
+    """Return what the chat template of a tokenizer or processor writes.
 
     Raises:
         TemplateError: it fails, in whatever way: it is a program that came with the model.
     """
     try:
-        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = owner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
+        )
     except Exception as error:
         reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise TemplateError(" ".join(reason.split())) from error
@@ -184,8 +236,8 @@ def render_template(
     return text
 
 
-def unfound(turns: list[Message], where: str) -> DataError:
-    """What to raise where the assistant's turns cannot be told from the others."""
+def _unfound(turns: list[Message], where: str) -> DataError:
+    """Return what to raise where the assistant's turns cannot be told from the others."""
     first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
     if first == "assistant":  # the row's doing, not the template's
         return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
@@ -203,17 +255,33 @@ def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[i
     return ids, [1] * len(ids)
 
 
-def _marked_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]] | None:
-    """What the template itself marks with {% generation %}; None when it marks nothing."""
-    if not tokenizer.is_fast or not GENERATION_MARK.search(tokenizer.get_chat_template()):
+def _marked_spans(
+    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[Message],
+    full: str,
+    tools: Tools,
+) -> list[Span] | None:
+    """Return what the template itself marks with {% generation %}, with the end token behind it; None: nothing.
+
+    In characters: a mask of tokens would lose the bytes of a character that is several tokens, and what follows it.
+    """
+    template = (
+        owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
+    )
+    if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
-    encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
-    for i, (inside, after) in enumerate(pairwise(mask)):
-        # A mark that ends before the end token would teach a model that never stops.
-        if inside and not after and ids[i + 1] == tokenizer.eos_token_id:
-            mask[i + 1] = 1
-    return (ids, mask) if any(mask) else None
+    texts, marked = cast(Any, render_jinja_template)(
+        conversations=[turns],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        tools=tools,
+        **tokenizer.special_tokens_map,
+    )
+    if texts[0] != full:
+        return None
+    end = tokenizer.eos_token or ""  # a mark that ends before it would teach a model that never stops
+    return [(start, stop + len(end) * full.startswith(end, stop)) for start, stop in marked[0]] or None
 
 
 def _masked_tokens(
@@ -225,9 +293,8 @@ def _masked_tokens(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        # Byte-level tokenizers that trim offsets give a blank token no width, at its own end.
-        mask |= (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
+    for span in spans:
+        mask |= inside(span, starts, ends)
     return encoded["input_ids"], mask.astype(int).tolist()
 
 

@@ -26,7 +26,8 @@ _COMPARED_PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "probl
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
+    "bard": "assistant", "function_call": "assistant", "observation": "tool",
 }  # fmt: skip
 IMAGE_MARK = re.compile("<image>")
 # At either end of a turn, where LLaVA puts it; in the middle of a sentence it is a word like any other.
@@ -261,9 +262,53 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
     if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"{where}: unknown role {repr(role)[:40]}; known: {', '.join(_ROLES)}")
     if "role" not in turn:
-        return {"role": _ROLES[role], "content": _content(turn.get("value"), where, with_images)}
+        content = _content(turn.get("value"), where, with_images)
+        return (_call(content) if role == "function_call" else None) or {"role": _ROLES[role], "content": content}
     content = _content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
     return {**turn, "role": _ROLES[role], "content": content}
+
+
+def _call(content: Any) -> Message | None:
+    """Return the turn of a ShareGPT `function_call`, whose text is JSON; None: it is something else."""
+    try:
+        found = json.loads(content)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        return None
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
+
+
+def read_tools(row: Row, where: str) -> list[Any] | None:
+    """Return what the column `tools` says of the tools that may be called, a list or its JSON; None: nothing.
+
+    Raises:
+        DataError: it is no list of objects.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except (ValueError, RecursionError):
+            tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
+    found: list[Any] = _without_nulls(tools)
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives each object every key that any row has, with None for what it lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(content: Any, where: str, with_images: bool = False) -> Any:

@@ -1,49 +1,28 @@
-"""Rows of a data set as dictionaries that know their place, from a local file or folder, or from the Hub.
+"""Rows of a data set as dictionaries that know their location, from a local file or folder, or from the Hub.
 
-A row's place ("train.jsonl:12", counted in lines from 1; "name[train] row 12", counted from 0) is what an error
-about it says. JSON Lines and CSV are parsed here so that the place is a line; what is columnar on disk stays so.
-What a row means is not decided here (`conversation.py`).
+A row's location ("train.jsonl:12", counted in lines from 1; "name[train] row 12", counted from 0) is what an error
+about it says. Formats of files are `formats.py`; what a row means is not decided here (`messages.py`).
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import overload
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.data.formats import READERS, Part, first_line, refused, undecoded
 from cosmos_core.data.messages import Row
 from cosmos_core.errors import DataError
 
 _TRAIN = "train"
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of one file or one split."""
-
-    values: Sequence[Row]
-    name: str
-    lines: Sequence[int] | None = None
-    """Line of each row, for formats that have lines."""
-
-    def place(self, index: int) -> str:
-        """What an error about row `index` says."""
-        return f"{self.name} row {index}" if self.lines is None else f"{self.name}:{self.lines[index]}"
 
 
 class Rows(Sequence[Row]):
@@ -67,16 +46,16 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         part, row = self._locate(index)
-        with _refused(f"{part.place(row)} cannot be read"):
+        with refused(f"{part.location(row)} cannot be read"):
             return part.values[row]
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
     def where(self, index: int) -> str:
-        """The place of row `index`."""
+        """Return the location of row `index`."""
         part, row = self._locate(index)
-        return part.place(row)
+        return part.location(row)
 
     def select(self, indices: np.ndarray) -> Rows:
         """A view of these rows, in this order."""
@@ -145,7 +124,7 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
 
 
 def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in _READERS
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in READERS
 
 
 def _local_parts(path: Path, split: str, key: str) -> list[Part]:
@@ -155,19 +134,19 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
         return [_read(file) for file in _files_of_split(path, split, key)]
     if split != _TRAIN:
         raise DataError(f"{key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
-    if path.suffix not in _READERS:
-        raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(_READERS)}")
+    if path.suffix not in READERS:
+        raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(READERS)}")
     return [_read(path)]
 
 
 def _read(file: Path) -> Part:
     if re.search("[\0-\x1f\ud800-\udfff]", file.name):  # the place of each row, in messages and in prepared rows
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
-    return _READERS[file.suffix](file)
+    return READERS[file.suffix](file)
 
 
 def _data_files(folder: Path) -> list[Path]:
-    files = (file for file in folder.iterdir() if file.suffix in _READERS and not file.name.startswith("."))
+    files = (file for file in folder.iterdir() if file.suffix in READERS and not file.name.startswith("."))
     return sorted(file for file in files if file.is_file())
 
 
@@ -187,142 +166,15 @@ def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
     return chosen
 
 
-def _json_lines(path: Path) -> Part:
-    values, lines = [], []
-    for number, text in enumerate(_text(path).split("\n"), start=1):
-        if text.strip():
-            values.append(_object(text, f"{path.name}:{number}"))
-            lines.append(number)
-    return Part(values, path.name, lines)
-
-
-def _object(text: str, where: str) -> Row:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: malformed JSON, {_first_line(error)}") from None
-    if not isinstance(value, dict):
-        raise DataError(f'{where}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}')
-    return value
-
-
-def _json(path: Path) -> Part:
-    """A file that holds one array of objects; anything else is read as JSON Lines."""
-    text = _text(path)
-    if not text.lstrip().startswith("["):
-        return _json_lines(path)
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path.name}: malformed JSON, {_first_line(error)}") from None
-    for index, value in enumerate(values):
-        if not isinstance(value, dict):
-            raise DataError(f"{path.name} row {index}: a row must be a JSON object, not {str(value)[:40]!r}")
-    return Part(values, path.name)
-
-
-def _csv(path: Path) -> Part:
-    """CSV with a header; every value stays a string, so that the answer `007` is not 7."""
-    values, lines = [], []
-    csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                raise DataError(
-                    f"{path.name}:{reader.line_num}: the line does not have the {len(reader.fieldnames or ())} fields "
-                    "of the header; quote fields that contain commas"
-                )
-            values.append(row)
-            lines.append(reader.line_num)
-    except csv.Error as error:
-        raise DataError(f"{path.name}:{reader.reader.line_num}: malformed CSV, {error}") from None
-    return Part(values, path.name, lines)
-
-
-def _text(path: Path) -> str:
-    with _refused(f"{path.name} cannot be read"):
-        content = path.read_bytes()
-    try:
-        return content.decode().lstrip("\ufeff")  # some programs write a byte order mark each time that they save
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path.name}:{line}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
-
-
-def _parquet(path: Path) -> Part:
-    with _refused(f"{path.name} is not a readable parquet file"):
-        table = pa.parquet.read_table(path)
-        table.validate(full=True)
-        return Part(_columns(table), path.name)
-
-
-def _arrow(path: Path) -> Part:
-    """An Arrow file, or the Arrow stream that `datasets` writes."""
-    with _refused(f"{path.name} is not a readable Arrow file"):
-        source = pa.memory_map(str(path))
-        try:
-            table = pa.ipc.open_file(source).read_all()
-        except pa.ArrowInvalid:
-            source.seek(0)
-            table = pa.ipc.open_stream(source).read_all()
-        table.validate(full=True)
-        return Part(_columns(table), path.name)
-
-
-@contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """One line for whatever is raised by those who read a file that anybody may have written."""
-    try:
-        yield
-    except MemoryError:
-        raise  # not the file's doing
-    except Exception as error:
-        raise DataError(f"{what}: {_first_line(error)}") from error
-
-
-def _columns(table: pa.Table) -> Sequence[Row]:
-    import datasets  # seconds to import, and JSON Lines do without
-
-    return _undecoded(datasets.Dataset(table))
-
-
-class _Undecoded(Sequence[Row]):
-    """Rows with images as they are stored, path and bytes: not every row that is looked at needs its pixels."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        found: list[Row] = self._dataset[index].to_pylist()
-        return found if isinstance(index, slice) else found[0]
-
-
-def _undecoded(dataset: Any) -> Sequence[Row]:
-    has_images = "Image(" in str(dataset.features)
-    return _Undecoded(dataset) if has_images else cast(Sequence[Row], dataset)
-
-
 def _saved_part(path: Path, split: str, key: str) -> Part:
     import datasets
 
-    with _refused(f"{key}.name: {path} cannot be read by `datasets`"):
+    with refused(f"{key}.name: {path} cannot be read by `datasets`"):
         saved = datasets.load_from_disk(str(path))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:
         raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")
-    return Part(_undecoded(splits[split]), f"{path.name}[{split}]")
+    return Part(undecoded(splits[split]), f"{path.name}[{split}]")
 
 
 def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
@@ -334,16 +186,7 @@ def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {_first_line(error)}; "
+            f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {first_line(error)}; "
             "check the name, the split and the network, or give a local path"
         ) from error
-    return Part(_undecoded(loaded), f"{dataset.name}[{split}]")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-_READERS: dict[str, Callable[[Path], Part]] = {
-    ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow, ".csv": _csv,
-}  # fmt: skip
+    return Part(undecoded(loaded), f"{dataset.name}[{split}]")

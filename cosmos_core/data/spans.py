@@ -44,14 +44,13 @@ def skeleton_spans(
     What the template puts between the generation prompt and an answer (an empty think block) counts as answer.
     """
     turns = _assistant_turns(messages)
-    if any("tool_calls" in messages[i] for i in turns):
-        return None  # the calls would stand among the fixed parts, but the model has to write them
     unused = _unused_word(messages)
     words = [f"{unused}{k}x" for k in range(len(turns))]
     hollow = list(messages)
     for i, word in zip(turns, words, strict=True):
         is_text = isinstance(messages[i]["content"], str)
         hollow[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
+        hollow[i].pop("tool_calls", None)  # which the model has to write: they are no fixed part
     try:
         fixed = _split_at(render(hollow, False), words)
         ending = _split_at(render(hollow[: turns[-1] + 1], False), words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -9,16 +10,29 @@ import numpy as np
 import pyarrow as pa
 
 from cosmos_core.data.prepared import RowKind
+from cosmos_core.errors import DataError
 
-_IDS: dict[RowKind, tuple[str, ...]] = {
+IDS: dict[RowKind, tuple[str, ...]] = {
     "sequences": ("input_ids",), "pairs": ("chosen_ids", "rejected_ids"), "prompts": ("prompt_ids",),
 }  # fmt: skip
-_MASKS: dict[RowKind, tuple[str, ...]] = {
+"""Columns of token ids."""
+MASKS: dict[RowKind, tuple[str, ...]] = {
     "sequences": ("loss_mask",), "pairs": ("chosen_mask", "rejected_mask"), "prompts": (),
 }  # fmt: skip
+"""Columns of loss masks, in the same order."""
 
 _MOST_REASONS = 5
 """In a notice: a chat template may say something else of each row."""
+
+
+class Skipped(NamedTuple):
+    """A row that was left out."""
+
+    reason: str
+    where: str
+    """Its location."""
+    refusal: str = ""
+    """The error, of a row that cannot be read or that the chat template refuses; nothing to learn is no error."""
 
 
 class Chunk(NamedTuple):
@@ -27,12 +41,25 @@ class Chunk(NamedTuple):
     batch: pa.RecordBatch
     num_cut: int
     """Sequences that were longer than the model."""
-    skipped: list[tuple[str, str]]
-    """Reason and place of each row that was left out."""
+    skipped: list[Skipped]
     merged: list[str]
-    """Places of rows whose turns were put together, because the chat template refuses them as they are."""
+    """Locations of rows whose turns were put together, because the chat template refuses them as they are."""
     num_images: int = 0
     num_image_tokens: int = 0
+    num_ends: int = 0
+    """End tokens that are learned."""
+
+
+@dataclass
+class _First:
+    """How many there are, and what is said of the first: of a million rows no more is held."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, what: str) -> None:
+        self.first = self.first if self.count else what
+        self.count += 1
 
 
 class Counts:
@@ -43,52 +70,79 @@ class Counts:
         self._lengths: list[np.ndarray] = []
         self._num_labels = 0
         self._num_cut = 0
+        self._num_ends = 0
         self._images: dict[str, int] = {"images": 0, "image_tokens": 0}
-        self._skipped: dict[str, list[str]] = {}
-        self._merged: list[str] = []
+        self._skipped: dict[str, _First] = {}
+        self._refused = _First()
+        self._merged = _First()
 
     def add(self, chunk: Chunk) -> None:
-        """The rows behind those so far."""
-        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in _IDS[self._kind]]
-        self._lengths.append(np.sum(lengths, axis=0))
+        """Count the rows behind those so far."""
+        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in IDS[self._kind]]
+        self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._num_cut += chunk.num_cut
-        self._merged += chunk.merged
+        self._num_ends += chunk.num_ends
+        for where in chunk.merged:
+            self._merged.add(where)
         self._images["images"] += chunk.num_images
         self._images["image_tokens"] += chunk.num_image_tokens
-        for reason, place in chunk.skipped:
-            self._skipped.setdefault(reason, []).append(place)
-        for name in _MASKS[self._kind]:
+        for skipped in chunk.skipped:
+            self._skipped.setdefault(skipped.reason, _First()).add(skipped.where)
+            if skipped.refusal:
+                self._refused.add(skipped.refusal)
+        for name in MASKS[self._kind]:
             self._num_labels += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
     @property
     def num_rows(self) -> int:
-        """Rows that were written."""
+        """Return how many rows were written."""
         return sum(len(lengths) for lengths in self._lengths)
 
     @property
     def num_skipped(self) -> int:
-        """Rows that were left out."""
-        return sum(len(places) for places in self._skipped.values())
+        """Return how many rows were left out."""
+        return sum(each.count for each in self._skipped.values())
 
-    def notices(self) -> list[str]:
-        """A line about rows that were left out, and one about rows whose turns were put together."""
+    @property
+    def _teaches_end(self) -> bool:
+        return not MASKS[self._kind] or self._num_cut >= self.num_rows or self._num_ends > 0
+
+    def check_refused(self, most: float, total: int) -> None:
+        """Refuse a split of which too many rows cannot be read or are refused by the chat template.
+
+        Raises:
+            DataError: there are more than this fraction of all its rows.
+        """
+        if self._refused.count > most * total:
+            raise DataError(
+                f"{self._refused.first}; {self._refused.count} of {total} rows cannot be used so far, more than "
+                f"dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+            )
+
+    def notices(self, end_token: str | None = None) -> list[str]:
+        """Return a line about rows that were left out, about turns put together, and about rows without an end."""
         found = []
         if self._skipped:
             told = dict(islice(self._skipped.items(), _MOST_REASONS))
-            reasons = [f"{len(places)} {reason} (first: {places[0]})" for reason, places in told.items()]
-            if others := self.num_skipped - sum(map(len, told.values())):
+            reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in told.items()]
+            if others := self.num_skipped - sum(each.count for each in told.values()):
                 reasons.append(f"{others} for other reasons")
             found.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
-        if self._merged:
+        if self._merged.count:
             found.append(
-                f"turns put together in {len(self._merged)} of {self.num_rows} rows (first: {self._merged[0]}): "
+                f"turns put together in {self._merged.count} of {self.num_rows} rows (first: {self._merged.first}): "
                 "the chat template refuses a system turn, or turns of one role in a row"
+            )
+        if not self._teaches_end:
+            found.append(
+                f"no row teaches the end token {end_token!r}, so the model would not learn to stop; write it behind "
+                "the assistant's turns in the chat template, or make the token that closes them the eos_token"
             )
         return found
 
     def summary(self) -> dict[str, Any]:
-        """For `statistics.json`."""
-        lengths = np.concatenate(self._lengths)
+        """Return what `statistics.json` says."""
+        lengths = np.concatenate(self._lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
         return {
             "kind": self._kind,
@@ -101,7 +155,8 @@ class Counts:
             },
             "truncated_rows": self._num_cut,
             "skipped_rows": self.num_skipped,
-            "skipped": {reason: {"rows": len(at), "first": at[0]} for reason, at in self._skipped.items()},
-            "merged_rows": len(self._merged),
+            "skipped": {reason: {"rows": each.count, "first": each.first} for reason, each in self._skipped.items()},
+            "merged_rows": self._merged.count,
             **(self._images if self._images["images"] else {}),
+            **({} if self._teaches_end else {"teaches_end": False}),
         }  # fmt: skip

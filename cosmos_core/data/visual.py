@@ -7,25 +7,24 @@ says is found in the text before that, moved to where it stands behind it, and n
 from __future__ import annotations
 
 import re
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.conversation import (
-    GENERATION_MARK,
     RefusedRow,
-    added_tokens,
+    Tools,
+    assistant_spans,
+    check_tool_calls,
     cut,
+    inside,
     render_template,
     says_something,
-    unfound,
 )
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
+from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.processor import image_word
 
@@ -44,8 +43,10 @@ class VisualTokens(NamedTuple):
     """Where the last image ends; 0: there is none."""
 
 
-def visual_tokens(processor: ProcessorMixin, turns: list[Message], images: list[Image], where: str) -> VisualTokens:
-    """Token ids and loss mask of turns whose parts show `images`, in this order.
+def visual_tokens(
+    processor: ProcessorMixin, turns: list[Message], images: list[Image], where: str, tools: Tools = None
+) -> VisualTokens:
+    """Return token ids and loss mask of turns whose parts show `images`, in this order.
 
     Raises:
         DataError: the chat template leaves out an image, or the processor refuses one; the assistant's words cannot be
@@ -60,18 +61,12 @@ def visual_tokens(processor: ProcessorMixin, turns: list[Message], images: list[
         raise ModelError("the processor has no chat template; save one beside the model (chat_template.jinja)")
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    turns, full = _rendered(processor, turns, where)
-    render = partial(render_template, processor)
-    closing = added_tokens(processor.tokenizer)
-    spans = prefix_spans(render, turns, full) or _marked_spans(processor, turns, full)
-    spans = spans or skeleton_spans(render, turns, full, closing)
-    if spans is None:
-        raise unfound(turns, where)
-    return _expanded(processor, full, [trimmed(span, full, closing) for span in spans], images, where)
+    turns, full = _rendered(processor, turns, where, tools)
+    return _expanded(processor, full, assistant_spans(processor, turns, full, where, tools), images, where)
 
 
 def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
-    """Ids and mask, cut on the right.
+    """Return ids and mask, cut on the right.
 
     Raises:
         SkippedRow: no token to learn is left, or an image would be cut.
@@ -81,13 +76,13 @@ def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[
     return cut((tokens.ids, tokens.mask), max_length, where)
 
 
-def _rendered(processor: ProcessorMixin, turns: list[Message], where: str) -> tuple[list[Message], str]:
-    """The turns in the form of which the chat template writes the most - some templates want strings where there is
-    text alone, others parts everywhere - and what it writes.
+def _rendered(processor: ProcessorMixin, turns: list[Message], where: str, tools: Tools) -> tuple[list[Message], str]:
+    """Return the turns in the form of which the chat template writes the most - some templates want strings where there
+    is text alone, others parts everywhere - and what it writes.
 
     Raises:
         DataError: it writes nothing for what the user says.
-        RefusedRow: it refuses the conversation, or leaves out its system turn.
+        RefusedRow: it refuses the conversation, or leaves out its system turn or a tool call.
     """
     in_parts = [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
@@ -97,7 +92,7 @@ def _rendered(processor: ProcessorMixin, turns: list[Message], where: str) -> tu
     reason: Exception | None = None
     for form in (turns, in_parts):
         try:
-            text = render_template(processor, form, False)
+            text = render_template(processor, form, False, tools=tools)
         except TemplateError as error:
             reason = error
             continue
@@ -110,6 +105,7 @@ def _rendered(processor: ProcessorMixin, turns: list[Message], where: str) -> tu
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
         if turn["role"] == "user":
             raise DataError(f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}")
+    check_tool_calls(form, text, where)
     return form, text
 
 
@@ -117,29 +113,14 @@ def _left_out(turns: list[Message], text: str) -> list[Message]:
     return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
 
 
-def _marked_spans(processor: ProcessorMixin, turns: list[Message], full: str) -> list[Span] | None:
-    """What the template itself marks with {% generation %}, with the end token behind it; None: nothing."""
-    template = processor.chat_template
-    if not isinstance(template, str) or not GENERATION_MARK.search(template):
-        return None
-    settings = dict(processor.tokenizer.special_tokens_map)
-    texts, marked = cast(Any, render_jinja_template)(
-        conversations=[turns], chat_template=template, return_assistant_tokens_mask=True, **settings
-    )
-    if texts[0] != full:
-        return None
-    end = processor.tokenizer.eos_token or ""
-    return [(start, stop + len(end) * full.startswith(end, stop)) for start, stop in marked[0]] or None
-
-
 def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: list[Image], where: str) -> VisualTokens:
-    """The tokens of the rendered text with each image in its place."""
+    """Return the tokens of the rendered text with each image expanded."""
     word = image_word(processor)
-    num_places = full.count(word)
-    if num_places != len(images):
+    count = full.count(word)
+    if count != len(images):
         raise DataError(
             f"{where}: the turns show {len(images)} images, and the chat template writes {word!r} "
-            f"{num_places} times; it may take images in turns of the user alone, or the text may contain that word"
+            f"{count} times; it may take images in turns of the user alone, or the text may contain that word"
         )
     bos = processor.tokenizer.bos_token
     try:
@@ -152,26 +133,21 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
         )
     except ValueError as error:
         raise DataError(f"{where}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
-    places = _places(processor, full, encoded, where) if images else []
+    words = _image_words(processor, full, encoded, where) if images else []
     ids = list(encoded["input_ids"][0])
     starts, ends = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
 
-    def inside(span: Span) -> np.ndarray:
-        start, end = span
-        # Byte-level tokenizers that trim offsets give a blank token no width, at its own end.
-        return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
-
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for span in spans:
-        mask |= inside((_moved(span[0], places), _moved(span[1], places)))
-    for _, new in places:
-        is_image |= inside(new)
+        mask |= inside((_moved(span[0], words), _moved(span[1], words)), starts, ends)
+    for _, new in words:
+        is_image |= inside(new, starts, ends)
     images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
     return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
 
 
-def _places(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
-    """Of each image: where its word stands in the text, and where what the word became stands in the expanded text."""
+def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
+    """Return the span of each image's word in the text, and of what became of it in the expanded text."""
     if "text_replacement_offsets" in encoded:
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
     bos = processor.tokenizer.bos_token
@@ -180,6 +156,6 @@ def _places(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> l
     return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
 
 
-def _moved(character: int, places: list[tuple[Span, Span]]) -> int:
-    """Where a character of the text, outside of images, stands in the expanded text."""
-    return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in places if old[1] <= character)
+def _moved(character: int, words: list[tuple[Span, Span]]) -> int:
+    """Return where a character of the text, outside of images, stands in the expanded text."""
+    return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in words if old[1] <= character)

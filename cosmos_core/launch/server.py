@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
@@ -28,10 +30,11 @@ _MAX_CHECK_SECONDS = 30.0
 
 
 @contextmanager
-def prefect_server(folder: Path) -> Iterator[None]:
+def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Make sure that `PREFECT_API_URL` names a server inside the block; start one below `folder` if it is unset.
 
-    Must come before the first import of Prefect, which reads the environment once.
+    Must come before the first import of Prefect, which reads the environment once; `meanwhile` is called while the
+    server starts, and may be that import.
 
     Raises:
         ConfigError: nothing answers at `PREFECT_API_URL`.
@@ -45,7 +48,7 @@ def prefect_server(folder: Path) -> Iterator[None]:
     server = _Server(home)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
-        server.start()
+        server.start(meanwhile)
         yield
     finally:
         os.environ.pop("PREFECT_API_URL", None)
@@ -84,6 +87,30 @@ def _own_home(folder: Path) -> tuple[Path, Lock]:
         number += 1
 
 
+def _template() -> Path:
+    """Where an empty database of this release of Prefect is kept: to make one takes its migrations five seconds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
+
+
+def _copy_database(source: Path, target: Path) -> bool:
+    """Copy a database, which may be in use, in one rename; False: there is none, it is damaged, or there is no room."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old,
+            closing(sqlite3.connect(temporary)) as new,
+        ):
+            old.backup(new)
+        os.replace(temporary, target)
+        return True
+    except (OSError, sqlite3.Error):
+        with suppress(OSError):
+            temporary.unlink()
+        return False
+
+
 class _Server:
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -107,8 +134,12 @@ class _Server:
         self._child: Child | None = None
         self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
 
-    def start(self) -> None:
+    def start(self, meanwhile: Callable[[], object]) -> None:
+        database = self._home / "prefect.db"
+        template = _template()
+        is_made_here = not database.exists() and not _copy_database(template, database)
         self._spawn()
+        meanwhile()
         deadline = time.monotonic() + _START_SECONDS
         assert self._child is not None
         while True:
@@ -120,6 +151,8 @@ class _Server:
                 break
             time.sleep(0.1)
         self._watcher.start()
+        if is_made_here:
+            _copy_database(database, template)
 
     def close(self) -> None:
         self._closing.set()

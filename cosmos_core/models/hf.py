@@ -1,8 +1,6 @@
-"""Language models in Hugging Face format: load them, audit what was loaded, and read log-probabilities off them.
+"""Language models in Hugging Face format: load them and audit what was loaded.
 
-Everything that names a class of transformers is here. Adapters, meshes and diffusion models are not.
-
-Shape legend: B batch, T tokens, S = T - 1 scored tokens (each is predicted from those before it), V vocabulary.
+Everything that names a class of transformers is here. Adapters, meshes, log-probabilities and diffusion models are not.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import transformers
@@ -40,7 +38,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     """The tokenizer of a model folder or Hub id.
 
     Raises:
-        ModelError: there is no such folder, it has no tokenizer, or the Hub id cannot be had.
+        ModelError: there is no such folder, it has no tokenizer or one without any token to pad with, or the Hub id
+            cannot be had.
     """
     source, options = source_of(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
@@ -51,7 +50,13 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_object(Path(source, name), model)
     with reading("tokenizer", model):
-        return AutoTokenizer.from_pretrained(str(source), **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens in "
+            "tokenizer_config.json"
+        )
+    return tokenizer
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
@@ -144,78 +149,6 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """
     with merged(model):
         yield from revert_weight_conversion(model, plain_state(model)).items()
-
-
-def token_logprobs(
-    logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Natural-log probability of each label under softmax(logits / temperature), computed in `dtype`: BT."""
-    scaled_BTV = _scaled(logits_BTV, temperature, dtype)
-    chosen_BT = scaled_BTV.gather(-1, labels_BT.unsqueeze(-1)).squeeze(-1)
-    return chosen_BT - scaled_BTV.logsumexp(-1)
-
-
-@torch.no_grad()
-def token_entropy(logits_BTV: Tensor, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature) at each position: BT, without gradient."""
-    rows = []
-    for logits_TV in logits_BTV:  # row by row: the probabilities of a whole batch would double its memory
-        logprobs_TV = _scaled(logits_TV, temperature, dtype).log_softmax(-1)
-        rows.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
-    return torch.stack(rows)
-
-
-@overload
-def sequence_logprobs(
-    model: PreTrainedModel,
-    input_ids_BT: Tensor,
-    attention_mask_BT: Tensor,
-    *,
-    temperature: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    with_entropy: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def sequence_logprobs(
-    model: PreTrainedModel,
-    input_ids_BT: Tensor,
-    attention_mask_BT: Tensor,
-    *,
-    temperature: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    with_entropy: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
-def sequence_logprobs(
-    model: PreTrainedModel,
-    input_ids_BT: Tensor,
-    attention_mask_BT: Tensor,
-    *,
-    temperature: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    with_entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of tokens 1..T-1 given those before them: BS; with entropy of the same distributions on request.
-
-    Padding may be on either side. Where a token or the one before it is padding the values are 0.
-    """
-    position_ids_BT = (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0)
-    logits_BSV = model(
-        input_ids=input_ids_BT, attention_mask=attention_mask_BT, position_ids=position_ids_BT, use_cache=False
-    ).logits[:, :-1]
-    unscored_BS = ~(attention_mask_BT[:, 1:].bool() & attention_mask_BT[:, :-1].bool())
-    logprobs_BS = token_logprobs(logits_BSV, input_ids_BT[:, 1:], temperature, dtype).masked_fill(unscored_BS, 0.0)
-    if not with_entropy:
-        return logprobs_BS
-    return logprobs_BS, token_entropy(logits_BSV, temperature, dtype).masked_fill(unscored_BS, 0.0)
-
-
-def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = logits.to(dtype)
-    return logits if temperature == 1.0 else logits / temperature
 
 
 def _built(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:

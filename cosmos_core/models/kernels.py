@@ -54,7 +54,7 @@ def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
 
 
 def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
-    """`use_fp8` on any machine; `emulate` computes what the GPU would, slowly."""
+    """Convert as `use_fp8` does, on any machine; `emulate` computes what the GPU would, slowly."""
     float8: Any = importlib.import_module("torchao.float8")
     # Padded inside, because a micro-batch may have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
@@ -73,7 +73,7 @@ def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) ->
 
 
 def without_fp8(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with torch's own linear layers again, which have the same weights."""
+    """Give the model torch's own linear layers again, which have the same weights."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):

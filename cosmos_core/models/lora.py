@@ -96,7 +96,8 @@ def changes_base(model: nn.Module) -> bool:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """The model with its adapter in the base weights, for `plain_state` and for a forward pass; nothing without one.
+    """The model, or one layer of it, with its adapter in the base weights, for `plain_state` and for a forward pass;
+    nothing without one.
 
     The weights come back bit for bit: they are put aside, not computed back.
     """
@@ -115,16 +116,20 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 
 def plain_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return `state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
-    state = model.state_dict()
-    return {name: state[key] for key, name in plain_names(model).items()}
+    """`state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    names = plain_names(model)
+    return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
 def plain_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map the names in the state dict to those without an adapter; what is a part of the adapter is left out."""
+    """Return the name that each key of `state_dict()` has without an adapter; empty: it is a part of the adapter."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
-    named = {key: _plain_name(key, wrappers) for key in model.state_dict()}
-    return {key: name for key, name in named.items() if name}
+    return {key: _plain_name(key, wrappers) for key in model.state_dict()}
+
+
+def adapted_layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Return the layers whose weights an adapter changes, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

@@ -1,28 +1,34 @@
 """Several sequences as one row without padding, each attending to itself alone.
 
-Attention runs over each sequence by its own (one kernel call on CUDA where there is one for it), so that nothing is
-computed between sequences and nothing leaks: positions restart, and the recurrent or chunked layers for which that is
-not enough are refused. A probe compares packed with separate sequences before the first use.
+Nothing is computed between sequences and nothing leaks: on CUDA one call of torch's `varlen_attn` per layer does it,
+elsewhere, and where that kernel cannot, attention runs over each sequence by itself. Positions restart, and the
+recurrent or chunked layers for which that is not enough are refused. A probe compares packed with separate sequences
+before the first use.
 
 Shape legend: P packed tokens, K heads, D head size.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.models.scorer import has_no_data
 from cosmos_core.models.shapes import filled
 
@@ -31,13 +37,21 @@ _NAMES = {"sdpa": NAME, "eager": "packed_eager"}
 _PACKABLE = {"full_attention", "sliding_attention"}
 _PROBE, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
+_VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Older versions of torch group the heads without being asked."""
+
+logger = logging.getLogger(__name__)
 
 
-def enable_packing(model: PreTrainedModel, roots: Sequence[nn.Module] = ()) -> str:
-    """Make `model` understand rows end to end (`cu_seq_lens_q`, restarting `position_ids`).
+def enable_packing(
+    model: PreTrainedModel, roots: Sequence[nn.Module] = (), compute_dtype: torch.dtype | None = None
+) -> str:
+    """Make `model` understand rows end to end (`data.batch.packed_bounds`, restarting `position_ids`).
 
-    `roots`: of a model that is split over ranks, the modules to call in its place; all ranks must call this. Returns
-    why it cannot, and leaves the model as it was; an empty string: it can.
+    `roots`: of a model that is split over ranks, the modules to call in its place; all ranks must call this.
+    `compute_dtype`: of autocast in training, which decides about the kernel; None: that of the weights. Returns why it
+    cannot, and leaves the model as it was; an empty string: it can.
     """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -49,10 +63,13 @@ def enable_packing(model: PreTrainedModel, roots: Sequence[nn.Module] = ()) -> s
     if has_no_data(model):
         _set_attention(model, _NAMES[plain])
         return ""
-    if _is_exact(model, plain, roots):
-        return ""
-    _set_attention(model, plain)
-    return "packed sequences have other logits than separate ones"
+    has_kernel = model.device.type == _VARLEN_DEVICE
+    for dtype in dict.fromkeys([model.dtype, *([compute_dtype] if has_kernel and compute_dtype else [])]):
+        _set_attention(model, plain)
+        if not _is_exact(model, roots, plain, dtype):
+            _set_attention(model, plain)
+            return "packed sequences have other logits than separate ones"
+    return ""
 
 
 def packed_attention(
@@ -63,23 +80,70 @@ def packed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface: q BKPD in, BPKD out; without `cu_seq_lens_q` it is that of `sdpa`."""
-    ends, window = kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window")
-    if ends is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
+    """Compute attention of transformers' interface, q BKPD in, BPKD out; without `sequence_bounds` that of `sdpa`."""
+    bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
+    if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     enable_gqa = query.shape[1] != key.shape[1]
+    if bounds is not None and query.device.type == _VARLEN_DEVICE:
+        states = _autocast(query), _autocast(key), _autocast(value)
+        reason = varlen_obstacle(*states, dropout)
+        if not reason:
+            return _varlen_attention(states, kwargs), None
+        if not torch.compiler.is_compiling():
+            _log_once(reason)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[2]
         mask = _band(length, window, query.device) if window and window < length else None
-        found_BKPD = scaled_dot_product_attention(
+        found_BPKD = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=enable_gqa,
         )  # fmt: skip
-        return found_BKPD.transpose(1, 2)
+        return found_BPKD.transpose(1, 2)
 
-    return _each(ends, attend, query, key, value), None
+    return _each(bounds, attend, query, key, value), None
+
+
+def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
+    """Return why `varlen_attn` cannot compute this attention; an empty string: it can."""
+    size = query.shape[-1]
+    if query.dtype not in _VARLEN_DTYPES:
+        return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
+    if size % 8 or size > _VARLEN_HEAD:
+        return f"its kernel takes heads of a multiple of 8 up to {_VARLEN_HEAD}, and these have {size}"
+    if value.shape[-1] != size:
+        return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {size}"
+    if dropout:
+        return f"its kernel knows no dropout, and attention_dropout is {dropout}"
+    if query.is_cuda and (found := torch.cuda.get_device_capability(query.device)) < _VARLEN_CAPABILITY:
+        return f"its kernel needs capability {_VARLEN_CAPABILITY}, and this GPU has {found}"
+    return ""
+
+
+@cache
+def _log_once(reason: str) -> None:
+    logger.info("packed attention runs over each sequence by itself, because %s", reason)
+
+
+def _autocast(state: Tensor) -> Tensor:
+    """Do what autocast does to the states of `sdpa`: a norm of queries leaves them in the dtype of its weights."""
+    kind = state.device.type
+    return state.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else state
+
+
+def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+    """Compute the attention of all sequences in one call: BKPD in, BPKD out."""
+    window, on_device, longest = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
+    found_PKD = varlen_attn(
+        query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
+        window_size=(window - 1 if window else -1, 0),  # keys before a query and behind it
+        **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
+    )  # fmt: skip
+    assert isinstance(found_PKD, Tensor)
+    return found_PKD.unsqueeze(0)
 
 
 def packed_eager_attention(
@@ -90,10 +154,10 @@ def packed_eager_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The family's own attention (sinks, soft caps), a sequence at a time."""
+    """Compute the family's own attention (sinks, soft caps), a sequence at a time."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    ends, window = kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window")
-    if ends is None and attention_mask is not None:
+    bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
+    if bounds is None and attention_mask is not None:
         return eager(module, query, key, value, attention_mask, **kwargs)[0], None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -103,16 +167,16 @@ def packed_eager_attention(
         found_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
         return found_BPKD
 
-    return _each(ends, attend, query, key, value), None
+    return _each(bounds, attend, query, key, value), None
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask where nothing is padded and nothing is cached; otherwise that of `sdpa`."""
+    """Return no mask where nothing is padded and nothing is cached, otherwise that of `sdpa`."""
     return None if _is_whole(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """`packed_mask` with the mask of `eager`."""
+    """Return `packed_mask` with the mask of `eager`."""
     return None if _is_whole(kwargs) else eager_mask(*args, **kwargs)
 
 
@@ -120,34 +184,34 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
 
 
-def _each(ends: Tensor | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Attention of each sequence of a row: BPKD. `ends` None: the row is one sequence."""
-    bounds = [0, states[0].shape[2]] if ends is None else ends.tolist()
+def _each(bounds: np.ndarray | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
+    """Compute the attention of each sequence of a row: BPKD. `bounds` None: the row is one sequence."""
+    ends = [0, states[0].shape[2]] if bounds is None else bounds.tolist()
     return torch.cat(
-        [_one(attend, *(state[:, :, start:stop] for state in states)) for start, stop in pairwise(bounds)], dim=1
+        [_one(attend, *(state[:, :, start:stop] for state in states)) for start, stop in pairwise(ends)], dim=1
     )
 
 
 def _one(attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Attention of one sequence, as long as kernels like it: no token sees what is behind it."""
+    """Compute the attention of one sequence, as long as kernels like it: no token sees what is behind it."""
     return attend(*(filled(state, -2) for state in states))[:, : states[0].shape[2]]
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Causal mask of a sliding window: PP, True where a query (row) sees a key."""
+    """Make the causal mask of a sliding window: PP, True where a query (row) sees a key."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Of the language model alone: a vision tower packs images in its own way."""
+    """Change the attention of the language model alone: a vision tower packs images in its own way."""
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is model.config.get_text_config()]
     model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Sliding windows shorter than the rows of the probe: a family whose attention is not told its own is found out."""
+    """Make sliding windows shorter than the rows of the probe: a family that does not tell its attention is found."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     try:
@@ -160,15 +224,15 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _is_exact(model: PreTrainedModel, plain: str, roots: Sequence[Any]) -> bool:
-    """Whether packed rows have the logits, or the last hidden states of each root, that separate rows have under
-    attention `plain`; leaves it packed."""
+def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: torch.dtype) -> bool:
+    """Return whether packed rows have the logits, or the last hidden states of each root, that separate rows have
+    under attention `plain`, computed in `dtype`; leave it packed."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE]
 
     def logits(rows: Sequence[Any], *, packed: bool) -> Tensor:
-        inputs = {name: value.to(model.device) for name, value in rows_of(rows, 0, packed=packed).inputs.items()}
+        inputs = to_device(rows_of(rows, 0, packed=packed).inputs, model.device)
         if roots:
             return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
         found: Tensor = model(**inputs, use_cache=False).logits[0]
@@ -176,7 +240,7 @@ def _is_exact(model: PreTrainedModel, plain: str, roots: Sequence[Any]) -> bool:
 
     was_training = model.training
     model.eval()
-    with _short_windows(model):
+    with _short_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
         separate = torch.cat([logits([row], packed=False) for row in rows])
         _set_attention(model, _NAMES[plain])
         try:
@@ -186,7 +250,7 @@ def _is_exact(model: PreTrainedModel, plain: str, roots: Sequence[Any]) -> bool:
         finally:
             model.train(was_training)
     # Half precision rounds the sums of the two kernels differently.
-    tolerance = max(_TOLERANCE, 8 * torch.finfo(separate.dtype).eps)
+    tolerance = max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
     return bool((packed - separate).abs().max() <= tolerance * max(1.0, separate.abs().max().item()))
 
 

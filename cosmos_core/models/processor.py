@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -134,9 +134,6 @@ class Shown(Protocol):
         ...
 
 
-Row = TypeVar("Row", bound=Shown)
-
-
 class Vision:
     """The images of samples as inputs of a model, computed when a micro-batch needs them."""
 
@@ -145,19 +142,15 @@ class Vision:
         if processor.tokenizer.pad_token_id is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
-    def groups(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Rows that may go through the model together, their order kept.
+    def group(self, row: Shown) -> int:
+        """Return the group of a row: rows go through the model with others of their group.
 
         Rows with images go apart from rows without: all ranks have to meet in the vision tower. A model that attends
         to images from other layers lets words before the first image see all images of the batch, so there rows come
         together with rows of as many.
         """
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
-        found: dict[int, list[Row]] = {}
-        for row in rows:
-            count = len(row.images)
-            found.setdefault(count if is_cross_attending else min(count, 1), []).append(row)
-        return [found[count] for count in sorted(found)]
+        return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """What the model wants beside padded token ids for rows of one group; nothing for those without images.

@@ -1,115 +1,152 @@
-"""Log-probabilities of chosen tokens without ever holding the logits of all of them.
+"""Compute log-probabilities of chosen tokens without ever holding the logits of all positions.
 
-The body of the model runs once; the head (a matrix of V rows) runs over the positions that are asked for alone, a
-chunk at a time, and again in the backward pass. Where the caller knows what the loss will answer to every
-log-probability (SFT: -1/D), the gradient of a chunk is taken while its logits are there, so that nothing runs twice
-(the idea of Liger's fused cross-entropy, arXiv 2410.10989, for any head and any loss).
+The body of the model runs once; the head (a matrix of V rows) runs over the chosen positions alone, a chunk at a time,
+and again in the backward pass. Where the caller knows the derivative of the loss by every log-probability (SFT: -1/D;
+GRPO with one update per step: from the advantages), the gradient of a chunk is taken while its logits are there, so
+that nothing runs twice (the idea of Liger's fused cross-entropy, arXiv 2410.10989, for any head and any loss). The
+derivatives by the logits are written out, because autograd would pass over a chunk about twice as often.
 
-Shape legend: B rows, T tokens, S = T - 1 scored tokens, N chosen tokens, H hidden size, V vocabulary.
+Shape legend: B rows, T tokens, S = T - 1 scored tokens, N chosen tokens, M chosen tokens of a chunk, H hidden size,
+V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.functional import pad
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from cosmos_core.models.shapes import filled
 
-Head = Callable[[Tensor], Tensor]
-"""Hidden states to logits: NH to NV."""
-Figure = Callable[[Tensor, Tensor], Tensor]
-"""Logits NV and labels N to a figure of each label: N."""
-
-CHUNK_BYTES = 64 << 20
-"""Logits of one chunk in float32 take about this much."""
 PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
+_MIN_CHUNK, _MAX_CHUNK, _MEMORY_SHARE = 64 << 20, 1 << 30, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What to compute for each chosen token beside its log-probability."""
+
+    temperature: float = 1.0
+    """Divides the logits, for every output."""
+    entropy: Literal["", "value", "gradient"] = ""
+    """Entropy in nats of the distribution that the token is drawn from; `gradient`: for a loss that uses it."""
+    top_k: int = 0
+    """Log-probabilities, with gradient, and ids of so many of the likeliest tokens."""
+    is_top: bool = False
+    """Whether no token is likelier than the label."""
+
+
+LOGPROBS = Wants()
+"""Log-probabilities alone, at temperature 1."""
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Return how much memory the float32 logits of one chunk may take on `device`.
+
+    A 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: a chunk holds about three times this at its
+    peak, and each chunk reads and writes the gradient of the whole head once. The memory is all that there is, not
+    what is free at the moment: the chunks decide in which order gradients are summed, so a resumed run needs the same.
+    """
+    is_cuda = device.type == "cuda" and torch.cuda.is_available()
+    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    return min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << ((total // _MEMORY_SHARE).bit_length() - 1)))
 
 
 class Scorer(nn.Module):
     """A language model that answers with log-probabilities in place of logits."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
+        """`chunk_bytes`: float32 logits of a chunk; None: chosen by the memory of the device."""
         super().__init__()
         self.model = model
+        self._chunk_bytes = chunk_bytes
         self._has_plain_head: bool | None = None
         """Whether head(body(x)) are the model's own logits; found out at the first call."""
 
     def forward(
         self,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         chosen_N: Tensor,
         *,
-        temperature: float = 1.0,
+        wants: Wants = LOGPROBS,
         dtype: torch.dtype = torch.float32,
-        figure: Figure | None = None,
-        expected: float | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the chosen tokens, and a figure of each on request (without gradient): N each.
+        expected_N: Tensor | float | None = None,
+        top_ids_NK: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return `logprobs` N of the chosen tokens and what else is wanted: `entropy` N, `top_logprobs` and `top_ids`
+        NK, `is_top` N (1 or 0).
 
         Args:
             inputs: of the model, with `input_ids` BT; with `inputs_embeds` BTH in their place for the model, where an
                 earlier stage of a pipeline has them; with `shift_labels` BT, the token after each, where rows go on
-                elsewhere: then places are those of the BT grid.
-            chosen_N: places of the chosen tokens in the flat BS grid of predicted tokens: place b * S + s is token
+                elsewhere: then indices are those of the BT grid.
+            chosen_N: indices of the chosen tokens in the flat BS grid of predicted tokens: index b * S + s is token
                 s + 1 of row b, given those before it.
-            temperature: divides the logits.
+            wants: the outputs and their temperature.
             dtype: of the log-softmax.
-            figure: `entropy`, `is_top`, or another function of the scaled logits.
-            expected: what the loss will answer to every log-probability, if that is known; a wrong guess costs time
-                and changes nothing.
+            expected_N: the derivative of the loss by each log-probability, if it is known; one number: by all alike. A
+                wrong guess costs time and changes nothing.
+            top_ids_NK: the ids whose `top_logprobs` are computed, such as the likeliest of a teacher, in place of the
+                model's own `wants.top_k`.
         """
-        is_piece = "shift_labels" in inputs
-        labels_BS = inputs["shift_labels"] if is_piece else inputs["input_ids"][:, 1:]
+        has_labels = "shift_labels" in inputs
+        labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[chosen_N]
-        hidden_BTH, head, parameters = self._body(inputs)
-        hidden_BSH = hidden_BTH if is_piece else hidden_BTH[:, :-1]
+        hidden_BTH, head = self._body(inputs)
+        hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[chosen_N]
-        weights = [p for p in parameters if p.requires_grad] if torch.is_grad_enabled() else []
-        chunk = max(1, CHUNK_BYTES // (4 * self.vocabulary))
-        score = _Score(head, temperature, dtype, figure, expected, chunk)
-        logprobs_N, figure_N = _ChunkedScore.apply(score, hidden_NH, labels_N, *weights)
-        return logprobs_N, None if figure is None else figure_N
+        size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
+        num_top = wants.top_k if top_ids_NK is None else top_ids_NK.shape[-1]
+        task = _Task(head, wants, num_top, dtype, max(1, size // (4 * self.vocabulary)))
+        weights = head.trained if torch.is_grad_enabled() else []
+        outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
+        return dict(zip(task.names, outputs, strict=True))
 
-    def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """What the head is applied to, or the next stage of a pipeline: BTH."""
+    def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """Return what the head is applied to, or what the next stage of a pipeline is given: BTH."""
         found: Tensor = self.model.base_model(**_of_model(inputs), use_cache=False).last_hidden_state
         return found
 
-    def probe(self, inputs: dict[str, Tensor]) -> Tensor:
-        """`hidden`, called from outside: FSDP brings the weights."""
+    def probe(self, inputs: dict[str, Any]) -> Tensor:
+        """Return `hidden` to a caller outside `forward`: FSDP gathers the weights."""
         return self.hidden(inputs)
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the head."""
+        """Return the number of rows of the head."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def _body(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Head, list[nn.Parameter]]:
-        """What the head is applied to, the head, and its weights; logits and nothing where the head is not known."""
+    def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head]:
+        """Return hidden states and the head; logits and a head that does nothing where the head is not known."""
         if self._has_plain_head is None:
             self._has_plain_head = self._probe()
         if not self._has_plain_head:
-            return self.model(**_of_model(inputs), use_cache=False).logits, _identity, []
-        return self.hidden(inputs), self._head, list(self.model.get_output_embeddings().parameters())
+            return self.model(**_of_model(inputs), use_cache=False).logits, _Head(None, lambda logits: logits)
+        return self.hidden(inputs), self._head
 
-    def _head(self, hidden_NH: Tensor) -> Tensor:
-        """The output embedding and what the families do after it."""
+    @property
+    def _head(self) -> _Head:
+        return _Head(self.model.get_output_embeddings(), self._after_head)
+
+    def _after_head(self, logits_MV: Tensor) -> Tensor:
+        """Do to the output embedding's product what the families do after it."""
         config = self.model.config.get_text_config()
-        logits_NV: Tensor = self.model.get_output_embeddings()(hidden_NH)
         if scale := getattr(config, "logit_scale", None):  # Cohere
-            logits_NV = logits_NV * scale
+            logits_MV = logits_MV * scale
         if scaling := getattr(config, "logits_scaling", None):  # Granite
-            logits_NV = logits_NV / scaling
+            logits_MV = logits_MV / scaling
         if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-            logits_NV = torch.tanh(logits_NV / cap) * cap
-        return logits_NV
+            logits_MV = torch.tanh(logits_MV / cap) * cap
+        return logits_MV
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -121,144 +158,301 @@ class Scorer(nn.Module):
         was_training = self.model.training
         self.model.eval()  # dropout would draw random numbers, and make both differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
-        whole = self.model(input_ids=ids, use_cache=False).logits
-        hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
-        self.model.train(was_training)
-        if hidden is None:
-            return False
-        parts = self._head(hidden)
-        return whole.shape == parts.shape and torch.allclose(whole, parts, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
+        # What autocast remembered of these passes, a recomputation of the next one would not find.
+        with _autocast(ids.device, _autocast_dtype(ids.device)):
+            whole = self.model(input_ids=ids, use_cache=False).logits
+            hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+            self.model.train(was_training)
+            if hidden is None:
+                return False
+            ours = self._head(hidden, {})
+        return whole.shape == ours.shape and torch.allclose(whole, ours, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
+
+
+def sequence_logprobs(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the log-probability of tokens 1..T-1 given those before them: BS.
+
+    Padding may be on either side. Where a token or the one before it is padding the value is 0.
+    """
+    is_real_BT = attention_mask_BT.bool()
+    is_scored_BS = is_real_BT[:, 1:] & is_real_BT[:, :-1]
+    inputs = {
+        "input_ids": input_ids_BT,
+        "attention_mask": attention_mask_BT,
+        "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
+    }
+    chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
+    logprobs_N = Scorer(model)(inputs, chosen_N, wants=Wants(temperature), dtype=dtype)["logprobs"]
+    return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)
 
 
 def has_no_data(model: nn.Module) -> bool:
-    """Whether the weights are shapes alone, as in an estimate of memory."""
+    """Return whether the weights are shapes alone, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
 
 
-def _of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what is for the scorer alone."""
+def _of_model(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is for the scorer alone."""
     own = {"shift_labels", *(["input_ids"] if "inputs_embeds" in inputs else [])}
-    return {name: tensor for name, tensor in inputs.items() if name not in own}
+    return {name: value for name, value in inputs.items() if name not in own}
 
 
-def _identity(logits_NV: Tensor) -> Tensor:
-    return logits_NV
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Hidden states to logits: MH to MV."""
+
+    module: nn.Module | None
+    """None: what comes in are logits."""
+    after: Callable[[Tensor], Tensor]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Return the weights that get a gradient."""
+        return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
+
+    def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the matrices in the dtype that autocast multiplies in, in place of a cast per chunk; empty: as they
+        are. Those that are trained are leaves of their own."""
+        if self.module is None or dtype is None:
+            return {}
+        return {
+            name: parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
+            for name, parameter in self.module.named_parameters()
+            if parameter.ndim > 1 and parameter.dtype in {torch.float32, torch.float16, torch.bfloat16} - {dtype}
+        }
+
+    def leaves(self, cast: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return what stands in for the trained `weights` in the product."""
+        names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
+        return [cast.get(name, weight) for name, weight in zip(names, weights, strict=True)]
+
+    def __call__(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
+        """Return the logits, by the cast matrices where there are any."""
+        if self.module is None:
+            return self.after(hidden_MH)
+        if not cast:
+            return self.after(self.module(hidden_MH))
+        return self.after(functional_call(self.module, cast, (hidden_MH,)))
 
 
-class _Score:
-    """Log-probabilities of one chunk, with what `_ChunkedScore` has to know."""
+class _Softmax(NamedTuple):
+    """Logits of a chunk, divided by the temperature."""
 
-    def __init__(
-        self,
-        head: Head,
-        temperature: float,
-        dtype: torch.dtype,
-        figure: Figure | None,
-        expected: float | None,
-        chunk: int,
-    ) -> None:
-        self._head, self._temperature, self._dtype = head, temperature, dtype
-        self.figure, self.expected, self.chunk = figure, expected, chunk
+    scaled_MV: Tensor
+    sums_M1: Tensor
+    """Their logsumexp."""
 
-    def __call__(self, hidden_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each label, and the scaled logits."""
-        count = len(labels_N)
-        hidden_NH = filled(hidden_NH, -2)
-        labels_N = pad(labels_N, (0, len(hidden_NH) - count))
-        scaled_NV = self._head(hidden_NH).to(self._dtype)
-        if self._temperature != 1.0:
-            scaled_NV = scaled_NV / self._temperature
-        chosen_N = scaled_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
-        return (chosen_N - scaled_NV.logsumexp(-1))[:count], scaled_NV[:count]
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What `_ChunkedScore` computes of each chunk."""
+
+    head: _Head
+    wants: Wants
+    num_top: int
+    """K; 0: they are not wanted."""
+    dtype: torch.dtype
+    num_rows: int
+    """M of a full chunk."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the outputs, in their order."""
+        top = ["top_logprobs", "top_ids"] if self.num_top else []
+        return ["logprobs", *["entropy"] * bool(self.wants.entropy), *top, *["is_top"] * self.wants.is_top]
+
+    @property
+    def differentiable(self) -> set[str]:
+        """Return the names of the outputs through which gradients flow."""
+        return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.wants.entropy != "gradient" else set())
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        """Yield the chunks of `count` chosen tokens."""
+        for start in range(0, count, self.num_rows):
+            yield slice(start, start + self.num_rows)
+
+    def logits(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
+        """Run the head over a chunk, as long as kernels like it."""
+        count = len(hidden_MH)
+        logits = self.head(filled(hidden_MH, -2), cast)
+        return logits if len(logits) == count else logits[:count]
+
+    def softmax(self, logits_MV: Tensor) -> _Softmax:
+        """Divide a chunk's logits by the temperature and sum them up."""
+        scaled_MV = logits_MV.detach().to(self.dtype)
+        if self.wants.temperature != 1.0:
+            scaled_MV = scaled_MV / self.wants.temperature
+        return _Softmax(scaled_MV, scaled_MV.logsumexp(-1, keepdim=True))
+
+    def outputs(self, softmax: _Softmax, labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
+        """Return what is wanted of a chunk."""
+        scaled_MV, sums_M1 = softmax
+        label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
+        found = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
+        if self.wants.entropy:
+            logprobs_MV = scaled_MV.log_softmax(-1)
+            found["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+        if self.num_top:
+            if top_ids_MK is None:
+                top_ids_MK = scaled_MV.topk(self.num_top, dim=-1).indices
+            found |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
+        if self.wants.is_top:
+            found["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)
+        return found
+
+    def derivative(
+        self, softmax: _Softmax, labels_M: Tensor, upstream: dict[str, Tensor], top_ids_MK: Tensor | None
+    ) -> Tensor:
+        """Return the derivative of the loss by a chunk's logits: MV.
+
+        With p the softmax and g what is upstream: of the log-probability of token t, g (1[v = t] - p_v); of the
+        entropy E, -g p_v (log p_v + E).
+        """
+        upstream_M1 = {name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream.items()}
+        total_M1 = upstream_M1["logprobs"]
+        if "top_logprobs" in upstream:
+            total_M1 = total_M1 + upstream_M1["top_logprobs"].squeeze(-1).sum(-1, keepdim=True)
+        found_MV = softmax.scaled_MV - softmax.sums_M1
+        if "entropy" in upstream:
+            probabilities_MV = found_MV.exp()
+            entropy_M1 = -(probabilities_MV * found_MV).sum(-1, keepdim=True)
+            found_MV.add_(entropy_M1).mul_(upstream_M1["entropy"]).add_(total_M1).neg_().mul_(probabilities_MV)
+        else:
+            found_MV.exp_().mul_(-total_M1)
+        found_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_M1["logprobs"])
+        if "top_logprobs" in upstream and top_ids_MK is not None:
+            found_MV.scatter_add_(-1, top_ids_MK, upstream_M1["top_logprobs"].squeeze(-1))
+        return found_MV if self.wants.temperature == 1.0 else found_MV.div_(self.wants.temperature)
 
 
 class _ChunkedScore(torch.autograd.Function):
-    """`_Score` over chunks, whose logits die with each chunk."""
+    """A `_Task` over chunks, whose logits die with each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, score: _Score, hidden_NH: Tensor, labels_N: Tensor, *weights: Tensor) -> Any:
-        ctx.score, ctx.weights = score, weights
-        ctx.autocast = torch.is_autocast_enabled(hidden_NH.device.type)
-        ctx.autocast_dtype = torch.get_autocast_dtype(hidden_NH.device.type)
-        wants_gradient = any(ctx.needs_input_grad)
-        ahead = wants_gradient and score.expected is not None
-        total = _Gradients(hidden_NH, weights) if ahead else None
-        logprobs, figures = [], []
-        for start in range(0, len(labels_N), score.chunk):
-            part = slice(start, start + score.chunk)
-            labels = labels_N[part]
-            if total is not None:
-                logprobs_N, scaled_NV = total.add(score, part, labels, None)
-            else:
-                with torch.no_grad():
-                    logprobs_N, scaled_NV = score(hidden_NH[part], labels)
-            logprobs.append(logprobs_N)
-            if score.figure is not None:
-                figures.append(score.figure(scaled_NV, labels))
-            del scaled_NV
-        ctx.ahead = total.found() if total is not None else None
-        ctx.save_for_backward(hidden_NH, labels_N)
-        none = [hidden_NH.new_zeros(0, dtype=torch.float32)]
-        figure_N = torch.cat(figures or none)
-        ctx.mark_non_differentiable(figure_N)
-        return torch.cat(logprobs or none), figure_N
+    def forward(
+        ctx: Any,
+        task: _Task,
+        hidden_NH: Tensor,
+        labels_N: Tensor,
+        top_ids_NK: Tensor | None,
+        expected_N: Tensor | float | None,
+        *weights: Tensor,
+    ) -> Any:
+        ctx.task, ctx.weights, ctx.is_one_number = task, weights, isinstance(expected_N, float)
+        ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
+        is_known = expected_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
+        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
+        found: list[dict[str, Tensor]] = []
+        with _autocast(hidden_NH.device, ctx.compute_dtype):
+            cast = {} if gradients else task.head.cast(ctx.compute_dtype)
+            for chunk in task.chunks(len(labels_N)):
+                top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
+                softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast))
+                found.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
+                if gradients:
+                    upstream_M = _expected(expected_N, chunk, found[-1]["logprobs"])
+                    gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": upstream_M}, None))
+                del softmax
+        ctx.ahead = gradients.found() if gradients else None
+        ctx.number = expected_N if ctx.is_one_number else None
+        outputs = {name: _joined([each[name] for each in found], name, task, hidden_NH) for name in task.names}
+        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), None if ctx.is_one_number else expected_N)
+        ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable))
+        return tuple(outputs.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
-        upstream_N, score = upstream[0], ctx.score
-        hidden_NH, labels_N = ctx.saved_tensors
-        if ctx.ahead is not None and bool((upstream_N == score.expected).all()):
-            return None, ctx.ahead[0], None, *ctx.ahead[1:]
-        ctx.ahead = None
-        total = _Gradients(hidden_NH, ctx.weights)
-        with torch.autocast(hidden_NH.device.type, ctx.autocast_dtype, enabled=ctx.autocast, cache_enabled=False):
-            for start in range(0, len(labels_N), score.chunk):
-                part = slice(start, start + score.chunk)
-                total.add(score, part, labels_N[part], upstream_N[part])
-        found = total.found()
-        return None, found[0], None, *found[1:]
+        task: _Task = ctx.task
+        hidden_NH, labels_N, top_ids_NK, expected_N = ctx.saved_tensors
+        given = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
+        expected = ctx.number if ctx.is_one_number else expected_N
+        ahead, ctx.ahead = ctx.ahead, None
+        # One comparison on the device and one answer from it; a guess that is only near would change the gradient.
+        if ahead is not None and bool((given["logprobs"] == expected).all()):
+            return None, ahead[0], None, None, None, *ahead[1:]
+        del ahead
+        with _autocast(hidden_NH.device, ctx.compute_dtype):
+            gradients = _Gradients(task, hidden_NH, ctx.weights, ctx.compute_dtype)
+            for chunk in task.chunks(len(labels_N)):
+                softmax = task.softmax(gradients.logits(chunk))
+                top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
+                part = {name: gradient[chunk] for name, gradient in given.items()}
+                gradients.add(task.derivative(softmax, labels_N[chunk], part, top_ids_MK))
+                del softmax
+        found = gradients.found()
+        return None, found[0], None, None, None, *found[1:]
 
 
 class _Gradients:
-    """Gradients of hidden states and head, added up chunk by chunk."""
+    """Gradients of the hidden states and of the head's weights, added up chunk by chunk."""
 
-    def __init__(self, hidden_NH: Tensor, weights: tuple[Tensor, ...]) -> None:
-        self._hidden_NH, self._weights = hidden_NH, weights
-        self._of_hidden = torch.zeros_like(hidden_NH)
-        self._of_weights: list[Tensor] | None = None
+    def __init__(
+        self, task: _Task, hidden_NH: Tensor, weights: Sequence[Tensor], compute_dtype: torch.dtype | None
+    ) -> None:
+        self._task, self._hidden_NH, self._weights = task, hidden_NH, weights
+        self._cast = task.head.cast(compute_dtype)
+        self._leaves = task.head.leaves(self._cast, weights)
+        self._of_hidden = torch.empty_like(hidden_NH)
+        self._of_weights: list[Tensor] = []
+        self._has_many = len(hidden_NH) > task.num_rows
 
-    def add(self, score: _Score, part: slice, labels_N: Tensor, upstream_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One chunk; `upstream_N` None: what was expected. Returns its log-probabilities and scaled logits."""
+    def logits(self, chunk: slice) -> Tensor:
+        """Run the head over a chunk, to be differentiated by `add`."""
+        self._chunk = chunk
+        self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
         with torch.enable_grad():
-            hidden = self._hidden_NH[part].detach().requires_grad_()
-            logprobs_N, scaled_NV = score(hidden, labels_N)
-        if upstream_N is None:
-            assert score.expected is not None
-            upstream_N = torch.full_like(logprobs_N, score.expected)
-        of_hidden, *of_weights = torch.autograd.grad(
-            logprobs_N, [hidden, *self._weights], upstream_N.to(logprobs_N.dtype)
+            self._logits_MV = self._task.logits(self._hidden_MH, self._cast)
+        return self._logits_MV
+
+    def add(self, derivative_MV: Tensor) -> None:
+        """Add what the derivative of the loss by the newest logits makes of it."""
+        self._of_hidden[self._chunk], *of_weights = torch.autograd.grad(
+            self._logits_MV, [self._hidden_MH, *self._leaves], derivative_MV.to(self._logits_MV.dtype)
         )
-        self._of_hidden[part] = of_hidden
-        if self._of_weights is None:
-            self._of_weights = list(of_weights)
-        else:
-            for total, more in zip(self._of_weights, of_weights, strict=True):
-                total.add_(more)
-        return logprobs_N.detach(), scaled_NV.detach()
+        del self._logits_MV
+        if not self._of_weights:
+            self._of_weights = [
+                # Sums of many chunks in half precision would lose the small ones.
+                gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many else weight.dtype)
+                for gradient, weight in zip(of_weights, self._weights, strict=True)
+            ]
+            return
+        for total, gradient in zip(self._of_weights, of_weights, strict=True):
+            total.add_(gradient)
 
     def found(self) -> tuple[Tensor, ...]:
-        """In the order of the inputs."""
-        of_weights = self._of_weights or [torch.zeros_like(weight) for weight in self._weights]
-        return (self._of_hidden, *of_weights)
+        """Return the gradients in the order of the inputs."""
+        totals = self._of_weights or [torch.zeros_like(weight) for weight in self._weights]
+        return (self._of_hidden, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
 
 
-def entropy(scaled_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """Of the distribution that each label is drawn from, in nats."""
-    logprobs_NV = scaled_NV.log_softmax(-1)
-    return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+def _expected(expected_N: Tensor | float | None, chunk: slice, like_M: Tensor) -> Tensor:
+    if isinstance(expected_N, Tensor):
+        return expected_N[chunk].to(like_M.dtype)
+    assert expected_N is not None
+    return torch.full_like(like_M, expected_N)
 
 
-def is_top(scaled_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """1 where no token is likelier than the label, else 0."""
-    label_N = scaled_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
-    return (label_N == scaled_NV.amax(-1)).float()
+def _joined(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
+    """Put an output of all chunks together, which may be none."""
+    if chunks:
+        return torch.cat(list(chunks))
+    shape = (0, task.num_top) if name.startswith("top_") else (0,)
+    return hidden_NH.new_zeros(shape, dtype=torch.int64 if name == "top_ids" else task.dtype)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Compute in `dtype`, without autocast's cache of casts: it would keep those of one chunk for the next, with their
+    place in a graph that is gone."""
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

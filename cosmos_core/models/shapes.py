@@ -14,15 +14,16 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """How long to make what is `length` long before it is computed in `dtype`: the next multiple of 32, and above 512
-    of an eighth of the power of two below; `length` itself where shapes cost nothing."""
+    """Return how long to make what is `length` long before it is computed in `dtype`: the next multiple of 32, and
+    above 512 of an eighth of the power of two below; `length` itself where shapes cost nothing."""
     if device.type != "cpu" or dtype not in _HALF:
         return length
     return length + -length % max(32, (1 << length.bit_length()) // 16)
 
 
 def filled(tensor: Tensor, dim: int) -> Tensor:
-    """With zeros behind along `dim` (negative), up to `kernel_length` in the dtype that autocast computes in."""
+    """Return the tensor with zeros behind along `dim` (negative), up to `kernel_length` in the dtype that autocast
+    computes in."""
     kind, length = tensor.device.type, tensor.shape[dim]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
     missing = kernel_length(length, tensor.device, dtype) - length

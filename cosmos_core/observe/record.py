@@ -16,10 +16,8 @@ from typing import Any
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import read_kind
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import FINISHED, read_state
 from cosmos_core.types import StageKind
-
-FINISHED = frozenset({"done", "reused"})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Context parallelism (Ulysses, arXiv 2309.14509): ranks share each row; attention trades sequence for heads.
+"""Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention trades sequence for heads.
 
-Rows are packed end to end and cut into equal pieces. Only attention looks beyond a piece: before it an all-to-all gives
+Rows are packed end to end and cut into equal shards. Only attention looks beyond a shard: before it an all-to-all gives
 each rank all tokens of some heads, after it another gives each rank all heads of its tokens.
 
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
@@ -25,10 +25,10 @@ NAME = "ulysses"
 class Piece(NamedTuple):
     """What one rank of a context has of packed rows."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     """Of the model, with `shift_labels`; the bounds of sequences are still those of all rows."""
     chosen: Tensor
-    """Places of its chosen tokens in the piece."""
+    """Indices of its chosen tokens in the shard."""
     is_mine_N: Tensor
     """Which of all chosen tokens they are."""
 
@@ -63,38 +63,30 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     model.set_attn_implementation(NAME)
 
 
-def piece_of(inputs: dict[str, Tensor], chosen_N: Tensor, mesh: DeviceMesh) -> Piece:
-    """This rank's piece of packed rows, filled up with a sequence of its own so that all pieces are equal."""
-    ids_1P, positions_1P, bounds = inputs["input_ids"], inputs["position_ids"], inputs["cu_seq_lens_q"]
-    missing = -ids_1P.shape[1] % mesh.size()
-    if missing:
-        ids_1P = nn.functional.pad(ids_1P, (0, missing))
-        more = torch.arange(missing, device=ids_1P.device).unsqueeze(0)
-        positions_1P = torch.cat([positions_1P, more], dim=1)
-        bounds = torch.cat([bounds, bounds[-1:] + missing])
-    length = ids_1P.shape[1] // mesh.size()
+def piece_of(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Piece:
+    """Return this rank's shard of packed rows, whose length is a multiple of the ranks."""
+    ids_1P = inputs["input_ids"]
+    length, rest = divmod(ids_1P.shape[1], mesh.size())
+    assert not rest, "packed rows are as long as `rows_of` was told to fill them"
     start = mesh.get_local_rank() * length
-    here = slice(start, start + length)
     is_mine_N = (chosen_N >= start) & (chosen_N < start + length)
-    piece = {
-        "input_ids": ids_1P[:, here],
-        "position_ids": positions_1P[:, here],
-        "shift_labels": ids_1P.roll(-1, dims=1)[:, here],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
+    here = {
+        "input_ids": ids_1P,
+        "position_ids": inputs["position_ids"],
+        "shift_labels": ids_1P.roll(-1, dims=1),
     }
-    return Piece(piece, chosen_N[is_mine_N] - start, is_mine_N)
+    cut = {name: tensor_1P[:, start : start + length] for name, tensor_1P in here.items()}
+    return Piece({**inputs, **cut}, chosen_N[is_mine_N] - start, is_mine_N)
 
 
-def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
-    """The values of all chosen tokens on every rank, in `dtype`; each rank's gradient goes back to its own."""
-    # Of no tokens at all there is no dtype to tell from, and all ranks must send the same.
-    found: Tensor = _Joined.apply(values.to(dtype), is_mine_N, mesh.get_group())
+def joined(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the values of all chosen tokens on every rank; each rank's gradient goes back to its own."""
+    found: Tensor = _Joined.apply(values, is_mine_N, mesh.get_group())
     return found
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, glue along another, over the ranks of a group."""
+    """Exchange over the ranks of a group: split along one dimension, concatenate along another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) -> Tensor:
@@ -114,12 +106,12 @@ def _exchanged(tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) ->
 
 
 class _Joined(torch.autograd.Function):
-    """Sum over ranks of values that each has at places of its own."""
+    """Sum over ranks of values that each has at indices of its own."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(is_mine_N)
-        found_N = values.new_zeros(len(is_mine_N))
+        found_N = values.new_zeros((len(is_mine_N), *values.shape[1:]))
         found_N[is_mine_N] = values
         dist.all_reduce(found_N, group=group)
         return found_N

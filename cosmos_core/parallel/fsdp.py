@@ -6,8 +6,9 @@ Gradients are summed over ranks, never averaged: losses are already divided by a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,11 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ranks
+
+T = TypeVar("T", bound=Tensor)
+
+# Says at the first gradient norm of a mesh of two axes that its two small all-reduces could be one.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def settings(train: TrainConfig) -> dict[str, Any]:
@@ -126,6 +132,19 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def broadcast_tensor(tensor: Tensor | None, source: int) -> Tensor:
+    """Return the tensor of rank `source` on every rank; the others need not know what it is like."""
+    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)]
+    dist.broadcast_object_list(about, src=source)
+    if dist.get_rank() != source:
+        shape, dtype, device = about[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    assert tensor is not None
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=source)
+    return tensor
+
+
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose parameters have no data; taken before `apply_fsdp`, which changes the classes of modules."""
     memo: dict[int, object] = {
@@ -138,11 +157,6 @@ def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel |
     """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU, and None on the others."""
     found = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
     return _filled(skeleton, found) if is_first() else None
-
-
-def fill_all(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Return `skeleton` with the weights of the sharded `model`, on the CPU of every rank."""
-    return _filled(skeleton, {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model)})
 
 
 def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
@@ -158,46 +172,26 @@ def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrained
     return filled
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those of one mesh together: no operation takes tensors of different meshes at once."""
-    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Return those of one mesh together: no operation takes tensors of different meshes at once."""
+    found: dict[DeviceMesh | None, list[T]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(found.values())
 
 
-def clip_sharded(gradients: Sequence[Tensor], max_norm: float) -> float:
-    """Scale gradients of which each rank holds a part, as `clip_gradients` does; the norm before that."""
-    norm = norm_of(gradients)
-    scale(gradients, norm, max_norm)
-    return float(norm)
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm over all gradients, each element counted once, on every rank that has a shard of them."""
+    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh(gradients)]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
 
 
-def scale(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients whose norm is `norm` down to `max_norm`; not at all where that is 0, or the norm not finite."""
     if max_norm > 0 and torch.isfinite(norm):
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            _local(gradient).mul_(factor.to(gradient.dtype))
-
-
-def norm_of(gradients: Iterable[Tensor]) -> Tensor:
-    """2-norm over all of them, each element counted once: the same on every rank that has a part."""
-    squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], Tensor] = {}
-    for gradient in gradients:
-        mesh: DeviceMesh | None = None
-        axes: tuple[int, ...] = ()
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-        local = _local(gradient)
-        square = local.to(torch.promote_types(local.dtype, torch.float32)).square().sum()
-        squares[mesh, axes] = squares.get((mesh, axes), 0) + square
-    for (mesh, axes), square in squares.items():
-        for axis in axes:
-            assert mesh is not None
-            dist.all_reduce(square, group=mesh.get_group(axis))
-    return torch.stack(list(squares.values())).sum().sqrt()
+        for alike in by_mesh(parameters):
+            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
 def _local(tensor: Tensor) -> Tensor:

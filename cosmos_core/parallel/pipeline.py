@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.fsdp import norm_of, scale
+from cosmos_core.parallel.fsdp import scale_gradients, total_norm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -141,16 +141,18 @@ def sum_tied(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
 
 
 def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
-    """Scale the gradients of all stages together, as `clip_gradients` does; the norm before that."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    counted = gradients
+    """Scale the gradients of all stages together, as `clip_gradients` does; return the norm before that."""
+    trained = [p for p in model.parameters() if p.grad is not None]
+    counted = trained
     if is_tied(model) and pipeline.get_local_rank() > 0:  # of the two copies that of the first rank counts
-        counted = [gradient for gradient in gradients if gradient is not model.get_output_embeddings().weight.grad]
-    square = norm_of(counted).square() if counted else torch.zeros((), device=model.device)
-    square = square.to(torch.float64)
+        counted = [p for p in trained if p is not model.get_output_embeddings().weight]
+    norm = (
+        total_norm(p.grad for p in counted if p.grad is not None) if counted else torch.zeros((), device=model.device)
+    )
+    square = norm.to(torch.float64).square()
     dist.all_reduce(square, group=pipeline.get_group())
     norm = square.sqrt()
-    scale(gradients, norm, max_norm)
+    scale_gradients(trained, norm, max_norm)
     return float(norm)
 
 

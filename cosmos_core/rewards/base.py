@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ KEYWORDS = {
 }
 
 _FOLDER = "cosmos_core.rewards"
-_MACHINERY = {"base", "child", "runner"}
+_MACHINERY = {"base", "runner"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,28 @@ def load_reward(name: str) -> Reward:
 def known_rewards() -> list[str]:
     """Names of the rewards that come with us."""
     return [name for name in known_names(_FOLDER) if name not in _MACHINERY]
+
+
+def metric_names(rewards: Iterable[str]) -> dict[str, str]:
+    """Return a short name for the metrics of each reward: its function's, with the file's where two share it."""
+    full = {reward: _parts(reward) for reward in rewards}
+    found = {}
+    for reward, parts in full.items():
+        short = next(
+            (n for n in range(1, len(parts)) if sum(other[-n:] == parts[-n:] for other in full.values()) == 1),
+            len(parts),
+        )
+        found[reward] = ".".join(parts[-short:])
+    return found
+
+
+def _parts(reward: str) -> list[str]:
+    """Return folders or packages, file or module, and function of `path/file.py:function` or `module:function`."""
+    if not is_import_path(reward):
+        return [reward]
+    module, _, function = reward.rpartition(":")
+    path = module.removesuffix(".py")
+    return [*(path.split("/" if path != module else ".")), function]
 
 
 def require_reference(reference: str) -> str:

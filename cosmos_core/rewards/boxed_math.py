@@ -29,4 +29,5 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _parse(text: str, *targets: Any) -> list[Any]:
+    text = text[max(0, text.rfind("\\boxed")) :]  # math-verify would join the boxes to one answer
     return parse(text, extraction_config=list(targets), parsing_timeout=_NO_TIMEOUT)  # type: ignore[arg-type]

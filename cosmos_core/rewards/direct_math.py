@@ -8,9 +8,11 @@ from cosmos_core.rewards.base import require_reference
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
+_ARTICLE = re.compile(r"\b(an|a) (?=[a-z])", re.IGNORECASE)
+
 # Order matters in all three tables: articles go before blanks do, longer debris before its own parts.
 _REPLACED = (
-    ("an ", ""), ("a ", ""), ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
+    ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
 _DELETED = (
@@ -33,15 +35,17 @@ _REWRITTEN = (
 def direct_math(to_be_evaluated: str, reference: str) -> float:
     """+1 if the last `Answer: ...` line equals the reference after normalisation, else -1; no such line is -1.
 
-    An empty reference is invalid.
+    A reference of which normalisation leaves nothing (`ways`) is invalid.
     """
     expected = _normalised(require_reference(reference))
+    if not expected:
+        raise ValueError(f"the reference {reference[-80:]!r} is empty after normalisation")
     answers = _ANSWER.findall(to_be_evaluated)
     return 1.0 if answers and _normalised(answers[-1]) == expected else -1.0
 
 
 def _normalised(answer: str) -> str:
-    answer = answer.rpartition("=")[2]
+    answer = _ARTICLE.sub("", answer.rpartition("=")[2].strip())
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
     for debris in _DELETED:

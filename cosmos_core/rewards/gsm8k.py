@@ -20,4 +20,5 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
 
 def _number(text: str) -> str | None:
     match = _NUMBER.search(text)
-    return match.group(1).replace(",", "") if match else None
+    number = match.group(1).replace(",", "") if match else ""
+    return number if any(character.isdigit() for character in number) else None

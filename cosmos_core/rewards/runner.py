@@ -1,33 +1,35 @@
-"""Scores completions in child processes that can be killed, so that no reward can hang, crash or fake a run.
+"""Scores completions in worker processes that can be killed, so that no reward can hang, crash or fake a run.
 
 A reward that raises, returns no finite number, ends its process or overruns the deadline makes its completion
-*invalid* (`Score.value is None`, with the reason), never 0, and disturbs no other completion. Not here: what rewards
-compute (one file each), what invalid scores mean for a group (algorithms/grpo.py).
+*invalid* (`Score.value is None`, with the reason), never 0, and disturbs no other completion. Processes, deadlines and
+replacements are pebble's. Not here: what rewards compute (one file each), what invalid scores mean for a group
+(algorithms/grpo.py).
 
-The children are in the session of their parent but in process groups of their own: a kill takes what a reward has
-started with it. They end with the *thread* that started them, as the kernel's parent-death signal goes by threads;
-the next `score` replaces them.
+The processes are spawned, so they hold none of the trainer's memory, locks or GPUs, and import no torch. They are in
+the session of their parent but in process groups of their own: a kill takes what a reward has started with it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import ctypes
 import logging
 import math
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import cache
+from multiprocessing.context import SpawnContext, SpawnProcess
 from types import TracebackType
 from typing import Any
 
+from pebble import ProcessExpired, ProcessPool
+
 from cosmos_core.errors import RewardError
+from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -36,107 +38,61 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""Until a child has imported the rewards; a user's module may import something heavy."""
-_WINDOW = 64
-"""Requests that a child may have ahead of it, so that it never waits for us."""
-_BLOCK = 1 << 16
+"""Until a process has imported the rewards; a user's module may import something heavy."""
+_BEAT_SECONDS = 1.0
+_ACKNOWLEDGED_SECONDS = 0.1
+"""After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
+_MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
+_PR_SET_PDEATHSIG = 1
+
+_Result = tuple[float | None, dict[str, float], str]
+"""Value, metrics and error of one reward."""
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One completion on its way to a score."""
+class _Process(SpawnProcess):
+    """A worker process that ends together with what its rewards have started."""
 
-    line: bytes
-    failures: int = 0
-    """Children that it cost: hung, or ended by themselves."""
-    answers: list[tuple[float | None, dict[str, float], str]] = field(default_factory=list)
+    _is_terminated = False
+
+    def terminate(self) -> None:
+        """Kill the process group: SIGTERM would be left to Python, which a loop in C never returns to."""
+        self._is_terminated = True
+        self._kill_group()
+        self.kill()  # it may not have made its group yet
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs; of one that has ended by itself, kill the rest of its group."""
+        is_alive = super().is_alive()
+        if is_alive and self.pid:
+            try:
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # somebody who waits for all children of this process was faster
+                self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
+                is_alive = False
+        if not is_alive and not self._is_terminated:
+            self._kill_group()
+            time.sleep(_ACKNOWLEDGED_SECONDS)
+        return is_alive
+
+    def _kill_group(self) -> None:
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
-class _Child:
-    """One process, the jobs that it has ahead of it, and the bytes underway."""
-
-    def __init__(self, hello: bytes) -> None:
-        self.jobs: deque[_Job] = deque()
-        self.is_ready = False
-        self.deadline = time.monotonic() + START_SECONDS
-        self.unsent = bytearray(hello)
-        self._unread = b""
-        command = [sys.executable, "-u", "-m", "cosmos_core.rewards.child", str(os.getpid())]
-        # The child has to find the modules that we find, also where our sys.path was changed.
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": path},
-            process_group=0,
-        )
-        assert self._process.stdin and self._process.stdout
-        self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self.input, False)
-        os.set_blocking(self.output, False)
-
-    def send(self) -> None:
-        """Write what the pipe takes now."""
-        try:
-            del self.unsent[: os.write(self.input, self.unsent[:_BLOCK])]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.unsent.clear()  # it ended: reading says so, after the answers that it still gave
-
-    def receive(self) -> list[bytes] | None:
-        """The lines that have come since; None when there will be no more."""
-        try:
-            data = os.read(self.output, _BLOCK)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        return lines
-
-    def has_ended(self) -> bool:
-        """Whether the process is over; it is not reaped, so that its id still is ours to signal."""
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # somebody who waits for all children of this process was faster
-            return True
-
-    def how_it_ended(self) -> str:
-        """What became of a process whose pipe has ended; it is gone afterwards."""
-        limit = time.monotonic() + 1.0
-        while not self.has_ended():  # the exit follows the end of the pipe by a moment
-            if time.monotonic() > limit:
-                self.kill()
-                return "its process closed its pipe"
-            time.sleep(0.002)
-        self.kill()
-        code = self._process.returncode
-        return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
-
-    def kill(self) -> None:
-        """End the process and what it started."""
-        if self._process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()
-        self._process.stdout.close()
+class _Context(SpawnContext):
+    Process = _Process
 
 
 class RewardRunner:
-    """Scores completions by a weighted sum of rewards; a context manager that owns its child processes.
+    """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
 
-    `timeout_seconds` is the deadline of each reward function on each completion; a completion that kills its child is
-    tried `retries` times more. `custom` is handed to rewards that ask for it; `beat` is called while it waits for them.
+    `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
+    `retries` times more. `custom` is handed to rewards that ask for it; `beat` is called while it waits for them.
     Use it from one thread at a time.
 
     Raises:
-        RewardError: a reward does not exist or cannot be loaded (on entering, or when a child is replaced).
+        RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
     """
 
     def __init__(
@@ -144,30 +100,23 @@ class RewardRunner:
         weights: Mapping[str, float],
         *,
         timeout_seconds: float,
-        num_workers: int = 1,
+        num_workers: int | None = None,
         retries: int = 1,
         custom: Mapping[str, Any] | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
+        """`num_workers`: None for one per core."""
         self._weights = dict(weights)
-        self._beat = beat
+        self._names = metric_names(weights)
         self._timeout = timeout_seconds
-        self._num_workers = num_workers
+        self._num_workers = num_workers or len(os.sched_getaffinity(0))
         self._retries = retries
-        hello = {"rewards": list(weights), "custom": custom or {}}
-        self._hello = json.dumps(hello, default=str).encode() + b"\n"
-        self._children: list[_Child] = []
-        self._pending: deque[_Job] = deque()
+        self._custom = dict(custom or {})
+        self._beat = beat
+        self._pool: ProcessPool | None = None
 
     def __enter__(self) -> RewardRunner:
-        try:
-            for _ in range(self._num_workers):
-                self._children.append(_Child(self._hello))
-            while not all(child.is_ready for child in self._children):
-                self._turn()
-        except BaseException:
-            self.close()
-            raise
+        self._open()
         return self
 
     def __exit__(
@@ -176,116 +125,91 @@ class RewardRunner:
         self.close()
 
     def close(self) -> None:
-        """Kill the children and all that they started."""
-        for child in self._children:
-            child.kill()
-        self._children.clear()
+        """Kill the processes and all that they started."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+        self._pool = None
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """The groups, in order, each with one score a completion."""
+        """Return the groups, in order, each with one score per completion."""
         scores = iter(self.score([_request(group, k) for group in groups for k in range(len(group.completions))]))
         return [ScoredGroup(group, tuple(next(scores) for _ in group.completions)) for group in groups]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One score a request, in order; a request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`."""
-        jobs = [_Job(json.dumps(request).encode() + b"\n") for request in requests]
-        self._pending.extend(jobs)
+        """Return one score per request, in order.
+
+        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`.
+        """
+        calls = [(name, request) for request in requests for name in self._weights]
         try:
-            assert self._children, "use the runner as a context manager"
-            for child in [child for child in self._children if child.has_ended()]:
-                self._replace(child)
-            while self._pending or any(child.jobs for child in self._children):
-                self._turn()
+            results = iter(self._results(calls))
         except BaseException:
-            self.close()  # children that are halfway through our requests must not answer the next ones
-            self._pending.clear()
+            self.close()  # processes that are halfway through these requests must not delay the next ones
             raise
-        return [self._total(job) for job in jobs]
+        return [self._total([next(results) for _ in self._weights]) for _ in requests]
 
-    def _turn(self) -> None:
-        """Hand out work, wait until a pipe is ready or a deadline passes, and deal with what happened."""
-        self._beat()
-        self._hand_out()
-        with selectors.DefaultSelector() as selector:
-            for child in self._children:
-                selector.register(child.output, selectors.EVENT_READ, child)
-                if child.unsent:
-                    selector.register(child.input, selectors.EVENT_WRITE, child)
-            nearest = min((c.deadline for c in self._children if c.jobs or not c.is_ready), default=math.inf)
-            wait = max(0.0, nearest - time.monotonic())
-            events = selector.select(None if math.isinf(wait) else wait)
-        lost: dict[_Child, str] = {}
-        for key, event in events:
-            if key.data in lost:  # both its pipes were ready, and the first told that it has ended
-                continue
-            if event == selectors.EVENT_WRITE:
-                key.data.send()
-            else:
-                self._read(key.data, lost)
-        now = time.monotonic()
-        for child in self._children:
-            if (child.jobs or not child.is_ready) and now >= child.deadline:
-                lost.setdefault(child, "")
-        for child, reason in lost.items():
-            self._lose(child, reason)
+    def _open(self) -> ProcessPool:
+        """Start the processes and wait until the first of them has loaded the rewards."""
+        self.close()
+        names = list(self._weights)
+        self._pool = ProcessPool(
+            self._num_workers, initializer=_start, initargs=(names, self._custom, os.getpid()), context=_Context()
+        )
+        try:
+            loaded = self._pool.schedule(_load, args=(names,))
+            if not self._wait([loaded], START_SECONDS):
+                raise RewardError(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
+            loaded.result()
+        except (BrokenProcessPool, ProcessExpired) as error:
+            self.close()
+            raise RewardError(
+                f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        return self._pool
 
-    def _hand_out(self) -> None:
-        """Top up each child, with fewer requests towards the end so that all finish together."""
-        window = max(1, min(_WINDOW, len(self._pending) // (2 * len(self._children))))
-        for child in self._children:
-            if not child.is_ready or len(child.jobs) > window // 2:
-                continue
-            if self._pending and not child.jobs:
-                child.deadline = time.monotonic() + self._timeout
-            while self._pending and len(child.jobs) < window:
-                job = self._pending.popleft()
-                child.jobs.append(job)
-                child.unsent += job.line
+    def _results(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[_Result]:
+        """Return what each call gave; those that cost a process run again when the others are done."""
+        results: list[_Result] = [(None, {}, "")] * len(calls)
+        waiting = list(range(len(calls)))
+        attempt, num_breaks = 1, 0
+        while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
+            pool = self._pool if self._pool is not None and self._pool.active else self._open()
+            futures = [pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting]
+            if not self._wait(futures, self._timeout + START_SECONDS):
+                self.close()  # a request that was lost with its process, or no process that would start
+            failed, is_broken = [], False
+            for i, future in zip(waiting, futures, strict=True):
+                try:
+                    results[i] = future.result(timeout=0)
+                except (BrokenProcessPool, ProcessExpired, TimeoutError) as error:
+                    failed.append(i)
+                    is_broken |= isinstance(error, BrokenProcessPool)
+                    reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else _ending(error)
+                    results[i] = (None, {}, reason)
+                    log.warning("reward %s: %s (attempt %d of %d)", calls[i][0], reason, attempt, self._retries + 1)
+            waiting = failed
+            attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
+        return results
 
-    def _read(self, child: _Child, lost: dict[_Child, str]) -> None:
-        lines = child.receive()
-        if lines is None:
-            lost[child] = child.how_it_ended()
-            return
-        for line in lines:
-            message = json.loads(line)
-            if child.is_ready:
-                child.jobs[0].answers.append(message)
-                if len(child.jobs[0].answers) == len(self._weights):
-                    child.jobs.popleft()
-            elif "error" in message:
-                raise RewardError(message["error"])
-            else:
-                child.is_ready = True
-        if lines:
-            child.deadline = time.monotonic() + self._timeout
+    def _wait(self, futures: Iterable[Future[Any]], patience: float) -> bool:
+        """Wait for the futures and say that we are alive; return False when none gets done for `patience` seconds."""
+        waiting, last = set(futures), time.monotonic()
+        while waiting:
+            done, waiting = wait(waiting, _BEAT_SECONDS)
+            self._beat()
+            last = time.monotonic() if done else last
+            if time.monotonic() - last > patience:
+                return False
+        return True
 
-    def _lose(self, child: _Child, reason: str) -> None:
-        """Start another child; the job that killed this one is tried again or given up, the others just wait."""
-        if not child.is_ready:
-            names = ", ".join(self._weights)
-            raise RewardError(f"loading the rewards {names} failed: {reason or f'not done in {START_SECONDS:g} s'}")
-        if child.jobs:
-            guilty = child.jobs.popleft()
-            name = list(self._weights)[len(guilty.answers)]
-            error = reason or f"not done in {self._timeout:g} s"
-            guilty.failures += 1
-            log.warning("reward %s: %s (attempt %d of %d)", name, error, guilty.failures, self._retries + 1)
-            if guilty.failures <= self._retries:
-                guilty.answers.clear()
-                self._pending.appendleft(guilty)
-            else:
-                guilty.answers.append((None, {}, error))
-            self._pending.extendleft(reversed(child.jobs))
-        self._replace(child)
-
-    def _replace(self, child: _Child) -> None:
-        child.kill()
-        self._children[self._children.index(child)] = _Child(self._hello)
-
-    def _total(self, job: _Job) -> Score:
+    def _total(self, results: Sequence[_Result]) -> Score:
         total, metrics, errors = 0.0, {}, []
-        for (name, weight), (value, extra, error) in zip(self._weights.items(), job.answers, strict=False):
+        for (reward, weight), (value, extra, error) in zip(self._weights.items(), results, strict=True):
+            name = self._names[reward]
             if value is None:
                 errors.append(f"{name}: {error}")
                 continue
@@ -303,6 +227,49 @@ def _request(group: Group, k: int) -> dict[str, Any]:
         "to_be_evaluated": completion.text,
         "reference": group.prompt.reference,
         "prompt": group.prompt.text,
-        "num_tokens": len(completion.token_ids),
+        "num_tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
     }
+
+
+def _ending(error: BrokenProcessPool | ProcessExpired) -> str:
+    if isinstance(error, BrokenProcessPool):
+        return "its process ended"
+    code = error.exitcode
+    return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
+
+
+# What follows runs in the worker processes.
+
+_custom: dict[str, Any] = {}
+
+
+def _start(names: Sequence[str], custom: Mapping[str, Any], parent_pid: int) -> None:
+    """Prepare a worker process; what a user's module does wrong is told by `_load`."""
+    os.setpgid(0, 0)
+    # A hanging reward would never see that its parent has ended, so the kernel kills it then.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(1)
+    os.dup2(2, 1)  # what rewards print goes to the log
+    _custom.update(custom)
+    with suppress(RewardError):
+        _load(names)
+
+
+def _load(names: Sequence[str]) -> None:
+    for name in names:
+        _reward(name)
+
+
+@cache
+def _reward(name: str) -> Reward:
+    return load_reward(name)
+
+
+def _score(name: str, request: Mapping[str, Any]) -> _Result:
+    try:
+        value, metrics = _reward(name)({**request, "custom": _custom})
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
+        return None, {}, one_line(error)
+    return value, metrics, ""

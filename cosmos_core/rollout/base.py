@@ -1,45 +1,103 @@
-"""What a rollout engine is, how its random numbers are fixed, and what all engines need.
+"""What a rollout engine is, what it is made of, and what all engines need.
 
-Not here: which engine a recipe gets (`choose`), scoring answers (`rewards`), losses (`algorithms`).
+Not here: which engine a recipe gets (`registry`), how weights reach it (`publish`), what groups are made of its
+completions (`groups`), rewards, losses.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.errors import DataError
-from cosmos_core.types import Completion, Group, Prompt, Sampling
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
+
+Bucket = list[tuple[str, Tensor]]
+"""Some of the weights, whole, by name. Their memory may be used again for the next bucket: an engine copies what it
+keeps."""
+
+WeightFormat = Literal["checkpoint", "module", "shared"]
+"""What an engine takes: weights under the names and in the shapes of a checkpoint, those of the transformers module, or
+none, because it computes with the trainer's own modules."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made of: the one argument of its class."""
+
+    model: PreTrainedModel
+    """The trainer's module. An engine of another format than `shared` reads no more than its config."""
+    tokenizer: PreTrainedTokenizerBase
+    folder: str
+    """Folder or Hub id that the trainer loaded; the engine starts with its weights, as version 0."""
+    rollout: RolloutConfig
+    max_model_len: int
+    """Longest sequence, prompt and completion together."""
+    dtype: torch.dtype
+    """What the engine computes in."""
+    custom: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's `[custom]` table, for an engine of a user's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The acknowledgement of a load."""
+
+    version: int
+    num_tensors: int
+    """Tensors that the engine took."""
 
 
 class Engine(Protocol):
-    """Token ids in, token ids and their log-probabilities out. Generating never moves a global random state."""
+    """Token ids in, token ids and their log-probabilities out. Generating never moves a global random state.
+
+    A user's engine (`rollout.backend = "file.py:Class"`) is a class with these members, called with one
+    `EngineSettings`. Of several ranks each has an engine.
+    """
 
     name: str
+    weight_format: WeightFormat
+    ranks_per_engine: int
+    """Neighbouring ranks that have one engine together and give it the same calls; 1: each has its own."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Answer each prompt `sampling.num_completions` times, in the order of `prompts`.
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """Ask for `sampling.num_completions` completions of each prompt; more may be submitted before they are done.
 
         Raises:
-            DataError: a prompt leaves no room for an answer.
+            DataError: a prompt leaves no room for a completion.
             ConfigError: the engine cannot sample like that.
         """
         ...
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """Take over the trainer's weights under their checkpoint names, forget all caches, return the checksum.
+    def completed(self) -> list[Group]:
+        """Return groups that are done and were not returned before, in any order.
 
-        Raises:
-            StageFailed: the engine does not compute what the trainer computes.
+        Waits until there is one; an empty list means that nothing is in flight.
         """
         ...
 
-    def sleep(self) -> None:
-        """Give back accelerator memory until `wake`."""
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """Replace all weights, bucket by bucket, and forget all caches; nothing is in flight.
+
+        Raises:
+            StageFailed: a tensor is missing, or none of the model's.
+        """
+        ...
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after the first, given those before it, at temperature 1."""
+        ...
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Give back accelerator memory until `wake`; level 2: the weights too, which a load will replace before
+        the next submission."""
         ...
 
     def wake(self) -> None:
@@ -51,21 +109,30 @@ class Engine(Protocol):
         ...
 
 
+def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+    """Return the groups of these prompts in their order: submit, and drain the engine, which has nothing else to do."""
+    engine.submit(prompts, sampling, step)
+    found: dict[int, Group] = {}
+    while groups := engine.completed():
+        found.update((group.prompt.id, group) for group in groups)
+    return [found[prompt.id] for prompt in prompts]
+
+
 def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
-    """Seed of completion `k` of a prompt at a step: the same in every process, whatever else is in the batch."""
+    """Return the seed of completion `k` of a prompt at a step: the same in every process and in every batch."""
     digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: vLLM and torch take a signed 64-bit integer
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer: those of the generation config and of the tokenizer."""
+    """Return the tokens that end a completion: those of the generation config and of the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, (list, tuple)) else [configured]
     return sorted({token for token in [*listed, tokenizer.eos_token_id] if token is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Refuse prompts that leave no room for an answer.
+    """Refuse prompts that leave no room for a completion.
 
     Raises:
         DataError: naming the first of them.
@@ -79,12 +146,48 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
 
 
 def completion(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], logprobs: Sequence[float], *, stopped: bool
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    version: int,
+    is_stopped: bool,
 ) -> Completion:
-    """A finished answer with its text."""
+    """Return a completion of one turn, with its text."""
     return Completion(
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
-        finish_reason="stop" if stopped else "length",
+        segments=(Segment(tuple(token_ids), True, tuple(logprobs), version),),
+        finish_reason="stop" if is_stopped else "length",
         text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
     )
+
+
+class Receiver:
+    """The receiving end of a load: hands out tensors one by one, and remembers what a whole model is.
+
+    A tensor that does not come would leave the weights of another version, or uninitialised memory, in the engine.
+    """
+
+    def __init__(self) -> None:
+        self._expected: frozenset[str] = frozenset()
+        self._names: set[str] = set()
+
+    def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all buckets, each bucket being made when the one before is used up."""
+        self._names = set()
+        for bucket in buckets:
+            for name, tensor in bucket:
+                self._names.add(name)
+                yield name, tensor
+
+    def loaded(self, version: int) -> Loaded:
+        """Return the acknowledgement of what `tensors` has handed out.
+
+        Raises:
+            StageFailed: the first load had other tensors.
+        """
+        self._expected = self._expected or frozenset(self._names)
+        if missing := self._expected - self._names:
+            raise StageFailed(f"weight sync: {len(missing)} tensors did not come, such as {min(missing)}")
+        if unknown := self._names - self._expected:
+            raise StageFailed(f"weight sync: {len(unknown)} tensors came for the first time, such as {min(unknown)}")
+        return Loaded(version, len(self._names))

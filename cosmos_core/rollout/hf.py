@@ -1,76 +1,125 @@
-"""Rollout on the trainer's own transformers module: for models and machines that vLLM does not serve.
+"""Rollout on transformers modules: for models and machines that vLLM does not serve.
 
 A small sampling loop of our own rather than `generate`, because each completion needs a random generator of its own
 and the log-probabilities of the distribution that it was drawn from. No paged cache, no continuous batching: a batch
-runs until its last answer ends.
+runs until its last completion ends.
 
 Shape legend: P prompts, K completions of each, B = P * K rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
-from cosmos_core.rollout.base import check_prompts, completion, request_seed, stop_token_ids
-from cosmos_core.rollout.weights import checksum
+from cosmos_core.errors import StageFailed
+from cosmos_core.models.hf import load_model
+from cosmos_core.models.scorer import sequence_logprobs
+from cosmos_core.parallel.mesh import is_alone
+from cosmos_core.rollout.base import (
+    Bucket,
+    EngineSettings,
+    Loaded,
+    Receiver,
+    WeightFormat,
+    check_prompts,
+    completion,
+    request_seed,
+    stop_token_ids,
+)
 from cosmos_core.types import Group, Prompt, Sampling
 
 
 class HfEngine:
-    """Samples from the module that is being trained, so there is nothing to load and nothing to put to sleep."""
+    """Samples from the module that is being trained, so there is nothing to load and nothing to put to sleep; of a
+    mesh, whose modules each hold a part, from a replica."""
 
     name = "hf"
+    ranks_per_engine = 1
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_model_len: int, dtype: torch.dtype
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._dtype = dtype
-        self._stop_ids = stop_token_ids(model, tokenizer)
+    def __init__(self, settings: EngineSettings) -> None:
+        self.weight_format: WeightFormat = "shared" if is_alone() else "module"
+        self._model = settings.model if is_alone() else _replica(settings)
+        self._tokenizer = settings.tokenizer
+        self._max_model_len = settings.max_model_len
+        self._dtype = settings.dtype
+        self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._version = 0
+        self._receiver = Receiver()
+        self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """See `Engine.generate`."""
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """See `Engine.submit`; what is submitted together is one batch."""
         check_prompts(prompts, self._max_model_len)
-        if not prompts:
+        if prompts:
+            self._waiting.append((prompts, sampling, step))
+
+    def completed(self) -> list[Group]:
+        """See `Engine.completed`; generates the oldest batch."""
+        if not self._waiting:
             return []
-        model, was_training = self._model, self._model.training
-        nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")  # a copy of what ranks share is on the CPU
-        model.eval()  # dropout off, and the recomputation of gradient checkpointing, which forbids a cache
-        try:
-            with torch.no_grad(), torch.autocast(model.device.type, self._dtype, enabled=self._dtype != model.dtype):
-                tokens_BT, logprobs_BT, lengths_B = self._sample(prompts, sampling, step)
-        finally:
-            model.train(was_training)
+        prompts, sampling, step = self._waiting.popleft()
+        with self._inference():
+            tokens_BT, logprobs_BT, lengths_B = self._sample(prompts, sampling, step)
         rows = []
         for tokens, logprobs, length in zip(tokens_BT.tolist(), logprobs_BT.tolist(), lengths_B.tolist(), strict=True):
-            stopped = tokens[length - 1] in self._stop_ids
-            rows.append(completion(self._tokenizer, tokens[:length], logprobs[:length], stopped=stopped))
+            is_stopped = tokens[length - 1] in self._stop_ids
+            rows.append(
+                completion(
+                    self._tokenizer, tokens[:length], logprobs[:length], version=self._version, is_stopped=is_stopped
+                )
+            )
         k = sampling.num_completions
-        return [Group(p, tuple(rows[i * k : (i + 1) * k]), self._version) for i, p in enumerate(prompts)]
+        return [Group(p, tuple(rows[i * k : (i + 1) * k]), step) for i, p in enumerate(prompts)]
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """See `Engine.load_weights`; the module is shared, so only version and checksum are taken."""
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """See `Engine.load_weights`; no tensor comes when the module is the trainer's."""
         self._version = version
-        return checksum(weights)
+        if self.weight_format == "shared":
+            return Loaded(version, 0)
+        own = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in self._receiver.tensors(buckets):
+                if name not in own or own[name].shape != tensor.shape:
+                    raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
+                own[name].copy_(tensor)
+        return self._receiver.loaded(version)
 
-    def sleep(self) -> None:
-        """Nothing: the module belongs to the trainer."""
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`."""
+        input_ids = torch.tensor([list(token_ids)], device=self._model.device)
+        with self._inference():
+            found: list[float] = sequence_logprobs(self._model, input_ids, torch.ones_like(input_ids))[0].tolist()
+        return found
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """See `Engine.sleep`; the module stays where it is."""
 
     def wake(self) -> None:
-        """Nothing: see `sleep`."""
+        """See `Engine.wake`; there is nothing to do."""
 
     def close(self) -> None:
-        """Nothing: see `sleep`."""
+        """See `Engine.close`; memory is freed with the last reference."""
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Switch dropout off, and the recomputation of gradient checkpointing, which forbids a cache."""
+        model, was_training = self._model, self._model.training
+        model.eval()
+        try:
+            with torch.no_grad(), torch.autocast(model.device.type, self._dtype, enabled=self._dtype != model.dtype):
+                yield
+        finally:
+            model.train(was_training)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and log-probabilities BT, zeros behind each row's length B."""
+        """Return tokens and log-probabilities BT, of which those beyond each row's length B mean nothing."""
         device, k = self._model.device, sampling.num_completions
         input_ids_PT, mask_PT = self._left_padded(prompts)
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
@@ -97,7 +146,7 @@ class HfEngine:
                 break
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
-            positions_B = positions_B + alive_B  # an ended row stays where it is: a table of positions may be full
+            positions_B = positions_B + alive_B  # an ended row keeps its position: a table of positions may be full
             logits_BV = self._forward(tokens_B.unsqueeze(-1), mask_BT, positions_B.unsqueeze(-1), cache)
         return torch.stack(tokens, -1), torch.stack(logprobs, -1), lengths_B
 
@@ -110,7 +159,7 @@ class HfEngine:
         return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits of the last position of each row."""
+        """Return the logits of the last position of each row."""
         output = self._model(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
             use_cache=True, logits_to_keep=1,
@@ -118,10 +167,18 @@ class HfEngine:
         return output.logits[:, -1]
 
 
-def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities after repetition penalty, temperature, top-k and top-p, in the order of vLLM: BV, float32.
+def _replica(settings: EngineSettings) -> PreTrainedModel:
+    """Load a whole model beside a part of the trainer's: the plain model, into which adapters come merged."""
+    trained = settings.model
+    replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)
+    nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
+    return replica.requires_grad_(False)
 
-    `seen_BV` marks the tokens of prompt and answer so far; positive logits of these are divided by the penalty,
+
+def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Return log-probabilities after repetition penalty, temperature, top-k and top-p, in vLLM's order: BV, float32.
+
+    `seen_BV` marks the tokens of prompt and completion so far; positive logits of these are divided by the penalty,
     negative ones multiplied (CTRL, arXiv 1909.05858). At temperature 0 only the penalty applies.
     """
     logits_BV = logits_BV.float()
@@ -144,14 +201,14 @@ def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -
 
 
 def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Invert the cumulative distribution at one uniform number a row, in float64: token ids B."""
+    """Invert the cumulative distribution at one uniform number per row, in float64: token ids B."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)
 
 
 def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Tensor:
-    """One uniform number a token, from a generator of each completion's own: BT, float64."""
+    """Draw one uniform number per token, from a generator of each completion's own: BT, float64."""
     rows = []
     for prompt in prompts:
         for k in range(sampling.num_completions):
@@ -161,6 +218,6 @@ def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Tenso
 
 
 def _seen(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens a prompt holds, padding left out: PV."""
+    """Mark the tokens that a prompt holds, padding left out: PV."""
     counts_PV = torch.zeros(len(input_ids_PT), vocab_size, dtype=mask_PT.dtype, device=input_ids_PT.device)
     return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT) > 0

@@ -1,7 +1,9 @@
 """Rollout with vLLM inside the trainer's process, on a GPU or with the CPU build.
 
 In this process, because then weights are handed over by reference and no child can outlive the stage. vLLM changes
-much of the process that it starts in; `_process_kept` undoes that. Engines on other machines are not here.
+much of the process that it starts in; `_process_kept` undoes that. Engines on other machines are not here, and neither
+is vLLM's own weight transfer: its backends (NCCL, CUDA IPC) carry weights between processes, and CUDA cannot open an
+IPC handle in the process that made it. What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one.
 """
 
 from __future__ import annotations
@@ -12,19 +14,27 @@ import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import is_alone
-from cosmos_core.rollout.base import check_prompts, completion, request_seed, stop_token_ids
-from cosmos_core.rollout.weights import check_norms, check_probe, checksum, probe_tokens
-from cosmos_core.types import Group, Prompt, Sampling
+from cosmos_core.rollout.base import (
+    Bucket,
+    EngineSettings,
+    Loaded,
+    Receiver,
+    WeightFormat,
+    check_prompts,
+    completion,
+    request_seed,
+    stop_token_ids,
+)
+from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -39,74 +49,95 @@ _CPU_ENVIRONMENT = {
 _TEMPERATURES = (0.01, 2.0)  # below, vLLM samples at 0.01 without an error; above, it raises one of its own
 
 
+@dataclass
+class _Unfinished:
+    """A group of which some completions are not done."""
+
+    prompt: Prompt
+    num_completions: int
+    step: int
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+
 class VllmEngine:
-    """One vLLM `LLM` and the trainer's module, whose log-probabilities every weight sync is checked against."""
+    """One vLLM `LLM`, with one request per completion, so that each has a seed of its own."""
 
     name = "vllm"
+    weight_format: WeightFormat = "checkpoint"
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        folder: str,
-        rollout: RolloutConfig,
-        *,
-        max_model_len: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._dtype = dtype
-        self._stop_ids = stop_token_ids(model, tokenizer)
+    def __init__(self, settings: EngineSettings) -> None:
+        self.ranks_per_engine = settings.rollout.parallelism.tp_size
+        self._tokenizer = settings.tokenizer
+        self._max_model_len = settings.max_model_len
+        self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._version = 0
         self._is_asleep = False
+        self._receiver = Receiver()
+        self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
         self._owns_process_group = not torch.distributed.is_initialized()
         _set_environment()
         with _process_kept():
             self._vllm = _import_vllm()
-            _check_head_size(model, folder)
+            _check_head_size(settings.model, settings.folder)
             try:
-                self._llm = self._vllm.LLM(**_engine_arguments(model, folder, rollout, max_model_len, dtype))
+                self._llm = self._vllm.LLM(**_engine_arguments(settings))
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
-                raise ConfigError(f"vLLM refuses {folder!r}: {reason}; or set rollout.backend = 'hf'") from error
+                raise ConfigError(
+                    f"vLLM refuses {settings.folder!r}: {reason}; or set rollout.backend = 'hf'"
+                ) from error
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """See `Engine.generate`; one request a completion, so that each has a seed of its own."""
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """See `Engine.submit`."""
         check_prompts(prompts, self._max_model_len)
-        k = sampling.num_completions
-        tokens = [self._vllm.TokensPrompt(prompt_token_ids=list(p.token_ids)) for p in prompts for _ in range(k)]
+        groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
+        requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
+        tokens = [self._vllm.TokensPrompt(prompt_token_ids=list(g.prompt.token_ids)) for g, _ in requests]
         parameters = [
-            self._parameters(sampling, request_seed(sampling.seed, step, p.id, i)) for p in prompts for i in range(k)
+            self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
         with _process_kept():
-            self._llm.reset_prefix_cache()  # what was asked before must not decide which kernels run now
-            outputs = [request.outputs[0] for request in self._llm.generate(tokens, parameters, use_tqdm=False)]
-        rows = [
-            completion(
-                self._tokenizer, output.token_ids, output.logprobs.logprobs, stopped=output.finish_reason == "stop"
-            )
-            for output in outputs
-        ]
-        return [Group(p, tuple(rows[i * k : (i + 1) * k]), self._version) for i, p in enumerate(prompts)]
+            if not self._in_flight:
+                self._llm.reset_prefix_cache()  # what was asked before must not decide which kernels run now
+            ids = self._llm.enqueue(tokens, parameters, use_tqdm=False)
+        # What comes back has the number of the request alone; vLLM appends random characters to it inside.
+        self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """See `Engine.load_weights`; tied weights must come under both names."""
-        sent = dict(weights)
+    def completed(self) -> list[Group]:
+        """See `Engine.completed`."""
+        done: list[Group] = []
+        with _process_kept():
+            while self._in_flight and not done:
+                done = [group for output in self._llm.llm_engine.step() for group in self._ended(output)]
+        return done
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """See `Engine.load_weights`; tied weights must come under both names.
+
+        vLLM takes one tensor at a time, and keeps those of a layer until it has all of them.
+        """
+        assert not self._in_flight, "a sequence would be of two versions"
         self.wake()
         with _process_kept():
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sent.items())})
+            weights = self._receiver.tensors(buckets)
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             self._llm.reset_prefix_cache()
-            self._llm.apply_model(lambda engine_model: check_norms(sent, dict(engine_model.named_parameters())))
-            self._check_against_trainer()
         self._version = version
-        return checksum(sent.items())
+        return self._receiver.loaded(version)
 
-    def sleep(self) -> None:
-        """See `Engine.sleep`; the CPU build has nothing to give back."""
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`; nothing is in flight."""
+        parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
+        with _process_kept():
+            [request] = self._llm.generate([prompt], parameters, use_tqdm=False)
+        scored = zip(token_ids[1:], request.prompt_logprobs[1:], strict=True)
+        return [logprobs[token].logprob for token, logprobs in scored]
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """See `Engine.sleep`; level 1 moves the weights to the host, and the CPU build has nothing to give back."""
         if torch.cuda.is_available() and not self._is_asleep:
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=level)
             self._is_asleep = True
 
     def wake(self) -> None:
@@ -121,6 +152,20 @@ class VllmEngine:
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
+    def _ended(self, request: Any) -> Iterator[Group]:
+        """Take the completion of a request that has ended, and give its group if that was the last of it."""
+        if not request.finished:
+            return
+        group, k = self._in_flight.pop(request.request_id)
+        [output] = request.outputs
+        group.completions[k] = completion(
+            self._tokenizer, output.token_ids, output.logprobs.logprobs,
+            version=self._version, is_stopped=output.finish_reason == "stop",
+        )  # fmt: skip
+        if len(group.completions) == group.num_completions:
+            ordered = tuple(group.completions[i] for i in range(group.num_completions))
+            yield Group(group.prompt, ordered, group.step)
+
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         low, high = _TEMPERATURES
         if sampling.temperature != 0 and not low <= sampling.temperature <= high:
@@ -133,14 +178,6 @@ class VllmEngine:
             repetition_penalty=sampling.repetition_penalty, max_tokens=sampling.max_tokens, seed=seed,
             stop_token_ids=self._stop_ids, logprobs=0, flat_logprobs=True, detokenize=False,
         )  # fmt: skip
-
-    def _check_against_trainer(self) -> None:
-        probe = probe_tokens(self._model.config.get_text_config().vocab_size, self._max_model_len)
-        parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        prompt = self._vllm.TokensPrompt(prompt_token_ids=probe)
-        [request] = self._llm.generate([prompt], parameters, use_tqdm=False)
-        scored = zip(probe[1:], request.prompt_logprobs[1:], strict=True)
-        check_probe(self._model, probe, [logprobs[token].logprob for token, logprobs in scored], self._dtype)
 
 
 def _set_environment() -> None:
@@ -177,16 +214,15 @@ def _check_head_size(model: PreTrainedModel, folder: str) -> None:
         )
 
 
-def _engine_arguments(
-    model: PreTrainedModel, folder: str, rollout: RolloutConfig, max_model_len: int, dtype: torch.dtype
-) -> dict[str, Any]:
+def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    rollout, has_gpu = settings.rollout, torch.cuda.is_available()
     arguments: dict[str, Any] = {
-        "model": folder,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
+        "model": settings.folder,
+        "revision": getattr(settings.model.config, "_commit_hash", None),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "max_model_len": settings.max_model_len,
         "tensor_parallel_size": rollout.parallelism.tp_size,
-        "enforce_eager": rollout.enforce_eager,
+        "enforce_eager": rollout.enforce_eager or not has_gpu,  # there are no CUDA graphs to capture on CPU
         # Beside a process group of the trainer's, the engine of each rank makes groups of its own.
         "distributed_executor_backend": "uni" if is_alone() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # of the distribution that a token was drawn from
@@ -195,7 +231,7 @@ def _engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if torch.cuda.is_available():
+    if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     return arguments
 

@@ -21,14 +21,16 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.digests import Digests
-from cosmos_core.run.files import read_json, write_json, write_text
+from cosmos_core.run.digests import Digests, shared_digests
+from cosmos_core.run.files import SHARED, read_json, write_json, write_text
 from cosmos_core.run.fingerprint import stage_facts, threads
+from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
 from cosmos_core.types import StageKind
 
 PIPELINE = "pipeline.toml"
+RUNS = "runs.json"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -39,31 +41,33 @@ class Run:
     path: Path
     pipeline: Pipeline
     kinds: dict[str, StageKind]
+    verify: bool = False
+    """Whether files are hashed again instead of trusting their size, times and inode."""
 
     @property
     def id(self) -> str:
-        """`YYYYmmddHHMMSS`, with a suffix where two began in the same second."""
+        """Return `YYYYmmddHHMMSS`, with a suffix where two began in the same second."""
         return self.path.name
 
     @property
     def output_dir(self) -> Path:
-        """Folder of all runs, with what they share: digests, fingerprints, locks."""
+        """Return the folder of all runs, with what they share: digests, fingerprints, locks."""
         return self.path.parent
 
     @cached_property
     def digests(self) -> Digests:
-        """Shared cache of content digests."""
-        return Digests(self.output_dir / ".cosmos" / "digests.json")
+        """Return the cache of content digests that all runs share."""
+        return shared_digests(self.output_dir, thorough=self.verify)
 
     def stage_path(self, name: str) -> Path:
-        """Folder of a stage."""
+        """Return the folder of a stage."""
         return self.path / "stages" / name
 
 
 def create_run(
     pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
 ) -> Run:
-    """Make the directory of a new run; nothing is made when the pipeline cannot run here.
+    """Make the directory of a new run; make nothing when the pipeline cannot run here.
 
     Raises:
         ConfigError: this version cannot do what is asked, the output folder cannot be written, or `run_id` is no name.
@@ -71,8 +75,10 @@ def create_run(
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    # Fixed for the run, so that it can be resumed on a machine with another number of cores.
-    pipeline = replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)}))
+    # Fixed for the run, so that it can be resumed on a machine with another number of cores, and after the models and
+    # data sets that it names on the Hub have moved on.
+    given = pipeline
+    pipeline = pinned(replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)})))
     output_dir = writable(pipeline.output_dir)
     path = _unused(output_dir, run_id or _timestamp(pipeline))
     write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
@@ -89,6 +95,7 @@ def create_run(
         "versions": stage_facts(pipeline).versions,
         "seeds": seeds,
         "kinds": {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
+        "fixed": {key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
     }
     write_json(path / "run.json", facts)
     _list_run(output_dir, facts)
@@ -98,7 +105,7 @@ def create_run(
 def open_or_create_run(
     pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
 ) -> Run:
-    """The existing run `run_id` of this pipeline, to go on with, or a new one.
+    """Return the existing run `run_id` of this pipeline, to go on with, or a new one.
 
     Raises:
         ConfigError: that run was made with other settings, or as `create_run`.
@@ -126,7 +133,7 @@ def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
 
 
 def claim(run: Run) -> Lock:
-    """The right to run the stages of `run`, until released or until this process ends.
+    """Take the right to run the stages of `run`, until released or until this process ends.
 
     Raises:
         ConfigError: another process has it.
@@ -141,7 +148,7 @@ def claim(run: Run) -> Lock:
 
 
 def find_run(name: str, output_dir: Path) -> Path:
-    """The directory of a run given by path or by id; `latest` and an empty name mean the newest.
+    """Return the directory of a run given by path or by id; `latest` and an empty name mean the newest.
 
     Raises:
         ConfigError: there is no such run; the message lists the newest ones.
@@ -171,7 +178,7 @@ def supersede(stage_path: Path) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if need be, absolute.
+    """Return the folder, made if need be, as an absolute path.
 
     Raises:
         ConfigError: it cannot be made or written.
@@ -214,11 +221,11 @@ def _began(pipeline_file: Path) -> tuple[float, str]:
 
 
 def _list_run(output_dir: Path, facts: dict[str, Any]) -> None:
-    with Lock(output_dir / ".cosmos" / "runs.lock") as lock:
+    with Lock(output_dir / SHARED / "runs.lock") as lock:
         lock.acquire()
-        runs = read_json(output_dir / "runs.json") or []
+        runs = read_json(output_dir / RUNS) or []
         runs.append({key: facts[key] for key in ("run_id", "pipeline", "started")})
-        write_json(output_dir / "runs.json", runs)
+        write_json(output_dir / RUNS, runs)
 
 
 def _git_commit() -> str:
@@ -230,11 +237,17 @@ def _git_commit() -> str:
 
 
 def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
-    saved, given = _flat(read_toml(run_path / PIPELINE)), _flat(pipeline.as_toml())
-    if pipeline.config.threads is None:
-        saved.pop("pipeline.threads", None)  # filled in when the run was made
-    return sorted(key for key in {*saved, *given} if saved.get(key) != given.get(key))
+    """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
+    facts = read_json(run_path / "run.json")
+    fixed = facts.get("fixed") if isinstance(facts, dict) else None  # when the run was made, with the values as given
+    changes = _changes(pipeline, read_toml(run_path / PIPELINE))
+    return [key for key, (given, _) in changes.items() if not (fixed and key in fixed and fixed[key] == given)]
+
+
+def _changes(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys with other values in what was saved: (in the pipeline, there)."""
+    old, new = _flat(pipeline.as_toml()), _flat(saved)
+    return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

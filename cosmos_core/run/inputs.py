@@ -18,14 +18,16 @@ from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
 from cosmos_core.facts import facts_of_workers
 from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
+from cosmos_core.run.content import files_of_model
 from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def check_inputs(pipeline: Pipeline) -> None:
-    """Everything that a stage names and that no stage makes is there.
+    """Make sure that everything is there that a stage names and that no stage makes.
 
     Raises:
         ModelError, DataError, RewardError, ConfigError: something is not; the message names stage and key.
@@ -38,7 +40,8 @@ def check_inputs(pipeline: Pipeline) -> None:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
             _check_sinks(recipe, missing)
-            model_source(stage, recipe, kind)
+            if isinstance(model := model_source(stage, recipe, kind), Path):
+                files_of_model(model)
             data_sources(stage, recipe, kind)
             if kind.trains:
                 resume_source(recipe)
@@ -56,7 +59,7 @@ def check_inputs(pipeline: Pipeline) -> None:
 
 
 def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | str | None:
-    """Folder of the model, its name on the Hub or `stage:NAME`; None: the stage reads no model.
+    """Return the folder of the model, its name on the Hub or `stage:NAME`; None: the stage reads no model.
 
     Raises:
         ModelError: it can only be a folder, and there is none.
@@ -74,18 +77,21 @@ def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
 
 
 def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Path | str]:
-    """Files, folders and Hub names of the rows that the stage reads itself; those of other stages left out.
+    """Return the files, folders and Hub names of the rows that the stage reads and no other stage makes.
 
     Raises:
         DataError: one can only be a file or folder, and there is none.
     """
+    annotations = "custom.dataset.annotation_path"
     named = {"data": stage.data}
+    if stage.entry and existing(media_of(recipe).annotation_path, Path.cwd()):
+        named[annotations] = media_of(recipe).annotation_path
     if kind.reads_data == "source":
         if not stage.data:
             media = media_of(recipe)
             named = {
                 "train.train_policy.dataset.name": recipe.train.train_policy.dataset.name,
-                "custom.dataset.annotation_path": media.annotation_path,
+                annotations: media.annotation_path,
             }
             if not any(named.values()):
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
@@ -97,14 +103,37 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
         if not name or source_of(name) is not None:
             continue
         path = existing(name, Path.cwd())
-        if path is None and (_looks_like_path(name) or Path(name).suffix in _DATA_SUFFIXES):
+        if path is None and (
+            key in {"data", annotations} or _looks_like_path(name) or Path(name).suffix in _DATA_SUFFIXES
+        ):
             raise DataError(f"{key} = {name!r}: no such file or folder")
+        if path is not None and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{key} = {name!r} is neither a file nor a folder; rows cannot be read twice from it")
         found.append(path or name)
     return found
 
 
+def media_folder(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | None:
+    """Return the folder that the images of the rows are relative to, where the stage reads or is handed them.
+
+    None: there is none, or the model is known to read text alone. Where that is not known beforehand, as of a model on
+    the Hub, training still notices an image that changed: prepared rows hold the digest of each.
+    """
+    if not (kind.reads_data == "source" or stage.entry):
+        return None
+    media = media_of(recipe)
+    if media.media_path:
+        return existing(media.media_path, Path.cwd())
+    rows = media.annotation_path
+    model = model_source(stage, recipe, kind)
+    if isinstance(model, Path) and any((model / name).is_file() for name in _PROCESSOR_FILES):
+        rows = rows or stage.data or recipe.train.train_policy.dataset.name
+    found = existing(rows, Path.cwd()) if rows else None
+    return found.parent if found is not None and found.is_file() else found
+
+
 def resume_source(recipe: Recipe) -> Path | None:
-    """The checkpoint that `train.resume` names.
+    """Return the checkpoint that `train.resume` names.
 
     Raises:
         ModelError: there is none, or it is one of Cosmos-RL.
@@ -125,7 +154,7 @@ def resume_source(recipe: Recipe) -> Path | None:
 
 
 def adapter_source(recipe: Recipe) -> Path | None:
-    """The adapter that `policy.lora.lora_path` names.
+    """Return the adapter that `policy.lora.lora_path` names.
 
     Raises:
         ModelError: there is none.
@@ -142,7 +171,7 @@ def adapter_source(recipe: Recipe) -> Path | None:
 
 
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
-    """Packages whose kernels a training computes with, to the setting that asks for them."""
+    """Return the packages whose kernels a training computes with, each with the setting that asks for it."""
     train, found = recipe.train, {}
     if train.optm_name.endswith("8bit"):
         found["torchao"] = f"train.optm_name = {train.optm_name!r}"
@@ -159,7 +188,7 @@ def _gpu_kernels(recipe: Recipe) -> dict[str, str]:
 
 
 def reward_names(recipe: Recipe) -> dict[str, str]:
-    """Rewards that a stage with this recipe may call, by their key in the recipe."""
+    """Return the rewards that a stage with this recipe may call, by their key in the recipe."""
     policy = recipe.train.train_policy
     trained = policy.reward_function if policy.type == "grpo" else {}
     return {f"train.train_policy.reward_function.{name}": name for name in trained} | {

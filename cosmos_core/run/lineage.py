@@ -27,7 +27,7 @@ class Link:
 
 
 def lineage(stage_path: Path, depth: int = 0) -> list[Link]:
-    """The stage and everything that it was made from, inputs after their user.
+    """Return the stage and everything that it was made from, inputs after their user.
 
     Raises:
         ConfigError: the stage has no result.
@@ -59,7 +59,7 @@ def lineage(stage_path: Path, depth: int = 0) -> list[Link]:
 
 
 def stage_of(path: Path) -> Path:
-    """The stage directory that a path lies in: a stage, an exported or published model, or a run (its last model).
+    """Return the stage directory that a path lies in: a stage, a model of one, or a run (its last model).
 
     Raises:
         ConfigError: the path belongs to no run.

@@ -58,7 +58,7 @@ def commit(
 
 
 def digest_of(result: Result) -> str:
-    """One digest over all that a stage behind may read: files, figures (but not how long things took) and info."""
+    """Return one digest over all that later stages may read: files, metrics (but not how long things took) and info."""
     files = sorted(f"{file['path']}\0{file['sha256']}" for file in result["outputs"])
     metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "throughput/"))}
     text = json.dumps([files, metrics, result["info"]], sort_keys=True)
@@ -76,16 +76,17 @@ def _check_outcome(outcome: Outcome, name: str) -> None:
 
 
 def read_result(stage_path: Path) -> Result | None:
-    """The manifest of a stage; None when it has not finished, or its manifest was damaged."""
+    """Return the manifest of a stage; None when it has not finished, or its manifest was damaged."""
     result = read_json(stage_path / RESULT)
     return result if isinstance(result, dict) and result.keys() >= _KEYS and _has_records(result["outputs"]) else None
 
 
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
-    """What is wrong with the outputs of a finished stage; None when they are what was committed.
+    """Return what is wrong with the outputs of a finished stage; None when they are what was committed.
 
-    Size, modification time and inode as recorded are trusted; when one differs, or when `thorough`, the content
-    is hashed again. A file that was only touched or copied has its record renewed.
+    Size, modification time and inode as recorded are trusted (the last change of the inode is not recorded: each run
+    that links to the file is one); when one differs, or when `thorough`, the content is hashed again. A file that was
+    only touched or copied has its record renewed.
     """
     renewed = False
     for record in result["outputs"]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.run.digests import Digests
-from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.directory import RUNS
+from cosmos_core.run.files import SHARED, read_json, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
 from cosmos_core.run.manifest import Result, problem, read_result
 from cosmos_core.types import StageKind
 
-SHARED = ".cosmos"
 FINGERPRINT = "fingerprint.json"
 
 
@@ -30,57 +30,55 @@ class Decision:
 
 
 def fingerprint_folder(output_dir: Path, value: str) -> Path:
-    """Where finished stages with this fingerprint are listed, and locked while one is being made."""
+    """Return where finished stages with this fingerprint are listed, and locked while one is being made."""
     return output_dir / SHARED / "fingerprints" / value
 
 
 def register(output_dir: Path, stage_path: Path, value: str) -> None:
-    """List a finished stage under its fingerprint, for other runs to find."""
+    """List a finished stage under its fingerprint, for other runs to find; an entry that is lost costs time only."""
     folder = fingerprint_folder(output_dir, value)
     folder.mkdir(parents=True, exist_ok=True)
-    place = stage_path.relative_to(output_dir)
-    write_json(folder / f"{place.parts[0]}.{stage_path.name}.json", {"stage": str(place)})
+    relative = stage_path.relative_to(output_dir)
+    write_json(folder / f"{relative.parts[0]}.{stage_path.name}.json", {"stage": str(relative)}, durable=False)
 
 
 def decide(
-    output_dir: Path, stage_path: Path | None, print_: Fingerprint, *, is_reusable: bool = True, thorough: bool = False
-) -> Decision:
-    """What to do with a stage whose fingerprint is known; `stage_path` is None when the run does not exist yet."""
-    if not is_reusable:
-        return Decision("run", "looks at the outside world, so it runs each time")
+    output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, thorough: bool = False
+) -> Decision | None:
+    """Return what to do with a stage that was made with this fingerprint; None: it never was.
+
+    `stage_path` is where its run keeps it; None: the run does not exist yet.
+    """
     damage = ""
     if stage_path is not None:
         result = read_result(stage_path)
-        if result is not None and result["fingerprint"] == print_.value:
+        if result is not None and result["fingerprint"] == expected.value:
             damage = problem(stage_path, result, thorough=thorough) or ""
             if not damage:
                 return Decision("reuse", "done in this run", stage_path, result)
-    for other in _finished(output_dir, print_.value):
+    for other in _finished(output_dir, expected.value):
         result = read_result(other)
-        if other != stage_path and result is not None and result["fingerprint"] == print_.value:
+        if other != stage_path and result is not None and result["fingerprint"] == expected.value:
             found = problem(other, result, thorough=thorough)
             if not found:
                 return Decision("adopt", f"same fingerprint as {_run_of(other)}", other, result)
             damage = damage or f"{_run_of(other)}: {found}"
-    if damage:
-        return Decision("run", f"made before, but {damage}")
-    return Decision("run", _why_new(output_dir, stage_path, print_))
+    return Decision("run", f"made before, but {damage}") if damage else None
 
 
 def plan(
     pipeline: Pipeline,
     kinds: Mapping[str, StageKind],
     output_dir: Path,
-    run_path: Path | None = None,
     *,
     thorough: bool = False,
 ) -> dict[str, Decision]:
-    """A decision for every stage, in topological order, without touching anything.
+    """Decide for every stage, in topological order, without touching anything.
 
     Raises:
         ConfigError, ModelError, DataError: an input of a stage is missing.
     """
-    digests = Digests(output_dir / SHARED / "digests.json")
+    digests = shared_digests(output_dir, thorough=thorough)
     decisions: dict[str, Decision] = {}
     for stage in pipeline.stages:
         kind = kinds[stage.kind]
@@ -90,21 +88,19 @@ def plan(
             decisions[stage.name] = Decision(action, f"after {', '.join(unknown)}")
             continue
         upstream = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
-        print_ = fingerprint(pipeline, stage, kind, upstream, digests)
-        path = run_path / "stages" / stage.name if run_path else None
-        decisions[stage.name] = decide(output_dir, path, print_, is_reusable=kind.is_reusable, thorough=thorough)
+        if not kind.is_reusable:
+            decisions[stage.name] = Decision("run", "looks at the outside world, so it runs each time")
+            continue
+        found = fingerprint(pipeline, stage, kind, upstream, digests)
+        decisions[stage.name] = decide(output_dir, None, found, thorough=thorough) or Decision(
+            "run", _why_new(output_dir, pipeline.config.name, stage.name, found)
+        )
     return decisions
 
 
-def save_fingerprint(stage_path: Path, print_: Fingerprint) -> None:
+def save_fingerprint(stage_path: Path, value: Fingerprint) -> None:
     """Keep what went into the fingerprint, so that a later run can say what changed."""
-    write_json(stage_path / FINGERPRINT, {"value": print_.value, "ingredients": print_.ingredients})
-
-
-def saved_fingerprint(stage_path: Path) -> str | None:
-    """The fingerprint that the content of a stage directory belongs to."""
-    found = read_json(stage_path / FINGERPRINT)
-    return found.get("value") if isinstance(found, dict) else None
+    write_json(stage_path / FINGERPRINT, {"value": value.value, "ingredients": value.ingredients})
 
 
 def _finished(output_dir: Path, value: str) -> list[Path]:
@@ -117,21 +113,17 @@ def _run_of(stage_path: Path) -> str:
     return f"run {stage_path.parent.parent.name}"
 
 
-def _why_new(output_dir: Path, stage_path: Path | None, print_: Fingerprint) -> str:
-    """The difference to the newest stage of the same kind and name, or that there is none."""
-    name = stage_path.name if stage_path else None
-    newest: tuple[str, dict[str, object]] | None = None
-    for file in sorted(output_dir.glob(f"*/stages/{name or '*'}/{FINGERPRINT}")):
-        saved = read_json(file)
+def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
+    """The difference to the stage of that name in the newest run of the pipeline that began it, or that none did."""
+    runs = read_json(output_dir / RUNS)
+    for run in reversed(runs if isinstance(runs, list) else []):
+        if not isinstance(run, dict) or run.get("pipeline") != pipeline:
+            continue
+        saved = read_json(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
         if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
             continue
-        same_kind = saved["ingredients"].get("kind") == print_.ingredients["kind"]
-        if same_kind and saved.get("value") != print_.value:
-            newest = (_run_of(file.parent), saved["ingredients"])
-        elif same_kind and file.parent == stage_path:
-            return "unfinished in this run"
-    if newest is None:
-        return "never made before"
-    difference = print_.difference(newest[1])
-    more = f" and {len(difference) - 2} more" if len(difference) > 2 else ""
-    return f"changed since {newest[0]}: {'; '.join(difference[:2])}{more}"
+        difference = current.difference(saved["ingredients"])
+        more = f" and {len(difference) - 2} more" if len(difference) > 2 else ""
+        since = f"changed since run {run['run_id']}: {'; '.join(difference[:2])}{more}"
+        return since if difference else f"unfinished in run {run['run_id']}"
+    return "never made before"

@@ -60,7 +60,7 @@ class Progress:
         self._write(force=True)
 
     def beat(self) -> None:
-        """Still alive, nothing new."""
+        """Say that the worker is alive and has nothing new."""
         self._write(force=False)
 
     def _write(self, *, force: bool) -> None:
@@ -82,7 +82,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Append the figures of one step."""
+        """Append the metrics of one step."""
         line = {"step": step, "time": time.time(), **values}
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -105,15 +105,38 @@ class Metrics:
         os.replace(temporary, self.path)
 
 
+class MetricsReader:
+    """The lines of a `metrics.jsonl` that grows, each read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode = -1
+        self.lines: list[dict[str, Any]] = []
+
+    def update(self) -> list[dict[str, Any]]:
+        """Return all lines there are by now; one that a kill has cut, or that is no such line, is passed over."""
+        if not self._path.exists():
+            return self.lines
+        with open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:  # cut back when a checkpoint was resumed
+                self._inode, self._offset, self.lines = status.st_ino, 0, []
+            file.seek(self._offset)
+            new, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(new) + len(newline)
+        self.lines += filter(None, map(_line, new.decode(errors="replace").splitlines()))
+        return self.lines
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
-    lines = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(line, dict) and "step" in line:
-                lines.append(line)
-    return lines
+    """Return the lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
+    return MetricsReader(path).update()
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and "step" in line else None

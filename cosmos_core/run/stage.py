@@ -39,29 +39,29 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name in the pipeline."""
+        """Return the name in the pipeline."""
         return self.config.name
 
     @property
     def run_path(self) -> Path:
-        """`<output_dir>/<run_id>`."""
+        """Return `<output_dir>/<run_id>`."""
         return self.path.parent.parent
 
     @property
     def seed(self) -> int:
-        """Of initialisation, order and sampling."""
+        """Return the seed of initialisation, order and sampling."""
         seed = self.recipe.train.seed
         assert seed is not None  # the schema fills in the default
         return seed
 
     @cached_property
     def progress(self) -> Progress:
-        """Heartbeat and progress line."""
+        """Return what takes the heartbeat and the progress line."""
         return Progress(self.path / "progress.json")
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Curves."""
+        """Return what takes the metrics of each step."""
         return Metrics(self.path / "metrics.jsonl")
 
 

@@ -10,20 +10,24 @@ from typing import Any
 from cosmos_core.run.files import read_json, write_json
 
 State = dict[str, Any]
+FINISHED = frozenset({"done", "reused"})
 FRESH: State = {"state": "waiting", "attempt": 0, "failures": 0, "worker_seconds": 0.0, "checkpoint_step": None}
 
 
 def read_state(stage_path: Path) -> State:
-    """The state of a stage; a stage that nobody touched is waiting."""
+    """Return the state of a stage; one that nobody touched is waiting."""
     found = read_json(stage_path / "state.json")
     return {**FRESH, **found} if isinstance(found, dict) else dict(FRESH)
 
 
 def update_state(stage_path: Path, **changes: Any) -> State:
-    """Replace some values of the state in one rename."""
+    """Replace some values of the state in one rename.
+
+    It does not wait for the disk, ten times a stage: a kill loses nothing, and a power cut ends what it speaks of.
+    """
     stage_path.mkdir(parents=True, exist_ok=True)
     state = {**read_state(stage_path), **changes}
-    write_json(stage_path / "state.json", state)
+    write_json(stage_path / "state.json", state, durable=False)
     return state
 
 

@@ -7,7 +7,6 @@ import json
 import torch
 from transformers.initialization import meta_device_safe_creation_ops
 
-from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data import prepare
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.sharded_load import init_on_meta
@@ -54,8 +53,7 @@ def _check_model(stage: Stage) -> None:
 
 
 def _rewards(stage: Stage) -> dict[str, float]:
-    policy = stage.recipe.train.train_policy
-    trained = policy.reward_function if stage.kind.feed == "rollouts" and isinstance(policy, GrpoConfig) else {}
+    trained = stage.recipe.train.train_policy.rewards if stage.kind.feed == "rollouts" else {}
     is_measured = stage.kind.makes == "metrics" or stage.recipe.validation.enable
     return {**trained, **(reward_weights(stage.recipe) if is_measured and stage.kind.scores else {})}
 
@@ -73,5 +71,7 @@ def _rows(stage: Stage) -> list[str]:
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
         for reason, rows in numbers["skipped"].items():
             text += f", {rows['rows']:,} skipped: {reason} (first: {rows['first']})"
+        if not numbers.get("teaches_end", True):
+            text += ", no end token is learned: the model would not learn to stop"
         found.append(text)
     return found

@@ -16,20 +16,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.media import media_of
-from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.prepared import Pairs, Sequences, open_pairs, open_sequences
 from cosmos_core.data.rows import load_rows, split_rows
+from cosmos_core.models.causal_lm import CausalLM
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import balanced_steps, micro_batch_tokens, total_steps
+from cosmos_core.train.feeds import balanced_steps, micro_batch_tokens, rows_per_step, total_steps
 from cosmos_core.train.memory import Memory, eight_bit_moments, held_memory, step_memory
-from cosmos_core.train.rank import Rank
+from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -120,7 +122,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trouble
     kv_cache: int | None = 0
-    if isinstance(recipe.train.train_policy, GrpoConfig):
+    if recipe.train.train_policy.rows == "prompts":
         kv_cache = kv_cache_bytes(built.config, recipe, length)
         if kv_cache is None:
             notes.append(f"KV cache: unknown, because {built.config.model_type} has layers without keys and values")
@@ -137,7 +139,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         steps=course.steps,
         is_steps_bound=course.is_bound,
         tokens=course.tokens,
-        is_tokens_bound=rows.mean is None or isinstance(recipe.train.train_policy, GrpoConfig),
+        is_tokens_bound=rows.mean is None or recipe.train.train_policy.rows == "prompts",
         notes=tuple(notes),
     )
 
@@ -190,7 +192,7 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
 def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
     """The model without data, its memory on one rank, and what could not be traced."""
     train, policy = recipe.train, recipe.policy
-    has_reference = isinstance(train.train_policy, GrpoConfig) and train.train_policy.kl_beta > 0
+    named = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
 
     def build(checkpointing: Recompute) -> PreTrainedModel:
         return model_without_weights(
@@ -203,20 +205,21 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
     with torch.device("meta"):  # adapters cannot be put into a model of pretended tensors
         built = build(policy.model_gradient_checkpointing)
         choose_trained(built, policy)
-        frozen = build(False) if has_reference else None
     with FakeTensorMode():
-        for each in filter(None, (built, frozen)):
-            _pretend_data(each)
+        _pretend_data(built)
         try:
             # What torchao compiles cannot be traced; its moments are counted.
             wide = train.derived(optm_name=train.optm_name.removesuffix("8bit"))
-            memory = step_memory(Rank(built, wide, 0, progress), frozen, wide, length)
+            trainer = Trainer(CausalLM(built, wide, 0), wide, progress)
+            for name in named:
+                trainer.named.add(name)
+            memory = step_memory(trainer, make_algorithm(recipe), wide, length)
         except Exception as error:
             # A model's code may do anything to tensors without data; then its memory is unknown, the rest is not.
             logger.info("the step cannot be traced", exc_info=True)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
-            return built, sharded(_as_held(held_memory(built, frozen), built, train), recipe), [unknown]
+            return built, sharded(_as_held(held_memory(built, len(named)), built, train), recipe), [unknown]
     return built, sharded(_as_held(memory, built, train), recipe), []
 
 
@@ -255,7 +258,7 @@ def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
 
 
 def _of_a_row(recipe: Recipe) -> int:
-    return 2 if recipe.train.train_policy.trainer_type == "dpo" else 1
+    return recipe.train.train_policy.sequences_per_row
 
 
 def _count_rows(recipe: Recipe) -> int | None:
@@ -274,22 +277,19 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
     """Of a row with that many tokens, in RL a prompt and its longest answer; the most allowed where it is not known."""
-    answer = recipe.rollout.max_response_length if isinstance(recipe.train.train_policy, GrpoConfig) else 0
+    completion = recipe.rollout.max_response_length if recipe.train.train_policy.rows == "prompts" else 0
     longest = recipe.policy.model_max_length
-    return longest if tokens is None else min(longest, tokens + answer)
+    return longest if tokens is None else min(longest, tokens + completion)
 
 
 def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
     """How far the training goes."""
     train, policy = recipe.train, recipe.train.train_policy
-    if not isinstance(policy, GrpoConfig) and policy.enable_dp_load_balancing:
+    if policy.balances_tokens:
         return _balanced_course(recipe, prepared)
-    if rows.number is None:
-        steps = train.max_num_steps
-    else:
-        batch = train.train_batch_per_replica
-        is_rl = isinstance(policy, GrpoConfig)
-        steps = total_steps(recipe, batch // recipe.rollout.n_generation if is_rl else batch, rows.number)
+    steps = train.max_num_steps
+    if rows.number is not None:
+        steps = total_steps(recipe, rows_per_step(recipe), rows.number)
     of_a_step = train.train_batch_per_replica * rows.of_a_row * _row_length(recipe, rows.mean)
     return _Course(steps, None if steps is None else round(steps * of_a_step), rows.number is None)
 
@@ -299,7 +299,7 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
     assert recipe.train.max_num_steps is not None  # the schema asks for it
     if prepared is None:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
-        assert not isinstance(policy, GrpoConfig)
+        assert isinstance(policy, SupervisedConfig)
         of_a_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
         return _Course(steps, steps * of_a_step, True)
     rows: Sequences | Pairs
@@ -317,7 +317,7 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
     """The `hf` engine generates with the trainer's own module."""
-    if not isinstance(recipe.train.train_policy, GrpoConfig) or recipe.rollout.backend != "vllm":
+    if recipe.train.train_policy.rows != "prompts" or recipe.rollout.backend != "vllm":
         return 0
     mesh = recipe.rollout.parallelism
     return parameters * _itemsize(recipe.train.param_dtype) // (mesh.tp_size * mesh.pp_size)

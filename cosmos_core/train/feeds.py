@@ -1,70 +1,102 @@
-"""Where samples come from: a data set (SFT) or rollouts scored by rewards (RL). SFT and RL differ here and nowhere
-else.
+"""Where samples come from: rows of a data set, or rollouts scored by rewards. SFT and RL differ here and nowhere else.
 
-What a feed gives at a step is a pure function of (seed, step) and, for rollouts, of the weights: a resumed run asks
-for the same step and gets the same samples.
+What the feeds of this file give at a step is a pure function of (seed, step) and, for rollouts, of the weights and the
+state of the group source: a resumed run goes on with the same samples.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.grpo import advantages
-from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
-from cosmos_core.parallel.mesh import num_ranks
-from cosmos_core.rewards.runner import ScoreGroups
-from cosmos_core.rollout.base import Engine
-from cosmos_core.run.progress import Progress
-from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
+from cosmos_core.rollout.groups import GroupSource
+from cosmos_core.types import Prompt, Sampling
 
 
 class Feed(Protocol):
-    """Gives the samples of a train step."""
+    """Gives the samples of one train step after the other."""
 
-    total_steps: int
+    total_steps: int | None
+    """Train steps until the data ends; None: unknown before it does."""
     steps_per_epoch: int
 
-    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Samples of train step `step`, counted from 0, and figures about them."""
+    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+        """Return the samples of the next train step and metrics about them; None: the data has ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep, JSON values: the next step, and what was read ahead."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
         ...
 
 
+class StepFeed:
+    """A feed whose steps are numbered and known beforehand; `samples` gives each."""
+
+    total_steps: int | None
+    steps_per_epoch: int
+    step = 0
+    """The next train step, counted from 0."""
+
+    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+        """See `Feed.next`."""
+        if self.total_steps is not None and self.step >= self.total_steps:
+            return None
+        found = self.samples(self.step)
+        self.step += 1
+        return found
+
+    def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
+        """Return the samples of train step `step`, counted from 0, and metrics about them."""
+        raise NotImplementedError(type(self).__name__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Feed.state_dict`."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Feed.load_state_dict`."""
+        self.step = int(state["step"])
+
+
 def total_steps(recipe: Recipe, rows_per_step: int, num_rows: int) -> int:
-    """Train steps of a run: its epochs, at most `max_num_steps`.
+    """Return the train steps of a run: its epochs, at most `max_num_steps`.
 
     Raises:
         DataError: the rows do not fill one step.
     """
-    steps = recipe.train.epoch * batches_per_epoch(rows_per_step, num_rows, _drops_last(recipe))
+    steps = recipe.train.epoch * batches_per_epoch(rows_per_step, num_rows, recipe.train.train_policy.drops_last)
     return min(steps, recipe.train.max_num_steps or steps)
 
 
-def _drops_last(recipe: Recipe) -> bool:
-    """Whether rows that fill no batch are left out; prompts that fill no train step always are."""
-    policy = recipe.train.train_policy
-    return isinstance(policy, GrpoConfig) or policy.dataloader_drop_last
+def rows_per_step(recipe: Recipe) -> int:
+    """Return the rows of a train step; of prompts, whose completions are counted, a part of them."""
+    size = recipe.train.train_batch_per_replica
+    return size // recipe.rollout.n_generation if recipe.train.train_policy.rows == "prompts" else size
 
 
 def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | None:
-    """Steps of micro-batches filled by tokens; None: a batch is a number of rows."""
+    """Return steps of micro-batches filled by tokens; None: a batch is a number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
-    if isinstance(policy, GrpoConfig) or not policy.enable_dp_load_balancing:
+    if not policy.balances_tokens:
         return None
-    assert train.max_num_steps is not None  # the schema asks for it
-    seed, shuffle = train.order_seed, policy.dataloader_shuffle
+    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # the schema asks for it
     return BalancedSteps(
         _pair_lengths(rows, is_packed=train.sequence_packing) if isinstance(rows, Pairs) else rows.lengths,
-        lambda epoch: epoch_order(seed, epoch, len(rows), shuffle),
+        lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
         Budget(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
@@ -78,171 +110,161 @@ def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | N
 
 
 def _pair_lengths(pairs: Pairs, *, is_packed: bool) -> np.ndarray:
-    """Tokens that each pair takes in a micro-batch: both answers are padded to the longer one, unless packed."""
+    """Return the tokens of each pair in a micro-batch: both responses are padded to the longer one, unless packed."""
     lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths])
     return lengths.sum(0) if is_packed else 2 * lengths.max(0)
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:
-    """The budget of a micro-batch that is filled by tokens."""
+    """Return the budget of a micro-batch that is filled by tokens."""
     policy = recipe.train.train_policy
-    assert not isinstance(policy, GrpoConfig)
-    of_a_row = 2 if policy.trainer_type == "dpo" else 1
-    rows = policy.mini_batch * of_a_row
+    assert isinstance(policy, SupervisedConfig)
+    rows = policy.mini_batch * policy.sequences_per_row
     return policy.load_balanced_max_tokens_for_batch or rows * recipe.policy.model_max_length
 
 
-class SequenceFeed:
-    """Prepared sequences in an order that is a pure function of seed, epoch and position."""
+class RowFeed(StepFeed):
+    """Prepared rows in an order that is a pure function of seed, epoch and position."""
 
-    def __init__(self, rows: Sequences, recipe: Recipe) -> None:
+    def __init__(self, rows: Sequences | Pairs, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
-        self._policy = recipe.train.train_policy
         self._batch = recipe.train.train_batch_per_replica
-        self._drop_last = _drops_last(recipe)
         self._balanced = balanced_steps(rows, recipe)
         if self._balanced:
             self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
             return
-        self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), self._drop_last)
+        self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
         self.total_steps = total_steps(recipe, self._batch, len(rows))
 
+    def positions(self, step: int) -> np.ndarray:
+        """Return the rows of a step, where a batch is a number of rows."""
+        train = self._recipe.train
+        return batch_positions(
+            train.order_seed, step, self._batch, len(self._rows),
+            train.train_policy.dataloader_shuffle, train.train_policy.drops_last,
+        )  # fmt: skip
+
+    def _epoch(self, step: int) -> dict[str, float]:
+        return {"epoch": self._balanced.epochs_done(step) if self._balanced else (step + 1) / self.steps_per_epoch}
+
+
+class SequenceFeed(RowFeed):
+    """Prepared sequences, each a sample."""
+
+    _rows: Sequences
+
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """The rows of this step."""
+        """Return the rows of this step."""
         if self._balanced:
             batches = enumerate(self._balanced.micro_batches(step))
-            chosen = [self._sample(place, micro_batch=number) for number, batch in batches for place in batch]
-            return chosen, {"epoch": self._balanced.epochs_done(step)}
-        policy = self._policy
-        places = batch_positions(
-            self._recipe.train.order_seed,
-            step,
-            self._batch,
-            len(self._rows),
-            policy.dataloader_shuffle,
-            self._drop_last,
-        )
-        found = [self._sample(int(place)) for place in places]
-        return found, {"epoch": (step + 1) / self.steps_per_epoch}
-
-    def _sample(self, place: int, micro_batch: int | None = None) -> Sample:
-        return Sample(*self._rows[place], images=self._rows.images(place), micro_batch=micro_batch)
+            found = [sequence_sample(self._rows, i, micro_batch=number) for number, batch in batches for i in batch]
+        else:
+            found = [sequence_sample(self._rows, int(i)) for i in self.positions(step)]
+        return found, self._epoch(step)
 
 
-class PairFeed:
+class PairFeed(RowFeed):
     """Prepared pairs: of each the chosen sample and behind it the rejected one, in the same micro-batch."""
 
+    _rows: Pairs
+
     def __init__(self, pairs: Pairs, recipe: Recipe) -> None:
-        self._pairs, self._recipe = pairs, recipe
+        super().__init__(pairs, recipe)
         self._lengths = _pair_lengths(pairs, is_packed=False)
-        self._batch, self._drop_last = recipe.train.train_batch_per_replica, _drops_last(recipe)
-        self._balanced = balanced_steps(pairs, recipe)
-        if self._balanced:
-            self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
-        else:
-            self.steps_per_epoch = batches_per_epoch(self._batch, len(pairs), self._drop_last)
-            self.total_steps = total_steps(recipe, self._batch, len(pairs))
         self.reference: np.ndarray | None = None
-        """Log-probability of each chosen and rejected answer; None: there is no reference."""
+        """Log-probability of each chosen and rejected response; None: there is no reference policy."""
 
     @property
-    def places(self) -> np.ndarray:
-        """The pairs that any step trains on, in the order of the file."""
-        steps = range(self.total_steps)
-        return np.unique([place for step in steps for batch in self._micro_batches(step) for place in batch])
+    def trained(self) -> np.ndarray:
+        """Return the pairs that any step trains on, in the order of the file."""
+        steps = range(self.total_steps or 0)
+        return np.unique([i for step in steps for batch in self._micro_batches(step) for i in batch])
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """The pairs of this step."""
-        found = []
-        for number, batch in enumerate(self._micro_batches(step)):
-            for place in batch:
-                for answer, rows in enumerate((self._pairs.chosen, self._pairs.rejected)):
-                    reference = 0.0 if self.reference is None else float(self.reference[place, answer])
-                    found.append(Sample(*rows[place], reference_logprob=reference, micro_batch=number))
-        epoch = self._balanced.epochs_done(step) if self._balanced else (step + 1) / self.steps_per_epoch
-        return found, {"epoch": epoch}
+        """Return the pairs of this step."""
+        found = [
+            sample
+            for number, batch in enumerate(self._micro_batches(step))
+            for i in batch
+            for sample in pair_samples(self._rows, i, self.reference, micro_batch=number)
+        ]
+        return found, self._epoch(step)
 
     def _micro_batches(self, step: int) -> list[list[int]]:
-        """Pairs of like length together, in micro-batches small enough that each data-parallel rank gets one."""
+        """Return pairs of like length together, in micro-batches small enough that each data-parallel rank gets one."""
         if self._balanced:
             return self._balanced.micro_batches(step)
         policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
-        places = batch_positions(
-            self._recipe.train.order_seed,
-            step,
-            self._batch,
-            len(self._pairs),
-            policy.dataloader_shuffle,
-            self._drop_last,
-        )
-        ordered = sorted(places.tolist(), key=lambda place: -self._lengths[place])
+        ordered = sorted(self.positions(step).tolist(), key=lambda i: -self._lengths[i])
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
         size = min(policy.mini_batch, -(-len(ordered) // num_ranks))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-class RolloutFeed:
-    """Prompts answered by an engine under the present weights, scored, and turned into samples with advantages."""
+class RolloutFeed(StepFeed):
+    """Scored groups of completions, turned into samples by the algorithm's credit rule."""
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        engine: Engine,
-        score: ScoreGroups,
-        recipe: Recipe,
-        progress: Progress,
-        *,
-        between: Callable[[int], None],
-    ) -> None:
-        """`between(step)` is called between generating and scoring, and may raise to stop: nothing was trained yet."""
-        policy = recipe.train.train_policy
-        assert isinstance(policy, GrpoConfig)
-        self._prompts, self._engine, self._score, self._progress = prompts, engine, score, progress
-        self._policy, self._recipe, self._between = policy, recipe, between
-        self._num_prompts = recipe.train.train_batch_per_replica // recipe.rollout.n_generation
-        self.sampling = training_sampling(recipe)
-        self.steps_per_epoch = batches_per_epoch(self._num_prompts, len(prompts), _drops_last(recipe))
-        self.total_steps = total_steps(recipe, self._num_prompts, len(prompts))
-        self.last: list[ScoredGroup] = []
-        """The groups of the newest step."""
+    def __init__(self, prompts: Prompts, source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
+        self._source, self._algorithm = source, algorithm
+        self.steps_per_epoch = batches_per_epoch(rows_per_step(recipe), len(prompts), drop_last=True)
+        self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
 
-    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Generate, score, credit."""
-        places = batch_positions(
-            self._recipe.train.order_seed, step, self._num_prompts, len(self._prompts), self._policy.dataloader_shuffle
-        )
-        chosen = [self._prompts[int(place)] for place in places]
-        began = time.perf_counter()
-        self._progress.phase("generate")
-        self._engine.wake()
-        groups, size = [], self._recipe.rollout.batch_size * num_ranks()
-        for start in range(0, len(chosen), size):
-            groups += self._engine.generate(chosen[start : start + size], self.sampling, step)
-            self._progress.beat()
-            self._between(step)
-        self._engine.sleep()
-        generated = time.perf_counter()
-        self._progress.phase("score")
-        self.last = self._score(groups)
-        scored = time.perf_counter()
-        found, counts = samples_of(self.last, normalise_std=not self._policy.unbiased_advantage)
+    def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
+        """Return what is learned of the groups of this step.
+
+        Raises:
+            StageFailed: no completion has a valid reward.
+        """
+        groups, metrics = self._source.next(step)
+        found, credited = self._algorithm.credit(groups)
         if not found:
-            reason = self.last[0].scores[0].error
-            raise StageFailed(f"step {step + 1}: all {counts['invalid']} rewards are invalid; the first: {reason}")
-        num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
-        figures = {
-            **reward_figures(self.last),
-            "reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"]),
-            "rollout/version_lag": float(max(step - group.version for group in groups)),
-            "time/generate": generated - began,
-            "time/score": scored - generated,
-            "throughput/generated_tokens_per_second": num_tokens / max(1e-9, generated - began),
-        }
-        return found, figures
+            scores = [score for group in groups for score in group.scores]
+            reason = next((score.error for score in scores if score.value is None), "none is learned from")
+            raise StageFailed(f"step {step + 1}: all {len(scores)} rewards are invalid; the first: {reason}")
+        return found, metrics | credited
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Feed.state_dict`."""
+        return super().state_dict() | {"source": self._source.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Feed.load_state_dict`."""
+        super().load_state_dict(state)
+        self._source.load_state_dict(state.get("source", {}))
+
+
+class PromptOrder:
+    """The prompts of each train step, in an order that is a pure function of seed, epoch and position."""
+
+    def __init__(self, prompts: Prompts, recipe: Recipe) -> None:
+        self._prompts, self._train = prompts, recipe.train
+        self._batch = rows_per_step(recipe)
+
+    def __call__(self, step: int) -> Sequence[Prompt]:
+        """Return the prompts of train step `step`, counted from 0."""
+        shuffle = self._train.train_policy.dataloader_shuffle
+        positions = batch_positions(self._train.order_seed, step, self._batch, len(self._prompts), shuffle)
+        return [self._prompts[int(i)] for i in positions]
+
+
+def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
+    """Return prepared sequence `i` as a sample."""
+    return Sample(*rows[i], images=rows.images(i), micro_batch=micro_batch)
+
+
+def pair_samples(
+    pairs: Pairs, i: int, reference: np.ndarray | None, micro_batch: int | None = None
+) -> tuple[Sample, Sample]:
+    """Return the chosen and the rejected sample of prepared pair `i`; `reference`: the log-probabilities of all."""
+    chosen, rejected = (0.0, 0.0) if reference is None else reference[i].tolist()
+    return (
+        Sample(*pairs.chosen[i], reference_logprob=chosen, micro_batch=micro_batch),
+        Sample(*pairs.rejected[i], reference_logprob=rejected, micro_batch=micro_batch),
+    )
 
 
 def training_sampling(recipe: Recipe) -> Sampling:
-    """How training completions are drawn."""
+    """Return how training completions are drawn."""
     config = recipe.rollout.sampling_config
     seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
     assert seed is not None
@@ -255,42 +277,3 @@ def training_sampling(recipe: Recipe) -> Sampling:
         num_completions=recipe.rollout.n_generation,
         seed=seed,
     )
-
-
-def samples_of(groups: Sequence[ScoredGroup], *, normalise_std: bool) -> tuple[list[Sample], dict[str, int]]:
-    """Completions with a valid score as samples; an invalid one is left out, and its group compared without it."""
-    credit, counts = advantages(
-        [[score.value for score in group.scores] for group in groups], normalise_std=normalise_std
-    )
-    found = []
-    for group, values in zip(groups, credit, strict=True):
-        for completion, score, value in zip(group.group.completions, group.scores, values, strict=True):
-            if value is not None and score.value is not None:
-                found.append(_sample(group.group.prompt, completion, value, score.value))
-    return found, counts
-
-
-def _sample(prompt: Prompt, completion: Completion, advantage: float, reward: float) -> Sample:
-    ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
-    mask = np.zeros(len(ids), dtype=np.uint8)
-    mask[len(prompt.token_ids) :] = 1
-    return Sample(ids, mask, advantage, reward, np.array(completion.logprobs, dtype=np.float32))
-
-
-def reward_figures(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Means over valid completions; how many were invalid; lengths."""
-    scores = [score for group in groups for score in group.scores]
-    values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
-    completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
-    figures = {
-        "reward/invalid": float(len(scores) - len(values)),
-        "completion/length_mean": float(np.mean(lengths)),
-        "completion/length_max": float(np.max(lengths)),
-        "completion/truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
-    }
-    if len(values):
-        figures |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-    for name in sorted({name for score in scores for name in score.metrics}):
-        figures[f"reward/{name}"] = float(np.mean([score.metrics[name] for score in scores if name in score.metrics]))
-    return figures

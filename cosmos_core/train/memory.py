@@ -1,4 +1,4 @@
-"""Memory of one optimizer step: the rank's own update, run on tensors that have shapes but no data.
+"""Memory of one optimizer step: the trainer's own update, run on tensors that have shapes but no data.
 
 FakeTensorMode is the meta device with a pretended one: PyTorch chooses the kernels, autograd keeps the tensors and
 autocast casts the weights as they would on a CPU, and nothing is computed. Every storage is followed from its
@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from cosmos_core.algorithms.base import Algorithm, Sample
-from cosmos_core.algorithms.dpo import Dpo
-from cosmos_core.algorithms.grpo_updates import Grpo
-from cosmos_core.algorithms.sft import Sft
-from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.train.rank import Rank
+from cosmos_core.data.sample import Sample
+from cosmos_core.train.trainer import Trainer
 
 aten = torch.ops.aten
 
@@ -42,7 +38,7 @@ class Memory:
     gradients: int
     optimizer: int
     reference: int
-    """The frozen model of a KL penalty."""
+    """Named weights of the algorithm, such as the reference policy of a KL penalty: a copy of what is trained."""
     casts: int | None
     """Copies of weights in `param_dtype` that autocast made and autograd keeps; None: unknown, with activations."""
     activations: int | None
@@ -64,14 +60,15 @@ class Memory:
         )
 
 
-def held_memory(model: PreTrainedModel, frozen: PreTrainedModel | None) -> Memory:
-    """What a step holds whatever it computes, with both moments of Adam; activations unknown."""
+def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
+    """Return what a step holds whatever it computes, with both moments of Adam and `num_named` copies of what is
+    trained; activations unknown."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
         weights=_bytes(_state(model)),
         gradients=gradients,
         optimizer=2 * gradients,
-        reference=_bytes(_state(frozen)) if frozen is not None else 0,
+        reference=num_named * gradients,
         casts=None,
         activations=None,
     )
@@ -89,35 +86,32 @@ def eight_bit_moments(model: PreTrainedModel) -> int:
     return found
 
 
-def step_memory(rank: Rank, frozen: PreTrainedModel | None, train: TrainConfig, length: int) -> Memory:
-    """The peak of a step after the first, every row (each answer of a pair) `length` tokens long.
+def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> Memory:
+    """Return the peak of a step after the first, every row (each response of a pair) `length` tokens long.
 
-    To be called under the fake mode that made the models.
+    To be called under the fake mode that made the model.
     Two micro-batches where the step has more than one: the second meets the gradients of the first.
     """
-    policy = train.train_policy
-    algorithm: Algorithm = Sft()
-    if isinstance(policy, GrpoConfig):
-        algorithm = Grpo(
-            policy, partial(rank.logprobs, temperature=policy.temperature, model=frozen) if frozen else None
-        )
+    policy, model = train.train_policy, trainer.adapter.model
     ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
-    count = min(2 * policy.mini_batch, train.train_batch_per_replica)
-    samples = [Sample(ids, mask, advantage=1.0, reward=1.0) for _ in range(count)]
-    if policy.type == "sft" and policy.trainer_type == "dpo":
-        algorithm = Dpo(policy.dpo)
-        samples = [replace(one, micro_batch=i // policy.mini_batch) for i, one in enumerate(samples) for _ in range(2)]
+    count, each = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
+    logprobs = np.zeros(length - 1, np.float32)
+    samples = [Sample(ids, mask, advantage=1.0, reward=1.0, rollout_logprobs=logprobs) for _ in range(count)]
+    if each > 1:
+        samples = [
+            replace(one, micro_batch=i // policy.mini_batch) for i, one in enumerate(samples) for _ in range(each)
+        ]
     live = _LiveBytes()
-    with live, live.refusing_values_in(rank.model):
-        live.hold("weights", _state(rank.model))
-        live.hold("reference", _state(frozen) if frozen is not None else ())
-        for parameter in rank.model.parameters():  # those of the step before live until the update drops them
+    with live, live.refusing_values_in(model):
+        live.hold("weights", _state(model))
+        live.hold("reference", [tensor for named in trainer.named.tensors.values() for tensor in named.values()])
+        for parameter in model.parameters():  # those of the step before live until the update drops them
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        live.hold("gradients", _gradients(rank.model))
-        for update in algorithm.updates(samples, partial(rank.logprobs, temperature=algorithm.temperature)):
-            rank.update(update, temperature=algorithm.temperature, with_entropy=algorithm.with_entropy)
-            live.hold("gradients", _gradients(rank.model))
-        state = [value for entry in rank.optimizer.state.values() for value in entry.values()]
+        live.hold("gradients", _gradients(model))
+        for update in algorithm.updates(samples, trainer):
+            trainer.update(update)
+            live.hold("gradients", _gradients(model))
+        state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
         live.hold("optimizer", [value for value in state if isinstance(value, Tensor)])
     return live.peak()
 

@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.fsdp import by_mesh, clip_sharded
+from cosmos_core.parallel.fsdp import by_mesh, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
 
 GLOBAL = "global"
@@ -54,14 +53,22 @@ def build_optimizer(
     )
 
 
-def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> float:
-    """What the peak learning rate is multiplied with at optimizer step `step` (0-based) of `total_steps`.
+def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:
+    """Return what the peak learning rate is multiplied with at optimizer step `step` (0-based) of `total_steps`.
+
+    Where the number of steps is unknown the schedule is laid over `max_num_steps`; without that too, a warm-up of so
+    many steps is followed by the peak rate.
 
     Warm-up, stable, decay, as in Cosmos-RL (`optm/__init__.py`) with two corrections. Step k of W warm-up steps has
     start + (1 - start) * (k + 1) / W: there, step 0 has the start factor itself, so with the default of 0 it changes
     nothing. And a decay that would begin inside the warm-up is shortened to what the warm-up leaves.
     """
     warmup_steps = train.optm_warmup_steps
+    total_steps = total_steps or train.max_num_steps
+    if total_steps is None:
+        if isinstance(warmup_steps, float) or train.optm_decay_type not in {None, "none"}:
+            raise ConfigError("the number of train steps is unknown beforehand; set train.max_num_steps")
+        total_steps = max(step + 1, warmup_steps)
     if isinstance(warmup_steps, float):
         warmup_steps = int(warmup_steps * total_steps)
     warmup_steps = min(warmup_steps, total_steps)
@@ -86,7 +93,7 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int | None, train: TrainConfig
 ) -> dict[str, float]:
     """Give every group its learning rate of optimizer step `step` (0-based); as metrics, `lr` and `lr/PATH`."""
     factor = learning_rate_factor(step, total_steps, train)
@@ -106,12 +113,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     it would turn one bad value into NaN everywhere, and only the caller can skip the step.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
-        return clip_sharded(gradients, max_norm)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm > 0 and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = total_norm(p.grad for p in parameters if p.grad is not None)
+    scale_gradients(parameters, norm, max_norm)
     return float(norm)
 
 

@@ -27,7 +27,7 @@ from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.progress import Metrics, Progress, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import SequenceFeed
-from cosmos_core.train.setup import run_sft
+from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 
@@ -180,7 +180,7 @@ def _train(folder: Path, task: Path, mesh: dict[str, int], stop: threading.Event
         own = folder / f"rank_{torch.distributed.get_rank()}"
         own.mkdir(exist_ok=True)
         stage.progress, stage.metrics = Progress(own / "progress.json"), Metrics(own / "metrics.jsonl")
-    return run_sft(stage)
+    return run(stage)
 
 
 def main() -> None:

@@ -24,11 +24,11 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, named_weights
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.streamed import streamed_weights
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
+from cosmos_core.train.trainer import Trainer
 from tests.distributed.matrix import Case, recipe, samples
+from tests.unit.trainers import logprobs, trainer_of
 
 CPU = torch.device("cpu")
 
@@ -56,10 +56,10 @@ def save_large(folder: Path, layers: int, dtype: torch.dtype) -> tuple[int, int]
     return model.num_parameters(), sum(parameter.nbytes for parameter in model.parameters())
 
 
-def split(model: PreTrainedModel, mesh: dict[str, int], scratch: Path) -> Rank:
+def split(model: PreTrainedModel, mesh: dict[str, int], scratch: Path) -> Trainer:
     """The model over the ranks of a mesh."""
     opened = open_mesh(ParallelismConfig.model_validate(mesh), "cpu")
-    return Rank(model, recipe(Case()).train, 0, Progress(scratch / "progress.json"), opened)
+    return trainer_of(model, recipe(Case()).train, 0, Progress(scratch / "progress.json"), opened)
 
 
 def trained(model: PreTrainedModel, policy: dict[str, Any]) -> PreTrainedModel:
@@ -69,9 +69,9 @@ def trained(model: PreTrainedModel, policy: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def parts(rank: Rank) -> dict[str, Tensor]:
+def parts(rank: Trainer) -> dict[str, Tensor]:
     """What this rank has of every weight and buffer."""
-    found = dict(rank.model.state_dict()) | dict(rank.model.named_buffers())
+    found = dict(rank.adapter.model.state_dict()) | dict(rank.adapter.model.named_buffers())
     return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
 
 
@@ -93,32 +93,13 @@ def differences(
             if name != other_name or one.dtype != other.dtype or not torch.equal(one, other)
         ]
         of_all: list[Any] = [None] * dist.get_world_size()
-        logprobs = [torch.cat(rank.logprobs(samples(0), 1.0)) for rank in (ours, theirs)]
-        wrong += [] if torch.equal(*logprobs) and logprobs[0].isfinite().all() else ["log-probabilities"]
-        streamed = {name: tensor.clone() for name, tensor in streamed_weights(skeleton_of(ours), ours.model)}
-        whole = ours.whole_model()
-        if whole is not None:
-            wrong += differing(dict(named_weights(whole)), streamed)
+        both = [torch.cat(logprobs(rank, samples(0), 1.0)) for rank in (ours, theirs)]
+        wrong += [] if torch.equal(*both) and both[0].isfinite().all() else ["log-probabilities"]
+        whole = ours.adapter.whole_model()
         wrong += [] if whole is None or has_weights_of(whole, folder, dtype) else ["the whole model"]
         dist.all_gather_object(of_all, wrong)
         found.append(sorted({name for each in of_all for name in each}))
     return found
-
-
-def skeleton_of(rank: Rank) -> PreTrainedModel:
-    """The model of a rank without its weights."""
-    assert rank._skeleton is not None
-    return rank._skeleton
-
-
-def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    """Names of weights that are not the same in both."""
-    names = expected.keys() | found.keys()
-    return [
-        f"streamed {name}"
-        for name in names
-        if name not in expected or name not in found or not torch.equal(expected[name], found[name])
-    ]
 
 
 def has_weights_of(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> bool:

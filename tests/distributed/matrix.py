@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.base import Algorithm, Sample
-from cosmos_core.algorithms.dpo import Dpo
-from cosmos_core.algorithms.grpo_updates import Grpo
-from cosmos_core.algorithms.sft import Sft
-from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
@@ -28,7 +24,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
+from tests.unit.trainers import likelihood, trainer_of
 
 VOCABULARY = 260
 _ADAPTER = {"r": 4, "init_lora_weights": False}  # not at zero, where half of the gradients are
@@ -129,23 +125,24 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     if case.dtype == "float64" and loaded._can_set_experts_implementation():
         loaded.set_experts_implementation("eager")  # the grouped product knows no float64
     choose_trained(loaded, trained)
-    rank = Rank(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
-    rank._dtype = getattr(torch, case.dtype)
-    rank.prove()
+    rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
+    rank.adapter._dtype = getattr(torch, case.dtype)
+    rank.adapter.prove()
     policy = config.train_policy
     batch = samples(case.masked)
-    algorithm: Algorithm = Grpo(policy, None) if isinstance(policy, GrpoConfig) else Sft()
-    if not isinstance(policy, GrpoConfig) and case.algorithm == "dpo":
-        batch, algorithm = pairs(batch, case.mini_batch), Dpo(policy.dpo)
-    logprobs = partial(rank.logprobs, temperature=algorithm.temperature)
-    evaluated = dict(zip(("logprob", "num_top"), rank.evaluate(batch, size=3), strict=True))
+    algorithm = make_algorithm(recipe(case))
+    if policy.rows == "pairs":
+        batch = pairs(batch, case.mini_batch)
+    evaluated = dict(zip(("logprob", "num_top"), likelihood(rank, batch, size=3), strict=True))
     rank.set_learning_rate(5, 10)
     figures: dict[str, float] = {}
-    for update in algorithm.updates(batch, logprobs):
-        figures = rank.update(update, temperature=algorithm.temperature, with_entropy=algorithm.with_entropy)
+    for update in algorithm.updates(batch, rank):
+        figures = rank.update(update)
     figures |= evaluated
-    gradients: dict[str, Tensor] = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
-    whole = rank.whole_model()
+    gradients: dict[str, Tensor] = {
+        name: p.grad for name, p in rank.adapter.model.named_parameters() if p.grad is not None
+    }
+    whole = rank.adapter.whole_model()
     weights = {} if whole is None else {name: p.detach().clone() for name, p in whole.named_parameters()}
     return {
         "figures": figures,

@@ -14,7 +14,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import any_on_ranks
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run_rl, run_sft
+from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
 
 
@@ -71,4 +71,4 @@ def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.E
             stage.stop_requested = line["step"] == stop_after
 
         stage.metrics.watchers.append(watch)
-    return run_rl(stage) if stage.config.kind == "rl" else run_sft(stage)
+    return run(stage)

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.distributed import tensor_parallel
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.models import causal_lm
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel import context, expert, tensor
 from cosmos_core.parallel.mesh import Mesh, open_mesh
-from cosmos_core.train import rank
 from tests.distributed.matrix import Case, computed, recipe
 from tests.distributed.test_invariance import CP2, DP2, TP2
 
@@ -69,7 +69,7 @@ def run_broken(models: Path, scratch: Path, stop: threading.Event) -> None:
     for name, mutation in MUTATIONS.items():
         for kind, state in (("whole", nullcontext), ("broken", mutation.broken)):
             # A split is proven before the first step, which would end it there.
-            with state(), patch.object(rank, "prove_split"):
+            with state(), patch.object(causal_lm, "prove_split"):
                 found = computed(mutation.case, models, scratch)
             if dist.get_rank() == 0:
                 torch.save(found, scratch / f"{name}, {kind}.pt")

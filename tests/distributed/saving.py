@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, named_tensors, restore_rng
 from cosmos_core.errors import StageFailed
@@ -20,28 +18,27 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import all_gather_object, is_first, rank_number
 from cosmos_core.train.ema import MovingAverage
-from cosmos_core.train.rank import Rank
+from cosmos_core.train.trainer import Trainer
 from tests.distributed.loading import split
 from tests.distributed.matrix import Case, recipe, samples
+from tests.unit.trainers import sft
 
 Mesh = dict[str, Any]
 
 
-def begin(model: Path, mesh: Mesh, scratch: Path) -> tuple[Rank, TrainState]:
+def begin(model: Path, mesh: Mesh, scratch: Path) -> tuple[Trainer, TrainState]:
     """A training of float32 weights, with a moving average."""
     torch.set_num_threads(1)
     rank = split(load_model(str(model), dtype=torch.float32), mesh, scratch)
-    average = MovingAverage(rank.model, recipe(Case()).train)
-    old = {name: tensor.detach().clone() for name, tensor in average.tensors.items()}
-    return rank, TrainState(rank.model, rank.optimizer, named_weights={"ema": average.tensors, "old": old})
+    MovingAverage(rank.named, recipe(Case()).train)
+    rank.named.add("old")
+    return rank, TrainState(rank.adapter.model, rank.optimizer, named_weights=rank.named.tensors)
 
 
-def step(rank: Rank) -> float:
+def step(rank: Trainer) -> float:
     """One update; its loss."""
-    algorithm = Sft()
-    logprobs = partial(rank.logprobs, temperature=1.0)
-    (update,) = algorithm.updates(samples(0), logprobs)
-    return rank.update(update, temperature=1.0, with_entropy=False)["loss"]
+    (update,) = sft().updates(samples(0), rank)
+    return rank.update(update)["loss"]
 
 
 def checkpoints(folder: Path, *, asynchronous: bool = True) -> Checkpointer:

@@ -24,7 +24,7 @@ from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.facts import facts_of_workers, measure
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run_sft
+from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 from tests.distributed import members
@@ -70,7 +70,7 @@ def sft(task: Path, path: Path, **mesh: int | str) -> Stage:
 def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same training on one rank, in this process."""
     one = sft(task, tmp_path_factory.mktemp("alone") / "sft")
-    run_sft(one)
+    run(one)
     return {"weights": weights(one), "losses": losses(one)}
 
 
@@ -162,7 +162,7 @@ def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: P
     with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
         WorkerGroup(4, "local").run(partial(members.train, four, 3, tmp_path))
     one = sft(task, path)
-    run_sft(one)
+    run(one)
     assert_like(one, alone)
     assert [line["step"] for line in read_metrics(path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
@@ -188,7 +188,7 @@ def test_a_training_goes_through_pipelines_and_ends_on_one_rank(
     with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
         WorkerGroup(4, "local").run(partial(members.train, four, 3, tmp_path))
     one = sft(task, path)
-    run_sft(one)
+    run(one)
     assert_like(one, alone)
 
 

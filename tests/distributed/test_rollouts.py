@@ -18,7 +18,7 @@ from cosmos_core.data import arithmetic, prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run_rl, run_sft
+from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.distributed import members
 
@@ -100,7 +100,7 @@ def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sta
     folder = tmp_path_factory.mktemp("alone")
     stages = {"full": rl(task, folder / "full", {}, {}), "lora": rl(task, folder / "lora", LORA, {})}
     for one in stages.values():
-        run_rl(one)
+        run(one)
     return stages
 
 
@@ -150,7 +150,7 @@ def test_it_stops_on_two_ranks_and_goes_on_on_four_and_on_one(
     with pytest.raises(Preempted, match="stopped after step 2 of 3; checkpoint saved"):
         on(rl(task, tmp_path / "rl", {}, MESHES["hsdp"]), tmp_path, stop_after=2)
     one = rl(task, tmp_path / "rl", {}, {})
-    run_rl(one)
+    run(one)
     assert_like(one, alone["full"])
 
 
@@ -202,7 +202,7 @@ def test_supervised_training_on_a_mesh_measures_generated_answers(task: Path, tm
         if mesh:
             on(stage, tmp_path)
         else:
-            run_sft(stage)
+            run(stage)
         found.append([line for line in read_metrics(stage.path / "metrics.jsonl") if "validation/accuracy" in line])
     assert [line["step"] for line in found[0]] == [2, 3]
     for one, two in zip(*found, strict=True):

@@ -21,7 +21,7 @@ from cosmos_core.data import arithmetic, prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run_sft
+from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.distributed import members
 
@@ -78,7 +78,7 @@ def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sta
     folder = tmp_path_factory.mktemp("alone")
     stages = {name: sft(task, folder / name, policy, {}) for name, policy in KINDS.items()}
     for one in stages.values():
-        run_sft(one)
+        run(one)
     return stages
 
 
@@ -113,7 +113,7 @@ def test_it_begins_on_a_mesh_and_ends_on_one_rank(
         with pytest.raises(Preempted, match="stopped after step 3 of 4; checkpoint saved"):
             on(4, sft(task, path, policy, four), 3, tmp_path)
     one = sft(task, path, policy, {})
-    run_sft(one)
+    run(one)
     assert_like(one, alone[kind], kind)
 
 

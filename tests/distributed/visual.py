@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from tests.unit.test_visual_families import loaded, make_rank, samples
+from tests.unit.trainers import NoView, likelihood, sft
 
 
 def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, Any]:
@@ -21,12 +21,12 @@ def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, A
     whole, processor = loaded(model)
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu")
     rank = make_rank(whole.double(), processor, data, scratch, mesh=sizes)
-    rank._dtype = torch.float64
+    rank.adapter._dtype = torch.float64
     rows = samples(data)
-    evaluated = rank.evaluate(rows, size=2)
-    (update,) = Sft().updates(rows, lambda _: [])
-    figures = rank.update(update, temperature=1.0, with_entropy=False)
-    gradients = {name: p.grad for name, p in rank.model.named_parameters() if p.grad is not None}
+    evaluated = likelihood(rank, rows, size=2)
+    (update,) = sft().updates(rows, NoView())
+    figures = rank.update(update)
+    gradients = {name: p.grad for name, p in rank.adapter.model.named_parameters() if p.grad is not None}
     return {
         "loss": figures["loss"],
         "evaluated": evaluated,

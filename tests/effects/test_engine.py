@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.rollout.choose import make_engine
+from cosmos_core.rollout.base import EngineSettings
+from cosmos_core.rollout.registry import make_engine
+from cosmos_core.train.setup import _publisher
 from tests.effects.change import GRPO, Change, changes
 from tests.unit.tiny_model import save_tiny_model
 
@@ -32,9 +34,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
+@changes(Change("rollout.probe_interval", 3, GRPO))
+def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Change) -> None:
+    rank: Any = SimpleNamespace(model=None, skeleton=None)
+
+    def interval(recipe: Recipe) -> int:
+        stage: Any = SimpleNamespace(recipe=recipe)
+        engine: Any = None
+        return _publisher(stage, engine, rank).probe_interval
+
+    assert (interval(change.before), interval(change.after)) == (50, 3)
+
+
 @changes(
     (Change("rollout.backend", "hf", GRPO), None),
-    (Change("rollout.enforce_eager", False, GRPO), {"enforce_eager": False}),
+    (Change("rollout.enforce_eager", True, GRPO), {"enforce_eager": True}),
     (Change("rollout.gpu_memory_utilization", 0.3, GRPO), {"gpu_memory_utilization": 0.3}),
     (Change("rollout.parallelism.tp_size", 2, GRPO), {"tensor_parallel_size": 2}),
 )
@@ -45,7 +59,7 @@ def test_it_changes_the_engine(
     model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
 
     def name(recipe: Recipe) -> str:
-        return make_engine(model, tokenizer, folder, recipe.rollout, max_model_len=64, dtype=torch.float32).name
+        return make_engine(EngineSettings(model, tokenizer, folder, recipe.rollout, 64, torch.float32)).name
 
     names = [name(change.before), name(change.after)]
     if expected is None:

@@ -44,7 +44,7 @@ def test_it_changes_the_linear_layers(
     monkeypatch.setattr(setup, "use_fp8", partial(convert, emulate=True))
     found: list[Any] = []
     for side in (change.before, change.after):
-        model = setup.open_rank(stage_of(tmp_path / "stage", side, model=folder))[0].model
+        model = setup.open_trainer(stage_of(tmp_path / "stage", side, model=folder)).model
         layers: list[Any] = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in name]
         if change.key == "train.fp8.enable_fp8":
             found.append({type(layer).__name__ for layer in layers})
@@ -61,7 +61,7 @@ def test_it_changes_whether_liger_is_asked(
     package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     package.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": lambda **settings: asked.append(settings)}
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
-    setup.open_rank(stage_of(tmp_path / "before", change.before, model=folder))
+    setup.open_trainer(stage_of(tmp_path / "before", change.before, model=folder))
     assert asked == []
-    rank, _ = setup.open_rank(stage_of(tmp_path / "after", change.after, model=folder))
-    assert asked == [{"model": rank.model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+    rank, _ = setup.open_trainer(stage_of(tmp_path / "after", change.after, model=folder))
+    assert asked == [{"model": rank.adapter.model, "cross_entropy": False, "fused_linear_cross_entropy": False}]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.lora import save_adapter
-from cosmos_core.train.setup import open_rank
+from cosmos_core.train.setup import open_trainer
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
 
@@ -35,7 +35,7 @@ def random_state_as_it_was() -> Iterator[None]:
 
 
 def model_of(recipe: Recipe, folder: Path, path: Path) -> PreTrainedModel:
-    return open_rank(stage_of(path / "stage", recipe, model=folder))[0].model
+    return open_trainer(stage_of(path / "stage", recipe, model=folder)).model
 
 
 def facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def test_it_changes_which_weights_are_trained(change: Change, expected: set[str]
 
 def test_a_stage_that_validates_adds_no_adapter_to_what_it_measures(folder: Path, tmp_path: Path) -> None:
     recipe = Change("policy.lora.r", 4, ADAPTED).after
-    rank, _ = open_rank(stage_of(tmp_path / "stage", recipe, kind="validate", model=folder))
-    assert facts(rank.model)["modules"] == set()
+    rank, _ = open_trainer(stage_of(tmp_path / "stage", recipe, kind="validate", model=folder))
+    assert facts(rank.adapter.model)["modules"] == set()
 
 
 @changes(Change("policy.lora.lora_path", "first", ADAPTED))

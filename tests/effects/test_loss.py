@@ -4,18 +4,17 @@ and closed forms in tests/reference."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from cosmos_core.algorithms.base import MicroBatch, Sample, Update
-from cosmos_core.algorithms.grpo_updates import Grpo
+from cosmos_core.algorithms.base import Update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.sample import Sample
 from tests.effects.change import GRPO, Change, changes
+from tests.unit.trainers import Given, grpo, micro_batch
 
 TWICE = {**GRPO, "train.train_policy.mu_iterations": 2}  # only then is a ratio not 1
 WITH_KL = {**TWICE, "train.train_policy.kl_beta": 0.1}
@@ -38,20 +37,16 @@ def updates(recipe: Recipe) -> list[Update]:
     policy = recipe.train.train_policy
     assert isinstance(policy, GrpoConfig)
 
-    def old(chosen: Sequence[Sample]) -> list[Tensor]:
-        return [torch.full((n,), LOGPROB - math.log(r)) for n, r in zip(LENGTHS, RATIOS, strict=True)]
-
-    def reference(chosen: Sequence[Sample]) -> list[Tensor]:
-        return [torch.full((n,), LOGPROB + math.log(2)) for n in LENGTHS]
-
-    return list(Grpo(policy, reference).updates(samples(), old))
+    old = [torch.full((n,), LOGPROB - math.log(r)) for n, r in zip(LENGTHS, RATIOS, strict=True)]
+    reference = [torch.full((n,), LOGPROB + math.log(2)) for n in LENGTHS]
+    return list(grpo(policy).updates(samples(), Given(policy=old, reference=reference)))
 
 
 def loss(recipe: Recipe) -> float:
     """Of the last optimizer step of a train step."""
     update = updates(recipe)[-1]
     mask_BS = torch.tensor([[position < n for position in range(2)] for n in LENGTHS])
-    return update.loss(MicroBatch(update.samples, torch.full((3, 2), LOGPROB), mask_BS, None)).value.item()
+    return update.loss(micro_batch(update.samples, torch.full((3, 2), LOGPROB), mask_BS)).value.item()
 
 
 @changes(

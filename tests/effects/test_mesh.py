@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models import offload
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
 from tests.effects.change import SFT, Change, changes
 from tests.effects.test_model import rank_of, samples
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, sft, trainer_of
 
 KEYS = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "ep_size", "pp_size")
 SHARDED = {**SFT, "policy.parallelism.dp_shard_size": 2}
@@ -35,7 +35,7 @@ def sharding(recipes: list[Recipe], folder: Path, stop: threading.Event) -> list
     for recipe in recipes:
         model: Any = load_model(str(folder), dtype=torch.float32)
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
-        Rank(model, recipe.train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
+        trainer_of(model, recipe.train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
         group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
         found.append(
             {
@@ -122,17 +122,21 @@ def test_it_changes_where_activations_wait(
 ) -> None:
     moved: list[tuple[int, ...]] = []
 
-    def pack(tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
-        moved.append(tuple(tensor.shape))
-        return None, tensor
+    class Counting(save_on_cpu):
+        """Torch's, with the shapes that it was given."""
 
-    monkeypatch.setattr(offload, "_pack", pack)
+        def __init__(self, **settings: bool) -> None:
+            super().__init__(**settings)
+            move = self.pack_hook
+            self.pack_hook = lambda tensor: moved.append(tuple(tensor.shape)) or move(tensor)
+
+    monkeypatch.setattr(offload, "save_on_cpu", Counting)
 
     def count(recipe: Recipe) -> int:
         moved.clear()
         rank = rank_of(recipe, model, tmp_path)
-        for update in Sft().updates(samples(), lambda _: []):
-            rank.update(update, temperature=1.0, with_entropy=False)
+        for update in sft().updates(samples(), NoView()):
+            rank.update(update)
         return len(moved)
 
     assert (count(change.before), count(change.after) > 10) == (0, True)

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.grpo_updates import Grpo
 from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.sample import Sample
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.measure import sequence_figures
-from cosmos_core.train.rank import Rank
-from cosmos_core.train.setup import open_rank
+from cosmos_core.train.measure import row_metrics
+from cosmos_core.train.setup import open_trainer
+from cosmos_core.train.trainer import Trainer
 from tests.effects.change import GRPO, SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, grpo, logprobs, sft
 
 EAGER = {**SFT, "train.compile": False, "train.param_dtype": "float32"}
 EAGER_GRPO = {**EAGER, **GRPO}
@@ -41,8 +41,8 @@ def torch_as_it_was() -> Iterator[None]:
     torch.use_deterministic_algorithms(was_deterministic)
 
 
-def rank_of(recipe: Recipe, model: Path | str, folder: Path) -> Rank:
-    return open_rank(stage_of(folder / "stage", recipe, model=model))[0]
+def rank_of(recipe: Recipe, model: Path | str, folder: Path) -> Trainer:
+    return open_trainer(stage_of(folder / "stage", recipe, model=model))
 
 
 def samples(count: int = 8) -> list[Sample]:
@@ -53,17 +53,17 @@ def samples(count: int = 8) -> list[Sample]:
 def facts(recipe: Recipe, model: Path, folder: Path) -> dict[str, Any]:
     """What is seen of a model that is ready to be trained."""
     rank = rank_of(recipe, model, folder)
-    blocks = [block for block in rank.model.modules() if block._compiled_call_impl is not None]
+    blocks = [block for block in rank.adapter.model.modules() if block._compiled_call_impl is not None]
     found = {
         "compiled": len(blocks),
-        "weights": {parameter.dtype for parameter in rank.model.parameters()},
-        "recomputes": rank.model.is_gradient_checkpointing,
+        "weights": {parameter.dtype for parameter in rank.adapter.model.parameters()},
+        "recomputes": rank.adapter.model.is_gradient_checkpointing,
         "seed": torch.initial_seed(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     for block in blocks:
         block._compiled_call_impl = None  # what it would compute is tested elsewhere, and compiling takes its time
-    found["logprobs"] = rank.logprobs(samples(1), 1.0)[0].dtype
+    found["logprobs"] = logprobs(rank, samples(1), 1.0)[0].dtype
     return found
 
 
@@ -110,9 +110,9 @@ class Passes:
 
 def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
     rank = rank_of(recipe, model, folder)
-    rank.logprobs(samples(1), 1.0)  # the first call looks at the head too
-    passes = Passes(rank.model)
-    rank.logprobs(samples(), 1.0)
+    logprobs(rank, samples(1), 1.0)  # the first call looks at the head too
+    passes = Passes(rank.adapter.model)
+    logprobs(rank, samples(), 1.0)
     return passes.rows
 
 
@@ -140,9 +140,9 @@ def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, mod
     def passes(recipe: Recipe) -> list[int]:
         rank = rank_of(recipe, model, tmp_path)
         rows: Any = Rows((sample.input_ids, sample.loss_mask) for sample in samples())
-        rank.logprobs(samples(1), 1.0)
-        passes = Passes(rank.model)
-        sequence_figures(rank, rows, recipe, Progress(tmp_path / "progress.json"))
+        logprobs(rank, samples(1), 1.0)
+        passes = Passes(rank.adapter.model)
+        row_metrics(rank, sft(), rows, None, recipe, Progress(tmp_path / "progress.json"))
         return passes.rows
 
     assert passes(change.before) == [2, 2, 2, 2]
@@ -161,8 +161,8 @@ def test_it_changes_which_revision_is_taken_from_the_hub(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
 
-    assert rank_of(change.before, "org/tiny", tmp_path).model.config.tie_word_embeddings
-    assert not rank_of(change.after, "org/tiny", tmp_path).model.config.tie_word_embeddings
+    assert rank_of(change.before, "org/tiny", tmp_path).adapter.model.config.tie_word_embeddings
+    assert not rank_of(change.after, "org/tiny", tmp_path).adapter.model.config.tie_word_embeddings
 
 
 @changes(Change("train.train_policy.temperature", 2.0, EAGER_GRPO))
@@ -170,8 +170,8 @@ def test_it_flattens_the_distribution_that_is_trained(change: Change, model: Pat
     def entropy(recipe: Recipe) -> float:
         policy = recipe.train.train_policy
         assert isinstance(policy, GrpoConfig)
-        algorithm, rank = Grpo(policy, None), rank_of(recipe, model, tmp_path)
-        (update,) = algorithm.updates(samples(), lambda _: [])
-        return rank.update(update, temperature=algorithm.temperature, with_entropy=True)["entropy"]
+        algorithm, rank = grpo(policy), rank_of(recipe, model, tmp_path)
+        (update,) = algorithm.updates(samples(), NoView())
+        return rank.update(update)["entropy"]
 
     assert entropy(change.after) > entropy(change.before) + 0.1

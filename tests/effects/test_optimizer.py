@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.optim import build_optimizer, learning_rate_factor
-from cosmos_core.train.rank import Rank
 from tests.effects.change import SFT, Change, changes
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, sft, trainer_of
 
 LINEAR = {**SFT, "train.optm_decay_type": "linear", "train.optm_warmup_steps": 0}
 
@@ -67,10 +66,10 @@ def test_it_bounds_the_gradient_that_the_optimizer_sees(change: Change, tmp_path
 
     def norm(recipe: Recipe) -> float:
         model = load_model(str(folder), dtype=torch.float32)
-        rank = Rank(model, recipe.train, 0, Progress(tmp_path / "progress.json"))
+        rank = trainer_of(model, recipe.train, 0, Progress(tmp_path / "progress.json"))
         ids = np.arange(8, dtype=np.int64)
-        (update,) = Sft().updates([Sample(ids, np.ones(8, dtype=np.uint8))], lambda _: [])
-        assert rank.update(update, temperature=1.0, with_entropy=False)["grad_norm"] > 1
+        (update,) = sft().updates([Sample(ids, np.ones(8, dtype=np.uint8))], NoView())
+        assert rank.update(update)["grad_norm"] > 1
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
     assert norm(change.before) == pytest.approx(1.0, rel=1e-4)

@@ -189,7 +189,7 @@ def test_it_changes_how_often_a_stage_is_tried(change: Change, tmp_path: Path) -
     def attempts(found: Pipeline) -> int:
         run, failures = create_run(found, all_kinds()), 1
         update_state(run.stage_path("second"), failures=failures)
-        while should_retry(run.path, "second", StageFailed("crashed")):
+        while should_retry(run, "second", StageFailed("crashed")):
             failures += 1
             update_state(run.stage_path("second"), failures=failures)
         return failures

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_core.algorithms.base import MicroBatch, Sample
 from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import open_pairs, rows_kind
+from cosmos_core.data.sample import Sample
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.reference import reference_logprobs
-from cosmos_core.train.setup import open_rank
+from cosmos_core.train.setup import open_trainer
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, micro_batch
 
 DPO = {**SFT, "train.train_policy.trainer_type": "dpo"}
 BOTH = {**DPO, "train.train_policy.dpo.loss_type": ("sigmoid", "sft")}
@@ -40,10 +41,10 @@ def loss(recipe: Recipe) -> float:
         Sample(np.arange(3), np.array([0, 1, name == "chosen"], dtype=np.uint8), reference_logprob=REFERENCE[name])
         for name in LOGPS
     ]
-    (update,) = Dpo(policy.dpo).updates(samples, lambda _: [])
+    (update,) = Dpo(policy).updates(samples, NoView())
     logprobs_BS = torch.tensor([[LOGPS["chosen"] / 2] * 2, [LOGPS["rejected"], 0.0]], dtype=torch.float64)
     mask_BS = torch.tensor([[True, True], [True, False]])
-    return update.loss(MicroBatch(samples, logprobs_BS, mask_BS, None)).value.item()
+    return update.loss(micro_batch(samples, logprobs_BS, mask_BS)).value.item()
 
 
 @changes(
@@ -80,6 +81,6 @@ def test_it_changes_whether_there_is_a_reference(change: Change, tmp_path: Path)
     for side in (change.before, change.after):
         stage = prepared(side, tmp_path)
         pairs = open_pairs(stage.path / "data", "train")
-        found.append(reference_logprobs(stage, open_rank(stage)[0], pairs, "train", np.arange(1)))
+        found.append(reference_logprobs(stage, open_trainer(stage), pairs, "train", np.arange(1)))
     assert found[0] is not None and found[0].max() < 0
     assert found[1] is None

@@ -10,7 +10,7 @@ import pytest
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.train.measure import open_rewards, reward_weights
-from cosmos_core.types import Completion, Group, Prompt, Score
+from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
 
 PROGRAM = """
@@ -23,7 +23,7 @@ def slow(answer, reference):
     time.sleep(0.5)
     return 1.0
 """
-GROUP = Group(Prompt(0, (1,), "6 * 7 =", "42"), (Completion((2,), (-1.0,), "stop", "42"),), 0)
+GROUP = Group(Prompt(0, (1,), "6 * 7 =", "42"), (Completion((Segment((2,), True, (-1.0,), 0),), "stop", "42"),), 0)
 
 
 @pytest.fixture(autouse=True)

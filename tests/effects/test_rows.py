@@ -13,6 +13,7 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import has_split, open_prompts, open_sequences, rows_kind
+from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import Progress
 from tests.effects.change import GRPO, SFT, Change, changes, stage_of
@@ -23,6 +24,7 @@ LENGTHS = {"policy.model_max_length": 64, "rollout.max_response_length": 8}
 SFT_ROWS = {**SFT, "train.train_policy.dataset.name": "rows"}
 GRPO_ROWS = {**GRPO, **LENGTHS, "train.train_policy.dataset.name": "rows"}
 HELD_OUT = {**SFT_ROWS, "validation.dataset.name": "rows"}
+BAD = {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
 MANY = {**SFT, "train.train_policy.dataset.name": "many.jsonl"}
 ON_HUB = {**SFT, "train.train_policy.dataset.name": "org/rows"}
 HELD_OUT_ON_HUB = {**SFT_ROWS, "validation.dataset.name": "org/rows"}
@@ -118,6 +120,20 @@ def test_it_changes_what_is_asked_of_the_hub(
     assert prepared(change.after, folder)[split] == [f"{text}<|im_end|>"]
 
 
+@changes(
+    Change(
+        "train.train_policy.dataset.max_skipped_fraction", 0.5, {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
+    ),
+    Change("validation.dataset.max_skipped_fraction", 0.5, {**SFT_ROWS, "validation.dataset.name": "bad.jsonl"}),
+)
+def test_it_bounds_the_rows_that_are_left_out(change: Change, folder: Path) -> None:
+    good = json.dumps(row("x", 0))
+    (folder / "bad.jsonl").write_text(f'{good}\n{{"messages": 3}}\n')
+    with pytest.raises(DataError, match=r"^bad\.jsonl:2: .*more than dataset\.max_skipped_fraction = 0\.01 allows"):
+        prepared(change.before, folder)
+    assert talk("x q 0", "a 0") in [text for texts in prepared(change.after, folder).values() for text in texts]
+
+
 @changes(Change("policy.model_max_length", 25, SFT_ROWS))
 def test_it_bounds_the_rows(change: Change, folder: Path) -> None:
     assert prepared(change.before, folder)["train"][0].startswith(talk("rows/train q 0", "a 0"))
@@ -125,9 +141,7 @@ def test_it_bounds_the_rows(change: Change, folder: Path) -> None:
     assert set(open_sequences(folder / "stage/data", "train").lengths) == {25}
 
 
-@changes(
-    Change("train.train_policy.dataloader_num_workers", 2, {**SFT, "train.train_policy.dataset.name": "many.jsonl"})
-)
+@changes(Change("train.train_policy.dataloader_num_workers", 2, MANY))
 def test_it_changes_the_processes_that_tokenise(change: Change, folder: Path) -> None:
     (folder / "many.jsonl").write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(257)))
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import RolloutFeed
+from cosmos_core.train.feeds import PromptOrder, RolloutFeed, training_sampling
 from cosmos_core.train.measure import validation_sampling
-from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes
 
 SMALL = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 2}
@@ -22,16 +24,22 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], Sampling]] = []
+        self.done: list[Group] = []
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         self.asked.append(([prompt.id for prompt in prompts], sampling))
-        answers = tuple(Completion((k,), (-1.0,), "stop", "") for k in range(sampling.num_completions))
-        return [Group(prompt, answers, step) for prompt in prompts]
+        turns = [Segment((k,), True, (-1.0,), step) for k in range(sampling.num_completions)]
+        self.done = [Group(p, tuple(Completion((turn,), "stop", "") for turn in turns), step) for p in prompts]
+
+    def completed(self) -> list[Group]:
+        done, self.done = self.done, []
+        return done
 
     def wake(self) -> None:
         pass
 
-    sleep = wake
+    def sleep(self, level: int = 1) -> None:
+        pass
 
 
 def score(groups: Sequence[Group]) -> list[ScoredGroup]:
@@ -44,7 +52,9 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     engine: Any = Engine()
     prompts: Any = PROMPTS
     progress = Progress(folder / "progress.json")
-    feed = RolloutFeed(prompts, engine, score, recipe, progress, between=lambda step: None)
+    sampling = training_sampling(recipe)
+    source = Sync(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
+    feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
     samples = [feed.samples(step)[0] for step in range(feed.total_steps)]
     return {
         "calls": [len(ids) for ids, _ in engine.asked],

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import Progress, read_metrics
-from cosmos_core.train.setup import train_sft
+from cosmos_core.train.setup import train
 from tests.effects.change import SFT, Change, changes, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
 
@@ -63,7 +63,7 @@ def trained(recipe_: Recipe, inputs: Path, path: Path, stop_after: int = 0) -> d
 
     watch.then = stop
     try:
-        train_sft(stage)
+        train(stage)
     except Preempted:
         assert stop_after
     lines = read_metrics(path / "metrics.jsonl")
@@ -112,7 +112,7 @@ def test_it_changes_which_average_of_the_weights_is_left(
         ckpt = side.train.ckpt.derived(enable_checkpoint=True, save_freq=1, max_keep=-1)
         config = side.model_copy(update={"train": side.train.derived(ckpt=ckpt)})
         path = tmp_path / name
-        left = train_sft(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).model
+        left = train(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).model
         average = load_file(inputs / "model/model.safetensors")
         for step, decay in enumerate(decays, start=1):
             policy = path / f"checkpoints/step_{step}/policy"
@@ -130,7 +130,7 @@ def test_it_changes_where_a_training_begins(change: Change, inputs: Path, tmp_pa
         watch = stage.__dict__["progress"] = Watch(stage.path / "progress.json")
         steps: list[int] = []
         watch.then = steps.append
-        train_sft(stage)
+        train(stage)
         assert steps == list(range(begin, 5))
         shutil.rmtree(stage.path)
 

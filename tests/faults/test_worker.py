@@ -39,7 +39,7 @@ def attempts_until_given_up(run: Run) -> int:
         try:
             perform(run, "s")
         except StageFailed as error:
-            if not should_retry(run.path, "s", error):
+            if not should_retry(run, "s", error):
                 return attempts
         else:
             return attempts
@@ -49,7 +49,7 @@ def test_a_refused_input_is_the_same_error_in_the_launcher_and_is_never_retried(
     run = make_run(tmp_path, "count", "arguments = { refuse = true }")
     with pytest.raises(DataError, match=r"^rows.jsonl:3: refused on purpose$") as caught:
         perform(run, "s")
-    assert not should_retry(run.path, "s", caught.value)
+    assert not should_retry(run, "s", caught.value)
 
 
 def test_a_stage_that_hangs_past_the_deadline_of_its_phase_is_killed(tmp_path: Path) -> None:

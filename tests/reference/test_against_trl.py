@@ -30,9 +30,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, selective_log_softmax
 
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
-from cosmos_core.algorithms.grpo import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
+from cosmos_core.algorithms.policy_loss import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
 from cosmos_core.algorithms.sft import sft_loss
-from cosmos_core.models.hf import token_entropy, token_logprobs
+from cosmos_core.models.scorer import Scorer, Wants
 
 MAX_TOKENS = 12
 
@@ -44,10 +44,11 @@ def random_batch(seed=0):
     logits_BTV = (2 * torch.randn(6, 8, 7, **shape)).requires_grad_()
     ids_BT = torch.randint(7, (6, 8), generator=generator)
     mask_BT = (torch.arange(8) < torch.tensor([8, 1, 5, 3, 7, 2]).unsqueeze(-1)).long()
-    logprobs_BT = token_logprobs(logits_BTV, ids_BT, dtype=torch.float64)
+    logprobs_BTV = logits_BTV.log_softmax(-1)
+    logprobs_BT = logprobs_BTV.gather(-1, ids_BT.unsqueeze(-1)).squeeze(-1)
     old_BT = logprobs_BT.detach() + 0.8 * torch.randn(6, 8, **shape)
     ref_BT = logprobs_BT.detach() + torch.randn(6, 8, **shape)
-    entropy_BT = token_entropy(logits_BTV, dtype=torch.float64)
+    entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1).detach()
     return logits_BTV, PolicyInputs(logprobs_BT, torch.randn(6, **shape), mask_BT, old_BT, ref_BT, entropy_BT)
 
 
@@ -172,13 +173,16 @@ def test_advantages_equal_trls_but_for_the_convention_of_the_std():
 
 
 def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():
-    logits_BTV, _ = random_batch()
-    ids_BT = torch.randint(7, (6, 8), generator=torch.Generator().manual_seed(5))
+    model, ids_BT, _ = sft_batch()
+    logits_BSV, labels_BS = model(ids_BT).logits[:, :-1], ids_BT[:, 1:]
+    chosen_N = torch.arange(labels_BS.numel())
     for temperature in (1.0, 0.7):
-        ours_BT = token_logprobs(logits_BTV, ids_BT, temperature, torch.float64)
-        torch.testing.assert_close(ours_BT, selective_log_softmax(logits_BTV, ids_BT, temperature), rtol=0, atol=1e-14)
-        entropy_BT = token_entropy(logits_BTV, temperature, torch.float64)
-        torch.testing.assert_close(entropy_BT, entropy_from_logits(logits_BTV / temperature).detach())
+        wants = Wants(temperature, entropy="value")
+        found = Scorer(model)({"input_ids": ids_BT}, chosen_N, wants=wants, dtype=torch.float64)
+        theirs_BS = selective_log_softmax(logits_BSV, labels_BS, temperature)
+        torch.testing.assert_close(found["logprobs"].view_as(theirs_BS), theirs_BS, rtol=0, atol=1e-13)
+        theirs_BS = entropy_from_logits(logits_BSV / temperature)
+        torch.testing.assert_close(found["entropy"].view_as(theirs_BS), theirs_BS.detach(), rtol=0, atol=1e-13)
 
 
 def sft_batch():
@@ -196,7 +200,8 @@ def sft_batch():
 def our_sft_loss(model, ids_BT, labels_BT, num_labels):
     targets_BT = labels_BT[:, 1:]
     mask_BT = targets_BT != -100
-    logprobs_BT = token_logprobs(model(ids_BT).logits[:, :-1], targets_BT.clamp(min=0), dtype=torch.float64)
+    found = Scorer(model)({"input_ids": ids_BT}, torch.arange(targets_BT.numel()), dtype=torch.float64)
+    logprobs_BT = found["logprobs"].view_as(targets_BT)
     return sft_loss(logprobs_BT, mask_BT, num_labels)[0]
 
 

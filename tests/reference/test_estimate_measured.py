@@ -18,15 +18,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from cosmos_core.algorithms.base import Algorithm, Sample
-from cosmos_core.algorithms.grpo_updates import Grpo
-from cosmos_core.algorithms.sft import Sft
-from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import estimate
-from cosmos_core.train.rank import Rank
+from tests.unit.trainers import trainer_of
 
 MICRO_BATCH, BATCH, VOCABULARY = 4, 8, 8192
 SFT = {"type": "sft", "mini_batch": MICRO_BATCH}
@@ -104,18 +102,14 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     recipe = recipe_of(CASES[case])
     torch.manual_seed(0)
     dtype = getattr(torch, recipe.train.master_dtype)
-    rank = Rank(
+    rank = trainer_of(
         load_model(folder, dtype=dtype, gradient_checkpointing=recipe.policy.model_gradient_checkpointing),
         recipe.train, 0, Progress(scratch / "progress.json"),
     )  # fmt: skip
     policy = recipe.train.train_policy
-    algorithm: Algorithm = Sft()
-    frozen = None
-    if isinstance(policy, GrpoConfig):
-        if policy.kl_beta:
-            frozen = load_model(folder, dtype=dtype).requires_grad_(False)
-        reference = (lambda samples: rank.logprobs(samples, 1.0, frozen)) if frozen is not None else None
-        algorithm = Grpo(policy, reference)
+    algorithm = make_algorithm(recipe)
+    for name in policy.named_weights:
+        rank.named.add(name)
     random = np.random.default_rng(0)
     lengths = [CASES[case].length - 7 * (i % 3) for i in range(BATCH)]
     samples = [
@@ -124,13 +118,13 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     ]
 
     def step() -> None:
-        for update in algorithm.updates(samples, lambda rows: rank.logprobs(rows, 1.0)):
-            rank.update(update, temperature=1.0, with_entropy=algorithm.with_entropy)
+        for update in algorithm.updates(samples, rank):
+            rank.update(update)
 
-    weights = [*rank.model.parameters(), *rank.model.buffers()]
+    weights = [*rank.adapter.model.parameters(), *rank.adapter.model.buffers()]
     held = {
         "weights": sum(t.nbytes for t in weights),
-        "reference": sum(t.nbytes for t in [*frozen.parameters(), *frozen.buffers()]) if frozen is not None else 0,
+        "reference": sum(t.nbytes for named in rank.named.tensors.values() for t in named.values()),
     }
     # From the first step on, because the profiler does not see the end of what began before it.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -140,8 +134,8 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     state = [value for entry in rank.optimizer.state.values() for value in entry.values()]
     return held | {
-        "parameters": sum(p.numel() for p in rank.model.parameters()),
-        "gradients": sum(p.grad.nbytes for p in rank.model.parameters() if p.grad is not None),
+        "parameters": sum(p.numel() for p in rank.adapter.model.parameters()),
+        "gradients": sum(p.grad.nbytes for p in rank.adapter.model.parameters() if p.grad is not None),
         "optimizer": sum(t.nbytes for t in state),
         "peak": sum(held.values()) + int(np.cumsum(changes).max()),
     }

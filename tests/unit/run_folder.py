@@ -79,13 +79,13 @@ def load_recipe(folder: Path, *overrides: str, kind: str = "sft") -> Pipeline:
     return load_pipeline(file, overrides, all_kinds())
 
 
-def print_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerprint:
+def fingerprint_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerprint:
     """The fingerprint of a stage, with nothing remembered."""
     config = pipeline.stage(stage)
     upstream = upstream or {name: f"digest of {name}" for name in config.after}
-    cache = Digests(pipeline.source.parent / "no-such-folder" / "digests.json")
+    cache = Digests(pipeline.source.parent / "no-such-folder" / "digests.jsonl")
     found = fingerprint(pipeline, config, all_kinds()[config.kind], upstream, cache)
-    (pipeline.source.parent / "no-such-folder" / "digests.json").unlink(missing_ok=True)
+    (pipeline.source.parent / "no-such-folder" / "digests.jsonl").unlink(missing_ok=True)
     return found
 
 
@@ -109,9 +109,9 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
         assert result is not None
         inputs[upstream] = result
     digests = {upstream: result["digest"] for upstream, result in inputs.items()}
-    print_ = fingerprint(run.pipeline, stage, run.kinds[stage.kind], digests, run.digests)
-    save_fingerprint(path, print_)
+    expected = fingerprint(run.pipeline, stage, run.kinds[stage.kind], digests, run.digests)
+    save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
-    commit(path, outcome, name=name, kind=stage.kind, fingerprint=print_.value, inputs=inputs)
-    register(run.output_dir, path, print_.value)
+    commit(path, outcome, name=name, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
+    register(run.output_dir, path, expected.value)
     return path

@@ -9,7 +9,7 @@ import pytest
 from cosmos_core.config.capabilities import check_capabilities, notices_of
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
-from tests.unit.test_config_load import SFT, load
+from tests.unit.test_config_load import GRPO, SFT, load
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,19 @@ def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> No
         "train.train_batch_per_replica = 8: rows of an optimizer step, of all 2 data-parallel ranks together "
         "(Cosmos-RL: of each)"
     ]
+
+
+def test_sampling_that_is_not_from_the_policy_is_told_and_runs(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, GRPO, "rollout.sampling_config.top_p=0.9", "rollout.sampling_config.top_k=20")
+    check_capabilities(pipeline)
+    assert notices_of(pipeline) == [
+        "rollout.sampling_config: top_p = 0.9, top_k = 20: training completions are not drawn from the policy; the "
+        "loss weights their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
+    ]
+    assert notices_of(load(tmp_path, GRPO, "validation.top_p=0.9")) == []
+
+
+def test_an_engine_of_a_users_own_is_taken(tmp_path: Path) -> None:
+    check_capabilities(load(tmp_path, GRPO, "rollout.backend=mine.py:Engine"))
+    with pytest.raises(ConfigError, match="this version generates with 'vllm', 'hf' or "):
+        check_capabilities(load(tmp_path, GRPO, "rollout.backend=trtllm"))

@@ -181,6 +181,60 @@ def test_what_the_template_itself_marks_wins_over_guessing_and_takes_the_end_tok
     assert yes == ["\n\nfirst<|im_end|>", "<think>\nmm\n</think>\n\nsecond<|im_end|>"]
 
 
+# No beginning of a conversation is a beginning of the whole, so that the marks decide.
+MARKED = (
+    "{{ messages | length }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["Yes 😀", "好的。", "", "é", "plain", " \n"])
+def test_marks_that_exclude_the_end_token_lose_no_byte_and_no_end(answer):
+    turns = [*TWO_TURNS[:2], {"role": "user", "content": "So?"}, {"role": "assistant", "content": answer}]
+    marked, plain = byte_tokenizer(MARKED, num_merges=0), byte_tokenizer(CHATML, num_merges=0)
+    expected = ["The answer is 42.<|im_end|>", f"{answer}<|im_end|>"]
+    assert masked(marked, turns)[0] == expected == masked(plain, turns)[0]
+
+
+CALL = {"name": "add", "arguments": {"a": 20, "b": 22}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALLS = [
+    {"role": "user", "content": "20 + 22?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "It is 42."},
+]
+
+
+def trl_template(name):
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip(f"this TRL has no template {name}")
+    return file.read_text()
+
+
+def test_tool_calls_are_learned_with_the_template_of_qwen3():
+    tokenizer = byte_tokenizer(trl_template("qwen3"))
+    yes, no = masked(tokenizer, CALLS)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call><|im_end|>'
+    assert yes == [call, "<think>\n\n</think>\n\nIt is 42.<|im_end|>"]
+    assert no[1] == ("\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_tools_are_handed_to_the_template():
+    tokenizer = byte_tokenizer(trl_template("qwen3"))
+    ids, mask = conversation_tokens(tokenizer, CALLS, "row", [TOOL])
+    assert json.dumps(TOOL) in unlearned(tokenizer, ids, mask)[0]
+    assert learned(tokenizer, ids, mask) == masked(tokenizer, CALLS)[0]
+    ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", [TOOL])
+    assert json.dumps(TOOL) in text and tokenizer.decode(ids) == text
+
+
+def test_a_tool_call_that_the_template_leaves_out_is_refused():
+    with pytest.raises(RefusedRow, match="with a tool call that the chat template leaves out"):
+        conversation_tokens(byte_tokenizer(CHATML), CALLS, "row")
+
+
 def test_a_template_that_reorders_turns_is_an_error_that_names_row_and_remedy():
     reverses = "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     with pytest.raises(DataError, match=r"^train.jsonl:7: the assistant's turns cannot be found.*generation"):

@@ -34,10 +34,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepare(model: Path, file: Path, max_length: int = 4096) -> Outcome:
+def prepare(model: Path, file: Path, max_length: int = 4096, max_skipped: float = 0.01) -> Outcome:
     """The outcome; the stage lies beside the file."""
+    dataset = {"name": str(file), "max_skipped_fraction": max_skipped}
     recipe = {
-        "train": {"train_policy": {"type": "sft", "dataset": {"name": str(file)}}},
+        "train": {"train_policy": {"type": "sft", "dataset": dataset}},
         "policy": {"model_max_length": max_length},
     }
     path = file.parent / "stage"
@@ -297,7 +298,7 @@ def test_a_row_at_which_the_chat_template_breaks_is_skipped_and_named(tmp_path: 
     broken = f"{{% for m in messages if m.content == 'bad' %}}{{{{ {expression} }}}}{{% endfor %}}{CHATML}"
     model, bad = template_model(tmp_path, broken), LINE.replace(b'"q"', b'"bad"')
     (tmp_path / "a.jsonl").write_bytes(LINE + bad)
-    outcome = prepare(model, tmp_path / "a.jsonl")
+    outcome = prepare(model, tmp_path / "a.jsonl", max_skipped=0.5)
     skipped = f"refused by the chat template ({BREAKS[expression]}) (first: a.jsonl:2)"
     assert outcome.info["notices"] == [f"train: 1 of 2 rows skipped: 1 {skipped}"]
     assert len(open_sequences(tmp_path / "stage" / "data", "train")) == 1
@@ -306,7 +307,7 @@ def test_a_row_at_which_the_chat_template_breaks_is_skipped_and_named(tmp_path: 
     with pytest.raises(
         DataError, match=r"^train: 1 of 1 rows skipped: 1 refused by the chat template .*no row is left"
     ):
-        prepare(model, tmp_path / "all" / "a.jsonl")
+        prepare(model, tmp_path / "all" / "a.jsonl", max_skipped=1)
 
 
 def test_a_row_that_the_assistant_begins_is_learned_or_skipped_and_never_ends_the_stage(tmp_path: Path) -> None:
@@ -333,7 +334,7 @@ def test_a_chat_template_that_says_something_else_of_each_row_is_quoted_five_tim
     model = template_model(tmp_path, f"{{% for m in messages %}}{checks}{{% endfor %}}{CHATML}")
     bad = [LINE.replace(b'"q"', b'"bad %d"' % i) for i in range(9)]
     (tmp_path / "a.jsonl").write_bytes(LINE + b"".join(bad))
-    (notice,) = prepare(model, tmp_path / "a.jsonl").info["notices"]
+    (notice,) = prepare(model, tmp_path / "a.jsonl", max_skipped=1).info["notices"]
     assert notice.startswith("train: 9 of 10 rows skipped: 1 refused by the chat template (bad 0) (first: a.jsonl:2), ")
     assert notice.endswith("(bad 4) (first: a.jsonl:6), 4 for other reasons")
     saved = json.loads((tmp_path / "stage/data/statistics.json").read_text())["train"]

@@ -9,7 +9,14 @@ from decimal import Decimal
 
 import pytest
 
-from cosmos_core.data.messages import SkippedRow, alternating, read_conversation, read_held_out, read_prompt
+from cosmos_core.data.messages import (
+    SkippedRow,
+    alternating,
+    read_conversation,
+    read_held_out,
+    read_prompt,
+    read_tools,
+)
 from cosmos_core.errors import DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -195,3 +202,28 @@ def test_a_held_out_conversation_is_asked_up_to_its_last_answer():
     assert read_held_out({"question": "q", "answer": "a"}, "row") == ([ASKED], "a")
     with pytest.raises(DataError, match="row: plain text has no prompt to answer"):
         read_held_out({"text": "hello"}, "row")
+
+
+def test_roles_of_sharegpt_are_mapped_and_a_function_call_is_a_tool_call():
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [("human", "q"), ("function_call", json.dumps(call)), ("observation", "1"), ("bing", "a"), ("bard", "b")]
+    row = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+    assert read_conversation(row, "row") == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    plain = {"conversations": [{"from": "function_call", "value": "add(1)"}]}
+    assert read_conversation(plain, "row") == [{"role": "assistant", "content": "add(1)"}]
+
+
+def test_tools_are_a_list_or_its_json_without_the_nulls_of_arrow():
+    tool = {"name": "add", "parameters": {"a": {"type": "int"}}}
+    arrow = {"name": "add", "parameters": {"a": {"type": "int", "enum": None}, "b": None}}
+    assert read_tools({"tools": [arrow]}, "row") == [tool] == read_tools({"tools": json.dumps([tool])}, "row")
+    assert [read_tools(row, "row") for row in ({}, {"tools": None}, {"tools": []}, {"tools": ""})] == [None] * 4
+    for wrong in ("add", ["add"], {"name": "add"}, "{"):
+        with pytest.raises(DataError, match=r"^row: column 'tools' holds .*write a list of objects"):
+            read_tools({"tools": wrong}, "row")

@@ -164,14 +164,70 @@ def test_the_bytes_depend_neither_on_the_run_nor_on_the_number_of_processes(tmp_
     assert all("resource_tracker" in " ".join(child.cmdline()) for child in left)
 
 
+WRONG = '{"messages": [{"role": "boss", "content": "hi"}]}\n'
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_wrong_row_is_named_and_nothing_is_written(tmp_path, model, workers):
+def test_too_many_wrong_rows_end_the_stage_and_the_first_is_named(tmp_path, model, workers):
     rows = write_rows(tmp_path / "a.jsonl", 300)
     with open(rows, "a", encoding="utf-8") as file:
-        file.write('{"messages": [{"role": "boss", "content": "hi"}]}\n')
-    with pytest.raises(DataError, match=r"^a\.jsonl:301, turn 1 of 'messages': unknown role 'boss'"):
+        file.write(WRONG * 4)
+    message = (
+        r"^a\.jsonl:301, turn 1 of 'messages': unknown role 'boss'.*; 4 of 304 rows cannot be used so far, more than "
+        r"dataset\.max_skipped_fraction = 0\.01 allows; mend them, or raise it$"
+    )
+    with pytest.raises(DataError, match=message):
         run(make_stage(tmp_path / "s", model, sft(rows, dataloader_num_workers=workers)))
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["progress.json"]
+
+
+def test_one_wrong_row_of_four_hundred_is_skipped_and_counted(tmp_path, model):
+    rows = write_rows(tmp_path / "a.jsonl", 399)
+    with open(rows, "a", encoding="utf-8") as file:
+        file.write(WRONG)
+    outcome = run(make_stage(tmp_path / "s", model, sft(rows)))
+    (notice,) = outcome.info["notices"]
+    assert notice.startswith(
+        "train: 1 of 400 rows skipped: 1 that cannot be read (first: a.jsonl:400, turn 1 of 'messages': unknown role"
+    )
+    assert len(open_sequences(tmp_path / "s" / "data", "train")) == 399
+    with pytest.raises(DataError, match=r"a\.jsonl:400.*max_skipped_fraction = 0 allows"):
+        run(make_stage(tmp_path / "t", model, sft(rows, dataset={"max_skipped_fraction": 0})))
+
+
+def test_a_template_that_never_writes_the_end_token_is_told(tmp_path):
+    byte_tokenizer(CHATML, end_token="<|eot_id|>").save_pretrained(tmp_path / "model")
+    outcome = run(make_stage(tmp_path / "s", tmp_path / "model", sft(write_rows(tmp_path / "a.jsonl", 3))))
+    (notice,) = outcome.info["notices"]
+    assert notice.startswith("train: no row teaches the end token '<|eot_id|>', so the model would not learn to stop")
+    assert read_json(tmp_path / "s" / "data" / "statistics.json")["train"]["teaches_end"] is False
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [END]}))
+    outcome = run(make_stage(tmp_path / "t", tmp_path / "model", sft(tmp_path / "a.jsonl")))
+    assert "notices" not in outcome.info
+
+
+END = byte_tokenizer(CHATML, end_token="<|eot_id|>").convert_tokens_to_ids("<|im_end|>")
+
+
+def test_a_column_of_tools_reaches_the_template(tmp_path):
+    with_tools = "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CHATML
+    byte_tokenizer(with_tools).save_pretrained(tmp_path / "model")
+    row = {"question": "q", "answer": "a", "tools": json.dumps([{"type": "function", "function": {"name": "add"}}])}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    run(make_stage(tmp_path / "s", tmp_path / "model", sft(tmp_path / "a.jsonl")))
+    ids, _ = open_sequences(tmp_path / "s" / "data", "train")[0]
+    assert byte_tokenizer(with_tools).decode(ids).startswith("add\n<|im_start|>user\nq<|im_end|>")
+    run(make_stage(tmp_path / "rl", tmp_path / "model", grpo(tmp_path / "a.jsonl")))
+    assert open_prompts(tmp_path / "rl" / "data", "train")[0].text.startswith("add\n<|im_start|>user\nq<|im_end|>")
+
+
+def test_prompts_are_tokenised_in_parallel_to_the_same_bytes(tmp_path, model):
+    rows = write_rows(tmp_path / "a.jsonl", 300)
+    digests = []
+    for name, workers in (("one", 0), ("two", 2)):
+        run(make_stage(tmp_path / name, model, grpo(rows, dataloader_num_workers=workers)))
+        digests.append(sha256(tmp_path / name / "data" / "train.arrow"))
+    assert digests[0] == digests[1]
 
 
 def test_rows_with_nothing_to_learn_are_left_out_and_counted_by_reason(tmp_path, model, caplog):
@@ -235,7 +291,8 @@ def test_turns_that_the_template_refuses_are_put_together_and_said_once(tmp_path
     conversations = [[asks, answers], [system, asks, answers], [asks, more, answers, answers], [answers, asks]]
     rows = tmp_path / "a.jsonl"
     rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations * 2))
-    outcome = run(make_stage(tmp_path / "s", tmp_path / "mistral", sft(rows)))
+    allowed = {"max_skipped_fraction": 0.5}
+    outcome = run(make_stage(tmp_path / "s", tmp_path / "mistral", sft(rows, dataset=allowed)))
     sequences, tokenizer = open_sequences(tmp_path / "s" / "data", "train"), byte_tokenizer(MISTRAL, end_token="</s>")
     assert [tokenizer.decode(sequences[i][0]) for i in range(3)] == [
         "<s>[INST] One?[/INST] Yes.</s>",
@@ -251,7 +308,8 @@ def test_turns_that_the_template_refuses_are_put_together_and_said_once(tmp_path
         "turns of one role in a row",
     ]
     assert [message for message in caplog.messages if message.startswith("train: ")] == outcome.info["notices"]
-    asked = run(make_stage(tmp_path / "rl", tmp_path / "mistral", {**grpo(rows), "policy": {"model_max_length": 99}}))
+    recipe = {**grpo(rows, dataset=allowed), "policy": {"model_max_length": 99}}
+    asked = run(make_stage(tmp_path / "rl", tmp_path / "mistral", recipe))
     prompts = open_prompts(tmp_path / "rl" / "data", "train")
     assert prompts[1].text == "<s>[INST] Be brief.\n\nOne?[/INST]"
     assert "put together in 4 of" in asked.info["notices"][-1]

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.data import formats
 from cosmos_core.data.messages import read_conversation
 from cosmos_core.data.rows import has_local_split, load_rows, split_rows
 from cosmos_core.errors import DataError
@@ -208,3 +209,35 @@ def test_held_out_rows_are_disjoint_complete_ordered_and_depend_on_the_seed_alon
     assert [row["x"] for row in split_rows(rows, 20, seed=2)[1]] != rest
     with pytest.raises(DataError, match=r"test_size = 100 of 100 rows leaves none to train on"):
         split_rows(rows, 100, seed=1)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_larger_than_a_block_is_read_element_by_element(tmp_path, indent, monkeypatch):
+    monkeypatch.setattr(formats, "_BLOCK", 16)
+    values = [{"x": i, "text": "é😀[{,]}" * (i % 7), "deep": [{"a": [1, "]"]}]} for i in range(50)]
+    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(values, indent=indent, ensure_ascii=False) + "\n")
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.json")))
+    assert list(rows) == values and [rows[i] for i in (49, 0, 7)] == [values[i] for i in (49, 0, 7)]
+
+
+@pytest.mark.parametrize("text", ['[{"x": 1}] {}', '[{"x": 1} {"x": 2}]', '[{"x": 1},', '[{"x": 1},]'])
+def test_an_array_that_does_not_end_well_is_malformed(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=r"^a\.json:1: malformed JSON"):
+        load_rows(DatasetConfig(name=str(tmp_path / "a.json")))
+
+
+def test_parquet_rows_are_read_a_batch_at_a_time_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "_BATCH_ROWS", 4)
+    table = pa.Table.from_pylist([{"x": i} for i in range(30)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))
+    assert [row["x"] for row in rows] == list(range(30))
+    assert [rows[i]["x"] for i in (29, 3, 8, 7, 0)] == [29, 3, 8, 7, 0]
+
+
+def test_csv_rows_of_several_lines_are_read_alone(tmp_path):
+    (tmp_path / "a.csv").write_bytes('prompt,answer\r\n"a\r\nb, ""é""",1\r\n\r\nc,2'.encode())
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
+    assert [rows[1], rows[0]] == [{"prompt": "c", "answer": "2"}, {"prompt": 'a\r\nb, "é"', "answer": "1"}]
+    assert [rows.where(i) for i in range(2)] == ["a.csv:3", "a.csv:5"]

@@ -14,22 +14,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.algorithms.aggregate import means
-from cosmos_core.algorithms.base import MicroBatch, Sample
 from cosmos_core.algorithms.dpo import Dpo
-from cosmos_core.config.schema.dpo import DpoLossConfig
+from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import Pairs, open_pairs
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import reference, validate
 from cosmos_core.train.feeds import PairFeed
-from cosmos_core.train.rank import Rank
-from cosmos_core.train.setup import open_rank, run_sft, train_sft
+from cosmos_core.train.setup import open_trainer, run, train
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, micro_batch, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -104,17 +104,18 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
             "train.train_policy.mini_batch": settings["mini_batch"], "train.sequence_packing": "packed" in settings,
         }  # fmt: skip
         config = recipe(split)
-        rank = Rank(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
-        rank._dtype = torch.float64
+        rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
+        rank.adapter._dtype = torch.float64
+        rank.named.add("reference")
         feed = PairFeed(pairs, config)
         feed.reference = reference.pair_logprobs(rank, pairs, np.arange(len(pairs)), 3)
-        moved(rank.model)
+        moved(rank.adapter.model)
         samples, _ = feed.samples(0)
-        (update,) = Dpo(DpoLossConfig(beta=0.5)).updates(samples, lambda _: [])
-        figures = rank.update(update, temperature=1.0, with_entropy=False)
+        (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5))).updates(samples, NoView())
+        figures = rank.update(update)
         assert figures["loss"] == pytest.approx(loss.item(), rel=1e-12)
         assert figures["rewards/margin"] != 0
-        for name, parameter in rank.model.named_parameters():
+        for name, parameter in rank.adapter.model.named_parameters():
             difference = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
             assert difference <= 1e-9, (settings, name)
 
@@ -150,9 +151,9 @@ def test_the_losses_by_hand(settings: dict[str, Any], expected: float) -> None:
             mask = np.array([0] + [1] * num, dtype=np.uint8)
             samples.append(Sample(np.arange(1 + num), mask, reference_logprob=REFERENCE[name][i]))
             rows.append([LOGPS[name][i] / num] * num + [99.0] * (3 - num))
-    (update,) = Dpo(DpoLossConfig(beta=0.5, **settings)).updates(samples, lambda _: [])
+    (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5, **settings))).updates(samples, NoView())
     logprobs_BS = torch.tensor(rows, dtype=torch.float64)
-    found = update.loss(MicroBatch(samples[::-1], logprobs_BS.flip(0), logprobs_BS.flip(0) != 99, None))
+    found = update.loss(micro_batch(samples[::-1], logprobs_BS.flip(0), logprobs_BS.flip(0) != 99, [3, 2, 1, 0]))
     assert found.value.item() == pytest.approx(expected, rel=1e-12)
     assert means(found.metrics) == pytest.approx(
         {
@@ -166,7 +167,7 @@ def test_preferences_are_learned_and_measured_on_what_was_held_out(inputs: Path,
     at = stage(
         inputs, tmp_path / "dpo", **{"train.epoch": 8, "validation.freq": 3, "validation.val_before_train": True}
     )
-    outcome = run_sft(at)
+    outcome = run(at)
     lines = read_metrics(at.path / "metrics.jsonl")
     first, last = lines[1], lines[-1]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["rewards/margin"] == pytest.approx(
@@ -190,7 +191,7 @@ def test_preferences_are_learned_and_measured_on_what_was_held_out(inputs: Path,
 def test_held_out_pairs_of_a_model_without_a_reference_are_refused_by_name(inputs: Path, tmp_path: Path) -> None:
     apart = stage(inputs, tmp_path / "validate")
     apart.config = apart.config.model_copy(update={"kind": "validate"})
-    with pytest.raises(ConfigError, match="under a reference; name the stage that trained by DPO"):
+    with pytest.raises(ConfigError, match="under a reference; name the stage that trained on the same"):
         validate.run(apart)
     apart.recipe = recipe({**DPO, "train.train_policy.dpo.reference_free": True})
     assert validate.run(apart).metrics["validation/pairs"] == 4
@@ -198,7 +199,7 @@ def test_held_out_pairs_of_a_model_without_a_reference_are_refused_by_name(input
 
 def test_without_a_reference_a_reward_is_the_log_probability(inputs: Path, tmp_path: Path) -> None:
     at = stage(inputs, tmp_path / "free", **{"train.train_policy.dpo.reference_free": True, "train.max_num_steps": 1})
-    train_sft(at)
+    train(at)
     (line,) = read_metrics(at.path / "metrics.jsonl")
     assert line["rewards/chosen"] == pytest.approx(0.5 * line["logps/chosen"], rel=1e-9)
     assert line["rewards/margin"] == pytest.approx(0.5 * (line["logps/chosen"] - line["logps/rejected"]), rel=1e-9)
@@ -224,17 +225,17 @@ class StopsAt(Stage):
 def test_stopped_and_resumed_ends_with_the_same_bits(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
 ) -> None:
-    monkeypatch.setattr(reference, "PIECE", 4)
+    monkeypatch.setattr(reference, "CHUNK", 4)
     settings = {"train.epoch": 2, "policy.lora.r": 4} if adapter else {"train.epoch": 2}
-    expected = train_sft(stage(inputs, tmp_path / "whole", **settings))
+    expected = train(stage(inputs, tmp_path / "whole", **settings))
     for stop_at in (0, 2, 5):
         base = stage(inputs, tmp_path / "cut", **settings)
-        at = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
+        at = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
         at.stop_at = stop_at
         with pytest.raises(Preempted):
-            train_sft(at)
+            train(at)
         torch.manual_seed(999)
-    found = train_sft(stage(inputs, tmp_path / "cut", **settings))
+    found = train(stage(inputs, tmp_path / "cut", **settings))
     assert expected.model is not None and found.model is not None
     weights = found.model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
@@ -244,9 +245,9 @@ def test_stopped_and_resumed_ends_with_the_same_bits(
 def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "PIECE", 4)
+    monkeypatch.setattr(reference, "CHUNK", 4)
     pairs, at = pairs_of(inputs), stage(inputs, tmp_path / "s", **{"train.max_num_steps": 2})
-    rank, _ = open_rank(at)
+    rank = open_trainer(at)
     calls: list[int] = []
     compute = reference.pair_logprobs
 
@@ -270,8 +271,8 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     assert len(calls) == 6
     feed = PairFeed(pairs, at.recipe)
     trained = {tuple(sample.input_ids) for step in range(2) for sample in feed.samples(step)[0]}
-    assert {tuple(rows[int(i)][0]) for i in feed.places for rows in (pairs.chosen, pairs.rejected)} == trained
-    assert len(feed.places) == 8
+    assert {tuple(rows[int(i)][0]) for i in feed.trained for rows in (pairs.chosen, pairs.rejected)} == trained
+    assert len(feed.trained) == 8
 
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
     with torch.no_grad():

@@ -7,6 +7,7 @@ import torch
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.train.ema import MovingAverage
+from cosmos_core.train.named_weights import NamedWeights
 
 
 def single_weight(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
@@ -19,13 +20,14 @@ def single_weight(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
 def averages(values: list[float], **settings: object) -> list[float]:
     """The average after each step, whose weight is given; before the first it is 1."""
     model = single_weight()
-    average = MovingAverage(model, TrainConfig.model_validate({"ema_enable": True, **settings}))
+    named = NamedWeights(model)
+    average = MovingAverage(named, TrainConfig.model_validate({"ema_enable": True, **settings}))
     found = []
     for step, value in enumerate(values):
         with torch.no_grad():
             model.weight.fill_(value)
         average.update(step)
-        found.append(average.tensors["weight"].item())
+        found.append(named.tensors["ema"]["weight"].item())
     return found
 
 
@@ -50,30 +52,58 @@ def test_an_interval_leaves_steps_out_and_keeps_the_decay_of_the_step() -> None:
 
 def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_it() -> None:
     model = single_weight()
-    average = MovingAverage(model, TrainConfig(ema_enable=True))
+    named = NamedWeights(model)
+    average = MovingAverage(named, TrainConfig(ema_enable=True))
     with torch.no_grad():
         model.weight.fill_(2.0)
     average.update(0)
-    with average.in_the_model():
+    with named.use("ema"):
         assert model.weight.item() == pytest.approx(1.9)
     assert model.weight.item() == 2.0
-    with pytest.raises(KeyError), average.in_the_model():
+    with pytest.raises(KeyError), named.use("ema"):
         raise KeyError
     assert model.weight.item() == 2.0
-    average.copy_to_model()
+    named.copy_to_policy("ema")
     assert model.weight.item() == pytest.approx(1.9)
 
 
 def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     model = single_weight(torch.bfloat16)
-    average = MovingAverage(model, TrainConfig(ema_enable=True, ema_decay=0.9999))
+    named = NamedWeights(model)
+    average = MovingAverage(named, TrainConfig(ema_enable=True, ema_decay=0.9999))
     with torch.no_grad():
         model.weight.fill_(2.0)
     average.update(100_000)
-    assert average.tensors["weight"].item() == pytest.approx(1.0001, abs=1e-6)
+    assert named.tensors["ema"]["weight"].item() == pytest.approx(1.0001, abs=1e-6)
 
 
 def test_frozen_weights_have_no_average() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
     model[1].requires_grad_(False)
-    assert list(MovingAverage(model, TrainConfig(ema_enable=True)).tensors) == ["0.weight", "0.bias"]
+    named = NamedWeights(model)
+    MovingAverage(named, TrainConfig(ema_enable=True))
+    assert list(named.tensors["ema"]) == ["0.weight", "0.bias"]
+
+
+def test_the_reference_is_the_policy_until_that_changes_and_then_what_it_was() -> None:
+    model = single_weight()
+    named = NamedWeights(model)
+    named.add("reference")
+    with named.use("reference"):
+        assert model.weight.item() == 1.0
+    named.policy_will_change()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    with named.use("reference"):
+        assert model.weight.item() == 1.0
+    assert (model.weight.item(), named.tensors["reference"]["weight"].item()) == (2.0, 1.0)
+    named.reset("reference")
+    with named.use("reference"):
+        assert model.weight.item() == 2.0
+
+
+def test_a_set_that_is_dropped_before_the_policy_changes_is_never_copied() -> None:
+    named = NamedWeights(single_weight())
+    named.add("reference")
+    named.drop("reference")
+    assert named.tensors == {} and "reference" not in named

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cosmos_core.checkpoint import export
+from cosmos_core.checkpoint import export, prove
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -102,6 +102,24 @@ def test_a_fresh_interpreter_computes_the_same_logits_bit_for_bit(
     assert len(list((tmp_path / "m").glob("model-*-of-*.safetensors"))) > 2
     checks = prove_export(model, tmp_path / "m", dtype=dtype, tokenizer=tokenizer)
     assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"), [(0, " (first 1 of 5 layers)"), (2.5, " (first 2 of 5 layers)"), (5.0, "")]
+)
+def test_where_memory_does_not_hold_the_model_twice_its_first_layers_are_compared(
+    tmp_path: Path, layers: float, named: str
+) -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "num_hidden_layers": 5}))
+    export_model(model, make_tokenizer(), tmp_path / "m", dtype=torch.bfloat16)
+    a_layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    others = sum(p.numel() for p in model.parameters()) - 5 * a_layer
+    two_copies = 2 * 4  # weights rounded to bfloat16 in this process, and the fresh one's
+    memory = int((others + layers * a_layer) * two_copies / prove._MEMORY_SHARE) + 1
+    checks = prove_export(model, tmp_path / "m", dtype=torch.bfloat16, memory=memory)
+    assert checks == ["keys", "bytes", f"reload{named}: bit-identical"]
+    assert len(model.model.layers) == 5
 
 
 def test_one_flipped_bit_is_caught_and_its_tensor_named(tmp_path: Path) -> None:

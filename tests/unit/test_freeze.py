@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.state import TrainState, named_tensors
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
+from cosmos_core.train.trainer import Trainer
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, sft, trainer_of
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
                "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -107,26 +107,26 @@ def test_what_cannot_be_meant_is_refused_by_name(folder: Path, policy: dict[str,
 def test_frozen_weights_keep_their_bits_and_the_others_get_the_gradient_of_full_training(
     folder: Path, tmp_path: Path, recompute: bool, pattern: str
 ) -> None:
-    def rank_of(model: PreTrainedModel) -> Rank:
+    def rank_of(model: PreTrainedModel) -> Trainer:
         train = TrainConfig.model_validate(
             {"param_dtype": "float32", "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft"}}
         )
-        rank = Rank(model, train, 0, Progress(tmp_path / "p.json"))
-        (update,) = Sft().updates(samples, lambda _: [])
-        rank.update(update, temperature=1.0, with_entropy=False)
+        rank = trainer_of(model, train, 0, Progress(tmp_path / "p.json"))
+        (update,) = sft().updates(samples, NoView())
+        rank.update(update)
         return rank
 
     mask = np.array([0, 0, 1, 1, 1, 1, 1], dtype=np.uint8)
     samples = [Sample(np.arange(i, i + 7), mask) for i in range(4)]
     before = load_model(str(folder), dtype=torch.float32).state_dict()
-    whole = {name: p.grad for name, p in rank_of(chosen(folder)).model.named_parameters()}
+    whole = {name: p.grad for name, p in rank_of(chosen(folder)).adapter.model.named_parameters()}
     rank = rank_of(chosen(folder, recompute=recompute, trainable_pattern=[pattern]))
-    names = trained(rank.model)
+    names = trained(rank.adapter.model)
     assert names == {name for name in ALL if pattern.strip("^").replace("\\", "") in name}
-    for name, parameter in rank.model.named_parameters():
+    for name, parameter in rank.adapter.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in names), name
         if name in names:
             assert torch.equal(parameter.grad, whole[name]), name
-    saved = named_tensors(TrainState(rank.model, rank.optimizer))
+    saved = named_tensors(TrainState(rank.adapter.model, rank.optimizer))
     assert {name for name in saved if name.startswith("model.")} == {f"model.{name}" for name in names}
     assert {name.split(".", 2)[2] for name in saved if name.startswith("optimizer.")} == names

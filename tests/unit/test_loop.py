@@ -13,14 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.best import Best, best_of
 from cosmos_core.checkpoint.resume import problem
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.files import write_json
@@ -29,10 +28,12 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.earlier import take_over
 from cosmos_core.train.feeds import SequenceFeed
 from cosmos_core.train.loop import Loop
-from cosmos_core.train.measure import sequence_figures
-from cosmos_core.train.setup import hand_over, open_rank, train_sft
+from cosmos_core.train.measure import row_metrics
+from cosmos_core.train.setup import hand_over, open_trainer
+from cosmos_core.train.setup import train as train_stage
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import sft
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -65,7 +66,7 @@ def stage(path: Path, inputs: Path, **settings: Any) -> Stage:
 
 def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str = "validation/loss") -> Best | None:
     """A training whose held-out figure after step 1, 2, ... is given; the best step that it names."""
-    rank, _ = open_rank(at)
+    rank = open_trainer(at)
     assert at.data is not None
     ckpt = at.recipe.train.ckpt
     checkpointer = Checkpointer(
@@ -78,7 +79,7 @@ def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str =
         return {metric: values[step - 1]}
 
     feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
-    loop = Loop(at, rank, feed, Sft(), checkpointer, measure=measure)
+    loop = Loop(at, rank, feed, sft(), checkpointer, measure=measure)
     try:
         loop.run()
     except Preempted:
@@ -149,16 +150,16 @@ def test_another_configuration_inherits_no_best_step(inputs: Path, tmp_path: Pat
 
 def test_the_result_names_the_best_step(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs)
-    trained = train_sft(at)
+    trained = train_stage(at)
     assert trained.best == Best(6, "validation/loss", trained.metrics["validation/loss"])  # every step lowers it
     assert hand_over(at, trained).info["best"] == named(at)
 
 
 def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs)
-    rank, _ = open_rank(at)
+    rank = open_trainer(at)
     rows = open_sequences(inputs / "rows/data", "validation")
-    figures = sequence_figures(rank, rows, at.recipe, at.progress)
+    figures = row_metrics(rank, sft(), rows, None, at.recipe, at.progress)
     model = load_model(str(inputs / "model"), dtype=torch.float32).eval()
     losses, hits = [], []
     for sample in (Sample(*rows[i]) for i in range(len(rows))):
@@ -178,11 +179,11 @@ def averaged(at: Stage, stops: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     for step in stops:
         at.progress.step = stops_at(at, step)  # type: ignore[method-assign]
         with pytest.raises(Preempted, match="checkpoint saved"):
-            train_sft(at)
+            train_stage(at)
         at.stop_requested = False
         torch.manual_seed(999)  # another process would have other random states
     at.__dict__.pop("progress", None)
-    return {name: tensor.clone() for name, tensor in train_sft(at).model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in train_stage(at).model.state_dict().items()}
 
 
 def stops_at(at: Stage, stop: int) -> Callable[..., None]:
@@ -203,13 +204,13 @@ def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(inputs: Path, tm
 
 def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not(inputs: Path, tmp_path: Path) -> None:
     at, other = stage(tmp_path / "average", inputs, average=True), stage(tmp_path / "plain", inputs)
-    trained, plain = train_sft(at), train_sft(other)
+    trained, plain = train_stage(at), train_stage(other)
     hand_over(at, trained)
     exported = load_file(at.path / "safetensors/step_6/model.safetensors")
     rows = open_sequences(inputs / "rows/data", "validation")
-    rank, _ = open_rank(at)
-    rank.model.load_state_dict(exported, strict=False)
-    measured = sequence_figures(rank, rows, at.recipe, at.progress)
+    rank = open_trainer(at)
+    rank.adapter.model.load_state_dict(exported, strict=False)
+    measured = row_metrics(rank, sft(), rows, None, at.recipe, at.progress)
     assert measured["validation/loss"] == pytest.approx(trained.metrics["validation/loss"], rel=1e-6)
     assert trained.metrics["validation/loss"] > plain.metrics["validation/loss"]  # the average is behind
     assert trained.metrics["loss"] == plain.metrics["loss"]
@@ -219,7 +220,7 @@ def stopped(at: Stage, step: int) -> Stage:
     """The stage, trained up to a step."""
     at.progress.step = stops_at(at, step)  # type: ignore[method-assign]
     with pytest.raises(Preempted, match="checkpoint saved"):
-        train_sft(at)
+        train_stage(at)
     return at
 
 
@@ -233,12 +234,12 @@ def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_ha
     inputs: Path, tmp_path: Path
 ) -> None:
     whole = stage(tmp_path / "other/run/stages/sft", inputs)
-    expected = train_sft(whole)
+    expected = train_stage(whole)
     earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 3)
     later = stage(tmp_path / "out/second/stages/sft", inputs, resume=True)
     steps: list[int] = []
     later.progress.step = lambda step, *_, **__: steps.append(step)  # type: ignore[method-assign]
-    found = train_sft(later)
+    found = train_stage(later)
     assert steps == [3, 4, 5, 6]
     assert found.model is not None and expected.model is not None
     weights = found.model.state_dict()
@@ -299,7 +300,7 @@ def test_a_named_checkpoint_is_gone_on_from_with_other_settings(inputs: Path, tm
     policy = earlier.path / "checkpoints/step_3/policy"
     later = stage(tmp_path / "second/out/stages/sft", inputs, resume=str(policy), rate=1e-30)
     later.fingerprint = "0" * 64
-    left = train_sft(later).model
+    left = train_stage(later).model
     assert left is not None
     saved = {k: v for file in policy.glob("*.safetensors") for k, v in load_file(file).items()}
     for name, tensor in left.named_parameters():  # a rate of 1e-30 moves nothing
@@ -312,7 +313,7 @@ def test_a_named_checkpoint_without_an_average_begins_it_at_its_weights(inputs: 
     earlier = stopped(stage(tmp_path / "first/out/stages/sft", inputs), 3)
     policy = str(earlier.path / "checkpoints/step_3/policy")
     left = [
-        train_sft(stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)).model
+        train_stage(stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)).model
         for name, settings in (("plain", {}), ("average", {"average": True}))
     ]
     for plain, average in zip(*(model.parameters() for model in left if model is not None), strict=True):
@@ -340,11 +341,11 @@ def test_a_named_checkpoint_that_cannot_be_gone_on_from_is_refused(
     policy = earlier.path / "checkpoints/step_2/policy"
     reason = change(policy)
     with pytest.raises(ModelError, match=reason):
-        train_sft(stage(tmp_path / "out/sft", inputs, resume=str(policy)))
+        train_stage(stage(tmp_path / "out/sft", inputs, resume=str(policy)))
 
 
 def test_a_named_checkpoint_at_the_end_of_the_training_is_refused(inputs: Path, tmp_path: Path) -> None:
     earlier = stopped(stage(tmp_path / "out/stages/first", inputs), 3)
     policy = earlier.path / "checkpoints/step_3/policy"
     with pytest.raises(ConfigError, match=r"has seen 3 steps and this training ends at step 3; raise train\.epoch"):
-        train_sft(stage(tmp_path / "out/stages/second", inputs, resume=str(policy), steps=3))
+        train_stage(stage(tmp_path / "out/stages/second", inputs, resume=str(policy), steps=3))

@@ -17,20 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint import prove
 from cosmos_core.checkpoint.export import export_model
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.batch import rows_of
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.open_causal_lm import _compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
-from cosmos_core.train.setup import _compile_blocks
 from tests.unit.tiny_families import FAMILIES, WINDOW, save_family
+from tests.unit.trainers import NoView, sft, trainer_of
 
 OWN_ATTENTION = {"gemma2": "eager", "gpt-oss": "eager"}
 """Soft caps and sinks, which sdpa does not know."""
@@ -106,7 +105,7 @@ def assert_same_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tens
 def scored_logprobs(scorer: Scorer, *, packed: bool) -> Tensor:
     batch = rows_of(rows(), PAD, packed=packed)
     chosen = [start + torch.arange(length - 1) for start, length in zip(batch.starts, LENGTHS, strict=True)]
-    logprobs, _ = scorer(batch.inputs, torch.cat(chosen))
+    logprobs: Tensor = scorer(batch.inputs, torch.cat(chosen))["logprobs"]
     return logprobs
 
 
@@ -119,13 +118,13 @@ def train(model: PreTrainedModel, folder: Path, steps: int, **settings: Any) -> 
             "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
         },
     })  # fmt: skip
-    rank = Rank(model, recipe.train, PAD, Progress(folder / "progress.json"))
+    rank = trainer_of(model, recipe.train, PAD, Progress(folder / "progress.json"))
     samples = [Sample(row, np.ones(len(row), np.uint8)) for row in rows()]
     losses = []
     for step in range(steps):
         rank.set_learning_rate(step, steps)
-        (update,) = Sft().updates(samples, lambda _: [])
-        losses.append(rank.update(update, temperature=1.0, with_entropy=False)["loss"])
+        (update,) = sft().updates(samples, NoView())
+        losses.append(rank.update(update)["loss"])
     return losses
 
 
@@ -193,7 +192,7 @@ def test_sft_lowers_the_loss_and_recomputation_keeps_the_gradient(family: str, f
     assert losses[-1] < 0.65 * losses[0], losses
 
 
-def test_a_trained_export_is_proven(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A fresh interpreter takes seconds; two families have it below.
     monkeypatch.setattr(prove, "_run_fresh_interpreter", prove.answer)
     monkeypatch.setattr(prove, "_die_with", lambda parent: None)
@@ -204,6 +203,9 @@ def test_a_trained_export_is_proven(folder: Path, tmp_path: Path, monkeypatch: p
         export_model(model, tokenizer, target, dtype=dtype)
         checks = prove.prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
         assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    found = prove.prove_export(model, target, dtype=dtype, memory=0)
+    assert found[2:] == [f"reload (first 1 of {num_layers} layers): bit-identical"]
     ids = torch.tensor(rows()[0])[None]
     reloaded = load(tmp_path / "None")
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from cosmos_core.data.batch import rows_of
-from cosmos_core.models.packing import NAME, enable_packing
+from cosmos_core.data.batch import packed_bounds, rows_of
+from cosmos_core.models import packing
+from cosmos_core.models.packing import NAME, enable_packing, varlen_obstacle
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -127,7 +129,142 @@ def test_a_probe_that_differs_gives_the_old_attention_back(monkeypatch: pytest.M
     plain = Qwen3ForCausalLM.forward
     monkeypatch.setattr(  # a family that ignores the bounds between rows
         Qwen3ForCausalLM, "forward",
-        lambda self, *a, cu_seq_lens_q=None, cu_seq_lens_k=None, **k: plain(self, *a, **k),
+        lambda self, *a, sequence_bounds=None, **k: plain(self, *a, **k),
     )  # fmt: skip
     assert enable_packing(model) == "packed sequences have other logits than separate ones"
     assert model.config._attn_implementation == "sdpa"
+
+
+class FakeVarlen:
+    """`torch.nn.attention.varlen.varlen_attn` by a loop over sequences: its signature, its meaning of windows."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(  # noqa: PLR0913 - torch's
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
+        assert query.shape[1] == key.shape[1] or enable_gqa
+        left, right = window_size
+        self.calls.append((cu_seq_q.tolist(), max_q, max_k, window_size))
+        found = []
+        for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+            q, k, v = (state[start:stop].transpose(0, 1) for state in (query, key, value))
+            distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+            sees = (distance >= -right) & ((distance <= left) | (left < 0))
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=sees, scale=scale, enable_gqa=enable_gqa
+            )
+            found.append(attended[0].transpose(0, 1))
+        return torch.cat(found)
+
+
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> FakeVarlen:
+    """The kernel of CUDA, as if it were one of the CPU and took every dtype."""
+    fake = FakeVarlen()
+    monkeypatch.setattr(packing, "varlen_attn", fake)
+    monkeypatch.setattr(packing, "_VARLEN_DEVICE", "cpu")
+    monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.float64, torch.float32})
+    return fake
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_call_of_the_kernel_per_layer_gives_the_logits_and_gradients_of_separate_rows(
+    family: str, recompute: bool, varlen: FakeVarlen
+) -> None:
+    model = make(*FAMILIES[family])
+    separate = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows()])
+    separate.sin().sum().backward()
+    theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert varlen.calls == []
+    assert enable_packing(model) == ""
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    model.zero_grad()
+    varlen.calls.clear()
+    packed = packed_logits(model, rows())
+    windows = {"full": [-1, -1], "sliding": [3, 3], "both": [3, -1]}[family]
+    assert varlen.calls == [([0, 7, 19, 20, 23], 12, 12, (left, 0)) for left in windows]
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
+    packed.sin().sum().backward()
+    assert len(varlen.calls) == 4 if recompute else 2
+    tolerance = 1e-5 if family == "both" else 1e-11  # Gemma's norms are computed in float32
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, theirs[name], rtol=0, atol=tolerance, msg=name)
+
+
+def test_the_kernel_that_leaks_between_sequences_is_found_out(
+    varlen: FakeVarlen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaking(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Tensor:
+        whole = torch.tensor([0, len(query)], dtype=torch.int32)
+        return varlen(query, key, value, whole, whole, len(query), len(query), **settings)
+
+    monkeypatch.setattr(packing, "varlen_attn", leaking)
+    model = make(*FAMILIES["full"])
+    assert enable_packing(model) == "packed sequences have other logits than separate ones"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_dtype_of_training_is_probed_too_where_there_is_a_kernel(
+    varlen: FakeVarlen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.bfloat16})
+    model = make(*FAMILIES["full"]).float()
+    assert enable_packing(model) == "" and varlen.calls == []
+    model.set_attn_implementation("sdpa")
+    assert enable_packing(model, compute_dtype=torch.bfloat16) == ""
+    assert varlen.calls == [([0, 5, 14], 9, 9, (-1, 0))] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "value_size", "dropout", "reason"),
+    [
+        ((1, 4, 9, 64), torch.bfloat16, 64, 0.0, ""),
+        ((1, 4, 9, 64), torch.float32, 64, 0.0, "its kernel takes half precision, and this is float32"),
+        (
+            (1, 4, 9, 60),
+            torch.float16,
+            60,
+            0.0,
+            "its kernel takes heads of a multiple of 8 up to 256, and these have 60",
+        ),
+        ((1, 4, 9, 264), torch.float16, 264, 0.0, "a multiple of 8 up to 256, and these have 264"),
+        ((1, 4, 9, 192), torch.bfloat16, 128, 0.0, "values as wide as keys, and these have 128 and 192"),
+        ((1, 4, 9, 64), torch.bfloat16, 64, 0.1, "its kernel knows no dropout, and attention_dropout is 0.1"),
+    ],
+)
+def test_what_the_kernel_cannot_is_named(
+    shape: tuple[int, ...], dtype: torch.dtype, value_size: int, dropout: float, reason: str
+) -> None:
+    state = torch.zeros(shape, dtype=dtype)
+    found = varlen_obstacle(state, state, torch.zeros(*shape[:-1], value_size, dtype=dtype), dropout)
+    assert found.endswith(reason) and bool(found) is bool(reason)
+
+
+def test_what_the_kernel_cannot_runs_over_each_sequence_and_says_why_once(
+    varlen: FakeVarlen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.bfloat16})
+    packing._log_once.cache_clear()
+    model = make(*FAMILIES["full"])
+    with caplog.at_level("INFO", "cosmos_core.models.packing"):
+        assert enable_packing(model) == ""
+        packed_logits(model, rows())
+    assert varlen.calls == []
+    said = "packed attention runs over each sequence by itself, because its kernel takes half precision, and this is"
+    assert [record.getMessage() for record in caplog.records] == [f"{said} float64"]
+
+
+def test_bounds_are_known_on_the_host() -> None:
+    bounds = packed_bounds([0, 3, 4, 6])
+    assert bounds["sequence_bounds"].tolist() == [0, 3, 4, 6] and isinstance(bounds["sequence_bounds"], np.ndarray)
+    assert bounds["cu_seq_lens_q"].tolist() == bounds["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+    assert bounds["cu_seq_lens_q"].dtype == torch.int32
+    assert bounds["max_length_q"] == bounds["max_length_k"] == 3

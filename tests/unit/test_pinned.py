@@ -18,7 +18,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import prepare
 from cosmos_core.errors import ModelError
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run_sft
+from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -54,7 +54,7 @@ def trained(path: Path, inputs: Path, **settings: Any) -> dict[str, Any]:
         "model": stage.model, "data": str(stage.data), "fingerprint": stage.fingerprint,
     }  # fmt: skip
     (path / "stage.toml").write_text(tomli_w.dumps(spec))
-    outcome = run_sft(stage)
+    outcome = run(stage)
     return {
         "kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "path": str(path), "info": dict(outcome.info),
     }  # fmt: skip

@@ -19,7 +19,7 @@ from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import train_sft
+from cosmos_core.train.setup import train
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, learned
@@ -84,7 +84,7 @@ def losses(folder: Path, recipe: Recipe, model: Path) -> list[float]:
     path = folder / "train"
     path.mkdir()
     config = StageConfig(name="train", kind="sft")
-    train_sft(
+    train(
         Stage(path, config, recipe, str(model), folder / "data" / "data", {}, "f" * 64, kind=all_kinds()[config.kind])
     )
     return [point["loss"] for point in read_metrics(path / "metrics.jsonl") if "loss" in point]

@@ -62,6 +62,8 @@ def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(an
         ("42", "#### 42", 0),
         ("####42", "#### 42", 0),
         ("#### 42.0", "#### 42", 0),
+        ("#### ,", "#### 42", 0),
+        ("#### .", "#### 42", 0),
     ],
 )
 def test_gsm8k_compares_the_first_marked_numbers_as_strings(answer, reference, value):
@@ -92,6 +94,14 @@ def test_gsm8k_compares_the_first_marked_numbers_as_strings(answer, reference, v
         ("Answer: 1/2", "0.5", -1),
         ("42", "42", -1),
         ("Answer:", "42", -1),
+        ("Answer: banana ", "banana", 1),
+        ("Answer: banana split", "banansplit", -1),
+        ("Answer: a banana", "banana", 1),
+        ("Answer: an apple", "apple", 1),
+        ("Answer: a + b", "a+b", 1),
+        ("Answer: x = a dog", "dog", 1),
+        ("Answer: 3 ways", "3", 1),
+        ("Answer: ways", "3", -1),
     ],
 )
 def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, reference, value):
@@ -112,6 +122,10 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("first 3, then \\boxed{4}", "$4$", 1),
         ("\\boxed{1,000}", "1000", 1),
         ("\\boxed{5}", "4", 0),
+        ("\\boxed{3} or \\boxed{4}", "4", 1),
+        ("\\boxed{4} or \\boxed{3}", "4", 0),
+        ("\\boxed{3}, no: $\\boxed{\\frac{1}{2}}$.", "0.5", 1),
+        ("\\boxed{4}", "first \\boxed{3}, then \\boxed{4}", 1),
         ("I do not know", "4", 0),
         ("\\boxed{\\frac{1}{", "4", 0),
         ("", "4", 0),
@@ -119,6 +133,20 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
 )
 def test_boxed_math_compares_mathematically(answer, reference, value):
     assert score("boxed_math", answer, reference) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "reference"),
+    [
+        ("direct_math", "Answer: square", "ways"),
+        ("direct_math", "Answer: 3", "square"),
+        ("gsm8k", "#### ,", "#### ,"),
+        ("gsm8k", "#### 3", "#### ..."),
+    ],
+)
+def test_a_reference_of_which_nothing_is_left_is_invalid(name, answer, reference):
+    with pytest.raises(ValueError, match=r"reference"):
+        score(name, answer, reference)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from cosmos_core.errors import RewardError
+from cosmos_core.rewards.base import metric_names
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.types import Completion, Group, Prompt
+from cosmos_core.types import Completion, Group, Prompt, Segment
 
 BEHAVIOURS = '''
 import os, subprocess, sys, time
@@ -72,13 +73,15 @@ OTHERS = set()
 
 @pytest.fixture(autouse=True)
 def others():
-    """Children that this process has from earlier tests, such as the resource tracker of multiprocessing."""
+    """Children that this process has from earlier tests."""
     OTHERS.clear()
     OTHERS.update(psutil.Process().children(recursive=True))
 
 
-def children():
-    return [child for child in psutil.Process().children(recursive=True) if child not in OTHERS]
+def children(pid=None):
+    """All but the resource tracker of multiprocessing, which ends with its process."""
+    found = [child for child in psutil.Process(pid).children(recursive=True) if child not in OTHERS]
+    return [child for child in found if is_running(child.pid) and "resource_tracker" not in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -89,7 +92,7 @@ def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_worke
         again = runner.score(requests("6", "7"))
     assert [s.value for s in scores] == [0.5, None, 1, None, 2, None, 3, 1, None, 4, None, None, None, 5]
     assert [s.value for s in again] == [6, 7]
-    reasons = {a: s.error.removeprefix(f"{act}: ") for a, s in zip(answers, scores, strict=True) if s.value is None}
+    reasons = {a: s.error.removeprefix("act: ") for a, s in zip(answers, scores, strict=True) if s.value is None}
     assert reasons == {
         "hang": "not done in 0.3 s",
         "raise": "KeyError: 'no such\\nthing'",
@@ -121,16 +124,16 @@ def test_the_total_is_the_weighted_sum_and_metrics_are_unweighted(act):
     with RewardRunner({act: 2.0, length: -0.5}, timeout_seconds=5) as runner:
         good, bad = runner.score(requests("1.25", "raise"))
     assert good.value == 2.0 * 1.25 - 0.5 * 4
-    assert good.metrics == {act: 1.25, length: 4, f"{length}/double": 8}
+    assert good.metrics == {"act": 1.25, "length": 4, "length/double": 8}
     assert bad.value is None
-    assert bad.metrics == {length: 5, f"{length}/double": 10}
+    assert bad.metrics == {"length": 5, "length/double": 10}
 
 
 def test_a_hanging_second_reward_is_named_and_the_first_ones_value_kept(act):
     length = act.replace(":act", ":length")
     with RewardRunner({length: 1.0, act: 1.0}, timeout_seconds=0.2, retries=1) as runner:
         bad, good = runner.score(requests("hang", "1"))
-    assert (bad.value, bad.error, bad.metrics[length]) == (None, f"{act}: not done in 0.2 s", 4)
+    assert (bad.value, bad.error, bad.metrics["length"]) == (None, "act: not done in 0.2 s", 4)
     assert good.value == 2
 
 
@@ -166,11 +169,11 @@ def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups
 
 
 def completion(num_tokens, finish_reason):
-    return Completion((7,) * num_tokens, (-1.0,) * num_tokens, finish_reason, "text")
+    return Completion((Segment((7,) * num_tokens, True, (-1.0,) * num_tokens, 0),), finish_reason, "text")
 
 
 def test_a_child_that_died_between_two_calls_is_replaced_without_blame(act):
-    with RewardRunner({act: 1.0}, timeout_seconds=5, retries=0) as runner:
+    with RewardRunner({act: 1.0}, timeout_seconds=5, num_workers=1, retries=0) as runner:
         runner.score(requests("1"))
         (child,) = children()
         child.kill()
@@ -179,11 +182,10 @@ def test_a_child_that_died_between_two_calls_is_replaced_without_blame(act):
 
 
 def test_children_of_a_thread_that_ended_are_replaced(act):
-    runner = RewardRunner({act: 1.0}, timeout_seconds=5, retries=0)
+    runner = RewardRunner({act: 1.0}, timeout_seconds=5, num_workers=2, retries=0)
     thread = threading.Thread(target=runner.__enter__)
     thread.start()
     thread.join()
-    psutil.wait_procs(children(), timeout=5)
     assert [s.value for s in runner.score(requests("1", "2"))] == [1, 2]
     runner.close()
 
@@ -194,7 +196,7 @@ def test_a_reward_that_cannot_be_loaded_is_told_on_entering(act, tmp_path):
     file = tmp_path / "dies.py"
     file.write_text("import os\nos._exit(9)\n")
     with (
-        pytest.raises(RewardError, match=r"loading the rewards .*dies.py:f failed: its process exited with code 9"),
+        pytest.raises(RewardError, match=r"loading the rewards .*dies.py:f failed: a process ended while it loaded"),
         RewardRunner({f"{file}:f": 1.0}, timeout_seconds=5),
     ):
         pass
@@ -229,13 +231,69 @@ def test_children_die_with_a_parent_that_is_killed_while_a_reward_hangs(act):
     )
     parent = subprocess.Popen([sys.executable, "-c", program, act], stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "ready\n"
-    found = psutil.Process(parent.pid).children(recursive=True)
+    found = children(parent.pid)
     assert len(found) == 2
     time.sleep(0.2)  # one of them is inside the endless loop now
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     assert psutil.wait_procs(found, timeout=5)[1] == []
+
+
+def test_slow_rewards_run_beside_each_other(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ndef slow(answer, reference):\n    time.sleep(0.5)\n    return 1.0\n")
+    with RewardRunner({f"{file}:slow": 1.0}, timeout_seconds=5, num_workers=8) as runner:
+        start = time.monotonic()
+        assert [score.value for score in runner.score(requests(*"12345678"))] == [1.0] * 8
+        assert time.monotonic() - start < 2.5
+
+
+def test_there_is_a_process_for_every_core(act):
+    with RewardRunner({act: 1.0}, timeout_seconds=5):
+        assert len(children()) == len(os.sched_getaffinity(0))
+
+
+def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act):
+    class Stop(Exception):
+        pass
+
+    stop = []
+
+    def beat():
+        if stop:
+            raise Stop
+
+    with RewardRunner({act: 1.0}, timeout_seconds=1000, num_workers=2, beat=beat) as runner:
+        stop.append(True)
+        start = time.monotonic()
+        with pytest.raises(Stop):
+            runner.score(requests(*["hang"] * 2, *["1" * 1000] * 3000))
+        assert time.monotonic() - start < 5 and children() == []
+        stop.clear()
+        assert [score.value for score in runner.score(requests("1", "2"))] == [1, 2]
+
+
+def test_no_crash_is_lost_however_fast_it_follows_the_request(act):
+    answers = ["1", "exit", "2", "kill"] * 6
+    with RewardRunner({act: 1.0}, timeout_seconds=20, num_workers=2, retries=0) as runner:
+        start = time.monotonic()
+        scores = runner.score(requests(*answers))
+        assert time.monotonic() - start < 20
+    assert [score.value for score in scores] == [1, None, 2, None] * 6
+
+
+def test_metrics_are_named_by_the_function_and_by_the_file_too_where_two_share_it(act, tmp_path):
+    (tmp_path / "other").mkdir()
+    for name in ("mine", "other/mine"):
+        (tmp_path / f"{name}.py").write_text("def act(answer, reference):\n    return 3.0, {'x': 1.0}\n")
+    mine, other = f"{tmp_path}/mine.py:act", f"{tmp_path}/other/mine.py:act"
+    with RewardRunner({mine: 1.0, "exact_match": 1.0}, timeout_seconds=5, num_workers=1) as runner:
+        (score,) = runner.score(requests("3", reference="3"))
+    assert score.metrics == {"act": 3.0, "act/x": 1.0, "exact_match": 1.0}
+    assert metric_names([mine, act, "act"]) == {mine: "mine.act", act: "behaviours.act", "act": "act"}
+    assert metric_names([mine, other]) == {mine: f"{tmp_path.name}.mine.act", other: "other.mine.act"}
+    assert metric_names(["pack.one:f", "pack.two:f", "g"]) == {"pack.one:f": "one.f", "pack.two:f": "two.f", "g": "g"}
 
 
 def test_a_child_imports_no_torch(tmp_path):

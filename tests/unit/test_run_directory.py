@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +15,13 @@ import tomli_w
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
+from cosmos_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError, StageFailed
 from cosmos_core.run.directory import claim, create_run, find_run, open_or_create_run, open_run, supersede, writable
-from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.files import read_json
 from cosmos_core.run.inputs import check_inputs
-from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import perform, should_retry
 from tests.conftest import processes_below, wait_until
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs
 
@@ -246,65 +243,6 @@ def test_moving_a_stage_aside_keeps_every_older_one(tmp_path: Path) -> None:
     supersede(run.stage_path("first"))  # nothing there: nothing to do
 
 
-def test_a_lock_has_one_holder(tmp_path: Path) -> None:
-    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
-        assert first.try_acquire()
-        assert not second.try_acquire()
-        first.release()
-        assert second.try_acquire()
-
-
-def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
-    def give_up() -> None:
-        raise TimeoutError
-
-    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
-        first.acquire()
-        with pytest.raises(TimeoutError):
-            second.acquire(while_waiting=give_up)
-
-
-def test_a_child_that_was_given_the_lock_holds_it_after_its_parent_let_go(tmp_path: Path) -> None:
-    with Lock(tmp_path / "lock") as mine, Lock(tmp_path / "lock") as other:
-        mine.acquire()
-        child = subprocess.Popen(["sleep", "600"], pass_fds=[mine.descriptor])
-        stranger = subprocess.Popen(["sleep", "600"])
-        try:
-            mine.release()
-            assert not other.try_acquire()
-            child.kill()
-            child.wait()
-            assert other.try_acquire(), "a child that was not given it does not hold it"
-        finally:
-            for process in (child, stranger):
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-
-
-def test_readers_of_a_file_that_is_replaced_all_the_time_never_see_half_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "state.json"
-    write_json(file, {"n": 0, "pad": "x" * 5000}, durable=False)
-    done = threading.Event()
-
-    def write(start: int) -> None:
-        for number in range(start, start + 200):
-            write_json(file, {"n": number, "pad": "x" * 5000}, durable=False)
-
-    def read() -> int:
-        looks = 0
-        while not done.is_set():
-            assert len(json.loads(file.read_text())["pad"]) == 5000
-            looks += 1
-        return looks
-
-    with ThreadPoolExecutor(4) as pool:
-        reader = pool.submit(read)
-        list(pool.map(write, (0, 1000, 2000)))
-        done.set()
-        assert reader.result() > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-
-
 def visits(run_path: Path, stage: str = "first") -> list[str]:
     file = run_path / "stages" / stage / "visits.txt"
     return file.read_text().splitlines() if file.exists() else []
@@ -360,6 +298,27 @@ def test_a_result_is_reused_across_runs_and_made_again_when_it_was_damaged(tmp_p
     assert out.read_text() == right
     out.unlink()
     assert perform(second, "first")[1] is True, "the other run still has it"
+    assert out.read_text() == right
+
+
+def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (run.path / "pipeline.toml").unlink()  # reading it again in each stage made a run quadratic in its stages
+    assert perform(run, "first")[1] is False
+    assert should_retry(run, "first", StageFailed("crashed"))
+    assert not should_retry(run, "first", GateFailed("no"))
+
+
+def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    perform(run, "first")
+    out = run.stage_path("first") / "out.txt"
+    right, status = out.read_text(), out.stat()
+    with open(out, "r+") as file:
+        file.write("?")
+    os.utime(out, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert perform(run, "first")[1] is True
+    assert perform(replace(run, verify=True), "first")[1] is False
     assert out.read_text() == right
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from cosmos_core import facts
 from cosmos_core.errors import ModelError
-from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import check_inputs
 from tasks.kinds import all_kinds
-from tests.unit.run_folder import counting_run, load_recipe, make_inputs, print_of
+from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
 
@@ -21,7 +20,7 @@ def changed_stages(folder: Path, *overrides: str, kind: str = "sft") -> set[str]
     """The stages of the recipe whose own fingerprint the overrides change, whatever lies behind them."""
     before, after = load_recipe(folder, kind=kind), load_recipe(folder, *overrides, kind=kind)
     names = [stage.name for stage in before.stages]
-    return {name for name in names if print_of(before, name).value != print_of(after, name).value}
+    return {name for name in names if fingerprint_of(before, name).value != fingerprint_of(after, name).value}
 
 
 @pytest.fixture
@@ -75,9 +74,9 @@ def test_a_value_that_changes_no_result_changes_no_fingerprint(folder: Path, set
 def changed_by(folder: Path, file: str, content: str = "other", kind: str = "sft") -> set[str]:
     """The stages whose fingerprint a change of a file's content changes."""
     pipeline = load_recipe(folder, kind=kind)
-    before = {stage.name: print_of(pipeline, stage.name).value for stage in pipeline.stages}
+    before = {stage.name: fingerprint_of(pipeline, stage.name).value for stage in pipeline.stages}
     (folder / file).write_text(content)
-    return {name for name, value in before.items() if print_of(pipeline, name).value != value}
+    return {name for name, value in before.items() if fingerprint_of(pipeline, name).value != value}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_the_same_content_at_another_place_is_the_same(tmp_path: Path) -> None:
     shutil.copytree(here, there)
     first, second = load_recipe(here), load_recipe(there)
     for name in ("prepare", "sft", "export"):
-        assert print_of(first, name).value == print_of(second, name).value
+        assert fingerprint_of(first, name).value == fingerprint_of(second, name).value
 
 
 def test_the_checkpoint_that_a_training_begins_from_counts_wherever_it_lies(folder: Path) -> None:
@@ -124,7 +123,7 @@ def test_the_checkpoint_that_a_training_begins_from_counts_wherever_it_lies(fold
         policy.mkdir(parents=True)
         (policy / "manifest.json").write_text(content)
         pipeline = load_recipe(folder, f"train.resume='{policy}'")
-        prints[run] = {name: print_of(pipeline, name).value for name in STAGES}
+        prints[run] = {name: fingerprint_of(pipeline, name).value for name in STAGES}
     assert prints["first"] == prints["second"]
     assert {name for name in STAGES if prints["third"][name] != prints["first"][name]} == {"sft"}
     assert changed_stages(folder, f"train.resume='{policy}'") == {"sft"}
@@ -157,26 +156,49 @@ def test_what_is_no_checkpoint_to_begin_from_is_told_before_anything_runs(
 
 def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
     pipeline = load_recipe(folder)
-    assert print_of(pipeline, "sft", prepare="a").value != print_of(pipeline, "sft", prepare="b").value
-    assert print_of(pipeline, "sft", prepare="a").value == print_of(pipeline, "sft", prepare="a").value
+    assert fingerprint_of(pipeline, "sft", prepare="a").value != fingerprint_of(pipeline, "sft", prepare="b").value
+    assert fingerprint_of(pipeline, "sft", prepare="a").value == fingerprint_of(pipeline, "sft", prepare="a").value
 
 
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = load_recipe(folder)
-    before = {name: print_of(pipeline, name).value for name in STAGES}
+    before = {name: fingerprint_of(pipeline, name).value for name in STAGES}
     facts._facts.cache_clear()
     site = folder / "site"  # a newer torch in front of the installed one
     (site / "torch-99.0.dist-info").mkdir(parents=True)
     (site / "torch-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
     monkeypatch.syspath_prepend(str(site))
     try:
-        after = {name: print_of(pipeline, name) for name in STAGES}
+        after = {name: fingerprint_of(pipeline, name) for name in STAGES}
     finally:
         monkeypatch.undo()
         facts._facts.cache_clear()
     for name in STAGES:
         assert after[name].value != before[name]
         assert after[name].ingredients["versions"]["torch"] == "99.0"
+
+
+@pytest.mark.parametrize(
+    ("library", "stages"),
+    [
+        ("torch", {"prepare", "sft", "validate", "export"}),
+        ("tokenizers", {"prepare", "sft", "validate", "export"}),
+        ("jinja2", {"prepare", "sft", "validate", "export"}),
+        ("datasets", {"prepare"}),
+        ("pyarrow", {"prepare", "sft", "validate"}),
+        ("pillow", {"prepare", "sft", "validate"}),
+        ("safetensors", {"sft", "validate", "export"}),
+        ("accelerate", {"sft", "validate", "export"}),
+        ("math-verify", {"sft", "validate"}),
+        ("prefect", set()),
+    ],
+)
+def test_a_stage_depends_on_the_libraries_that_its_kind_computes_with(
+    folder: Path, library: str, stages: set[str]
+) -> None:
+    pipeline = load_recipe(folder)
+    found = {name: fingerprint_of(pipeline, name).ingredients["versions"] for name in STAGES}
+    assert {name for name in STAGES if library in found[name]} == stages
 
 
 def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_it_is_handed(tmp_path: Path) -> None:
@@ -187,7 +209,7 @@ def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_
     def value(*overrides: str) -> str:
         settings = (f"first.entry='{tmp_path}/code.py:make'", f"first.data='{tmp_path}/rows'", *overrides)
         run = counting_run(tmp_path, *settings)
-        return print_of(run.pipeline, "first").value
+        return fingerprint_of(run.pipeline, "first").value
 
     base = value()
     assert value("train.output_dir=x", "first.retries=9") == base
@@ -203,55 +225,15 @@ def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_
 
 
 def test_a_difference_is_told_by_key_with_the_old_and_the_new_value(folder: Path) -> None:
-    old = print_of(load_recipe(folder), "sft")
-    new = print_of(load_recipe(folder, "train.optm_lr=1e-3", "train.max_num_steps=5"), "sft")
+    old = fingerprint_of(load_recipe(folder), "sft")
+    new = fingerprint_of(load_recipe(folder, "train.optm_lr=1e-3", "train.max_num_steps=5"), "sft")
     assert new.difference(old.ingredients) == [
         "config.train.max_num_steps: nothing -> 5",
         "config.train.optm_lr: 1e-06 -> 0.001",
     ]
     assert new.difference(new.ingredients) == []
-    given = print_of(load_recipe(folder), "sft", prepare="0" * 64)
+    given = fingerprint_of(load_recipe(folder), "sft", prepare="0" * 64)
     assert given.difference(old.ingredients) == ["inputs.prepare: digest of prepare -> 000000000000..."]
-
-
-def test_content_is_hashed_once_and_again_when_it_changed(tmp_path: Path) -> None:
-    import hashlib
-    import os
-
-    file = tmp_path / "weights"
-    file.write_text("one")
-    cache = tmp_path / "cache" / "digests.json"
-    one = hashlib.sha256(b"one").hexdigest()
-    assert Digests(cache).of_file(file) == one
-    status = file.stat()
-    file.write_text("two")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # same size, time and inode: believed
-    assert Digests(cache).of_file(file) == one
-    os.utime(file)
-    assert Digests(cache).of_file(file) == hashlib.sha256(b"two").hexdigest()
-
-
-@pytest.mark.parametrize("damage", ["", "[]", "{", '{"FILE": 3}', '{"FILE": [1]}', "\x00"])
-def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path, damage: str) -> None:
-    import hashlib
-
-    file, cache = tmp_path / "weights", tmp_path / "digests.json"
-    file.write_text("one")
-    cache.write_text(damage.replace("FILE", str(file)))
-    assert Digests(cache).of_file(file) == hashlib.sha256(b"one").hexdigest()
-
-
-def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    files = [tmp_path / f"{number}" for number in range(40)]
-    for file in files:
-        file.write_text(file.name)
-    cache = tmp_path / "cache" / "digests.json"
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda file: Digests(cache).of_file(file), files))
-    assert len(set(found)) == 40
-    assert not list(cache.parent.glob(".*")), "no temporary file is left"
 
 
 def test_a_kind_reads_only_tables_that_a_recipe_has() -> None:
@@ -273,7 +255,7 @@ def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(fold
     values = []
     for path, text in ((first, "weights"), (second, "weights"), (second, "others")):
         (path / "adapter_model.safetensors").write_text(text)
-        values.append(print_of(load_recipe(folder, f"policy.lora.lora_path='{path}'"), "sft").value)
+        values.append(fingerprint_of(load_recipe(folder, f"policy.lora.lora_path='{path}'"), "sft").value)
     assert values[0] == values[1] != values[2]
     (second / "adapter_config.json").unlink()
     with pytest.raises(

@@ -15,10 +15,10 @@ from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.lineage import lineage, stage_of
 from cosmos_core.run.manifest import adopt, commit, problem, read_result
-from cosmos_core.run.plan import plan
+from cosmos_core.run.plan import decide, plan
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
-from tests.unit.run_folder import counting_run, finish, load_recipe, make_inputs
+from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 
 def made(folder: Path) -> Path:
@@ -189,10 +189,12 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
         "second": ("depends", "after first"),
     }
     finish(run, "first")
-    assert actions(plan(run.pipeline, run.kinds, outputs, run.path)) == {
-        "first": ("reuse", "done in this run"),
+    assert actions(plan(run.pipeline, run.kinds, outputs)) == {
+        "first": ("adopt", f"same fingerprint as run {run.id}"),
         "second": ("run", "never made before"),
     }
+    decision = decide(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
+    assert (decision.action, decision.reason) == ("reuse", "done in this run")
     finish(run, "second")
     assert actions(plan(run.pipeline, run.kinds, outputs)) == {
         "first": ("adopt", f"same fingerprint as run {run.id}"),
@@ -206,6 +208,32 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
     assert actions(plan(several, run.kinds, outputs))["second"][1].endswith(
         "entry.arguments.a: nothing -> 1; entry.arguments.b: nothing -> 2 and 1 more"
     )
+
+
+def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipeline_alone(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    older = counting_run(tmp_path, "first.arguments.steps=7")
+    finish(older, "first")
+    newest = counting_run(tmp_path, "first.arguments.steps=8")
+    finish(newest, "first")
+    stranger = counting_run(tmp_path, "first.arguments.steps=9", "pipeline.name=stranger")
+    finish(stranger, "first")
+    current = counting_run(tmp_path)
+    assert actions(plan(current.pipeline, current.kinds, outputs))["first"] == (
+        "run", f"changed since run {newest.id}: entry.arguments.steps: 8 -> 3"
+    )  # fmt: skip
+    finish(current, "first")
+    assert actions(plan(current.pipeline, current.kinds, outputs))["second"] == ("run", "never made before"), (
+        "stages of the same kind there are, but none of its name"
+    )
+
+
+def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (finish(run, "first") / "result.json").unlink()
+    assert actions(plan(run.pipeline, run.kinds, tmp_path / "outputs"))["first"] == (
+        "run", f"unfinished in run {run.id}"
+    )  # fmt: skip
 
 
 def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the_rows(tmp_path: Path) -> None:
@@ -232,13 +260,12 @@ def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is
     for run in (first, second):
         finish(run, "first")
     (second.stage_path("first") / "out" / "a.txt").unlink()
-    assert actions(plan(second.pipeline, second.kinds, outputs, second.path))["first"] == (
-        "adopt", f"same fingerprint as run {first.id}"
-    )  # fmt: skip
+    expected = fingerprint_of(second.pipeline, "first")
+    decision = decide(outputs, second.stage_path("first"), expected)
+    assert (decision.action, decision.reason) == ("adopt", f"same fingerprint as run {first.id}")
     (first.stage_path("first") / "out" / "a.txt").write_text("altered")
-    assert actions(plan(second.pipeline, second.kinds, outputs, second.path))["first"] == (
-        "run", "made before, but out/a.txt is gone"
-    )  # fmt: skip
+    decision = decide(outputs, second.stage_path("first"), expected)
+    assert (decision.action, decision.reason) == ("run", "made before, but out/a.txt is gone")
     assert actions(plan(second.pipeline, second.kinds, outputs))["first"] == (
         "run", f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
     )  # fmt: skip

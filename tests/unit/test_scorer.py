@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -22,8 +25,8 @@ from transformers import (
 )
 
 from cosmos_core.models import scorer as scorers
-from cosmos_core.models.hf import sequence_logprobs
-from cosmos_core.models.scorer import Scorer, entropy, is_top
+from cosmos_core.models.recompute import recompute
+from cosmos_core.models.scorer import Scorer, Wants, chunk_bytes, sequence_logprobs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,9 +42,9 @@ FAMILIES = {
 CHOSEN = torch.tensor([0, 3, 5, 18, 19, 40, 41, 56])
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorers, "CHUNK_BYTES", 4 * 500 * 3)  # three tokens
+CHUNK_BYTES = 4 * 500 * 3
+"""Three tokens."""
+EVERYTHING = Wants(0.7, entropy="gradient", top_k=4)
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -65,36 +68,114 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("expected", [None, -0.25, -0.3], ids=["unknown", "right guess", "wrong guess"])
-def test_values_entropies_and_gradients_are_those_of_the_whole_logits(
-    model: PreTrainedModel, expected: float | None
-) -> None:
-    batch, scorer = inputs(), Scorer(model)
-    settings: dict[str, Any] = {"temperature": 0.7, "dtype": torch.float64}
-    whole, entropies = sequence_logprobs(
-        model, batch["input_ids"], batch["attention_mask"], **settings, with_entropy=True
-    )
-    logprobs, found = scorer(batch, CHOSEN, **settings, figure=entropy, expected=expected)
+def whole(model: PreTrainedModel, wants: Wants, top_ids: Tensor | None = None) -> dict[str, Tensor]:
+    """The oracle: all logits at once, and autograd."""
+    batch = inputs()
+    logits = model(**batch).logits[:, :-1].reshape(-1, 500)[CHOSEN].double()
+    logprobs = (logits / wants.temperature).log_softmax(-1)
+    labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
+    ids = logprobs.topk(wants.top_k).indices if top_ids is None else top_ids
+    return {
+        "logprobs": logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1),
+        "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        "top_logprobs": logprobs.gather(-1, ids),
+        "top_ids": ids,
+    }
 
-    assert scorer._has_plain_head is True, "the head of this family is known"
-    torch.testing.assert_close(logprobs, whole.reshape(-1)[CHOSEN], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found, entropies.reshape(-1)[CHOSEN], rtol=0, atol=1e-12)
-    ours = gradients(model, -0.25 * logprobs.sum())
-    theirs = gradients(model, -0.25 * whole.reshape(-1)[CHOSEN].sum())
+
+def scorer_of(model: PreTrainedModel) -> Scorer:
+    return Scorer(model, CHUNK_BYTES)
+
+
+def random_like(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {name: torch.randn(value.shape, generator=generator, dtype=torch.float64) for name, value in found.items()}
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], atol: float = 1e-12) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=atol, msg=name)
 
 
-def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel) -> None:
-    runs = []
-    scorer = Scorer(model)
+@pytest.mark.parametrize("wants", [Wants(0.7), Wants(entropy="gradient"), Wants(top_k=4), EVERYTHING], ids=repr)
+def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(model: PreTrainedModel, wants: Wants) -> None:
+    scorer = scorer_of(model)
+    found = scorer(inputs(), CHOSEN, wants=wants, dtype=torch.float64)
+    assert scorer._has_plain_head is True, "the head of this family is known"
+    theirs = whole(model, wants)
+    assert found.keys() == {
+        "logprobs",
+        *["entropy"] * bool(wants.entropy),
+        *["top_logprobs", "top_ids"] * (wants.top_k > 0),
+    }
+    assert_close(found, {name: theirs[name] for name in found})
+    weights = {name: weight for name, weight in random_like(theirs).items() if name in found and name != "top_ids"}
+    ours = gradients(model, sum((found[name] * weight).sum() for name, weight in weights.items()))
+    assert_close(ours, gradients(model, sum((theirs[name] * weight).sum() for name, weight in weights.items())))
+
+
+def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: PreTrainedModel) -> None:
+    ids = torch.randint(500, (len(CHOSEN), 5), generator=torch.Generator().manual_seed(3))
+    ids[:, 1] = ids[:, 0]  # the same twice
+    found = scorer_of(model)(inputs(), CHOSEN, dtype=torch.float64, top_ids_NK=ids)
+    theirs = whole(model, Wants(), ids)
+    del theirs["entropy"]
+    assert_close(found, theirs)
+    weight = random_like(theirs)["top_logprobs"]
+    ours = gradients(model, (found["top_logprobs"] * weight).sum())
+    assert_close(ours, gradients(model, (theirs["top_logprobs"] * weight).sum()))
+
+
+def test_entropy_for_a_metric_has_no_gradient(model: PreTrainedModel) -> None:
+    found = scorer_of(model)(inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64)
+    torch.testing.assert_close(found["entropy"], whole(model, EVERYTHING)["entropy"], rtol=0, atol=1e-12)
+    assert found["logprobs"].requires_grad and not found["entropy"].requires_grad
+
+
+def test_a_head_that_says_nothing_is_uniform(model: PreTrainedModel) -> None:
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    found = scorer_of(model)(inputs(), CHOSEN, wants=Wants(entropy="value", is_top=True), dtype=torch.float64)
+    for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_top", 1.0)):
+        assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
+
+
+GUESSES = {"unknown": None, "one number": -0.25, "a wrong number": -0.3, "each": "right", "each, one wrong": "wrong"}
+
+
+def guessed(guess: str | float | None, derivative: Tensor) -> Tensor | float | None:
+    if not isinstance(guess, str):
+        return guess
+    return derivative if guess == "right" else torch.cat([derivative[:-1], derivative[-1:] * (1 + 1e-15)])
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, guess: str) -> None:
+    is_each = guess.startswith("each")
+    derivative = torch.linspace(-1, 2, len(CHOSEN)).double() if is_each else torch.full((len(CHOSEN),), -0.25).double()
+    found = scorer_of(model)(
+        inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64,
+        expected_N=guessed(GUESSES[guess], derivative),
+    )  # fmt: skip
+    theirs = whole(model, EVERYTHING)
+    assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
+    ours = gradients(model, (derivative * found["logprobs"]).sum())
+    assert_close(ours, gradients(model, (derivative * theirs["logprobs"]).sum()))
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel, guess: str) -> None:
+    runs: list[int] = []
+    scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
     model.get_output_embeddings().register_forward_hook(lambda *_: runs.append(1))
-    for expected, count in ((-0.25, 3), (-0.3, 6), (None, 6)):  # eight tokens are three chunks
+    derivative = torch.linspace(-1, 2, len(CHOSEN)) if guess.startswith("each") else torch.full((len(CHOSEN),), -0.25)
+    derivative = derivative.double()
+    settings: dict[str, Any] = {"dtype": torch.float64, "expected_N": guessed(GUESSES[guess], derivative)}
+    is_right = guess in {"one number", "each"}
+    for wants, count in ((Wants(), 3 if is_right else 6), (Wants(top_k=2), 6)):  # eight tokens are three chunks
         runs.clear()
-        logprobs, _ = scorer(inputs(), CHOSEN, expected=expected)
-        (-0.25 * logprobs.sum()).backward()
+        (derivative * scorer(inputs(), CHOSEN, wants=wants, **settings)["logprobs"]).sum().backward()
         assert len(runs) == count
 
 
@@ -102,28 +183,32 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
     batch = inputs()
     with torch.no_grad():
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
-        (row, place) = divmod(int(CHOSEN[2]), batch["input_ids"].shape[1] - 1)
-        # The token after the place becomes the likeliest; a causal model says the same of that place.
-        batch["input_ids"][row, place + 1] = likeliest[2]
+        row, position = divmod(int(CHOSEN[2]), batch["input_ids"].shape[1] - 1)
+        # The next token becomes the likeliest; a causal model says the same of that position.
+        batch["input_ids"][row, position + 1] = likeliest[2]
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
-        _, found = Scorer(model)(batch, CHOSEN, figure=is_top)
+        found = scorer_of(model)(batch, CHOSEN, wants=Wants(is_top=True))["is_top"]
     labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
-    assert found is not None and found[2] == 1
+    assert found[2] == 1
     assert found.tolist() == (likeliest == labels).float().tolist()
     assert 0 < found.mean() < 1
 
 
 def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        logprobs, figure = Scorer(model)(inputs(), CHOSEN, expected=-0.25)
-    assert not logprobs.requires_grad and figure is None
+        found = scorer_of(model)(inputs(), CHOSEN, expected_N=-0.25)
+    assert list(found) == ["logprobs"] and not found["logprobs"].requires_grad
 
 
 def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
-    logprobs, _ = Scorer(model)(inputs(), CHOSEN[:0])
-    assert logprobs.shape == (0,)
-    found = gradients(model, logprobs.sum())
-    assert all(value.abs().max() == 0 for value in found.values())
+    wants = Wants(entropy="gradient", top_k=3, is_top=True)
+    found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, expected_N=-0.25)
+    assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
+        "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
+        "top_ids": ((0, 3), torch.int64), "is_top": ((0,), torch.float64),
+    }  # fmt: skip
+    none = gradients(model, found["logprobs"].sum() + found["entropy"].sum() + found["top_logprobs"].sum())
+    assert all(value.abs().max() == 0 for value in none.values())
 
 
 def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: PreTrainedModel) -> None:
@@ -135,30 +220,108 @@ def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: PreT
             return output
 
     model.__class__ = Shifted
-    batch, scorer = inputs(), Scorer(model)
-    logprobs, _ = scorer(batch, CHOSEN, dtype=torch.float64)
-    whole = sequence_logprobs(model, batch["input_ids"], batch["attention_mask"], dtype=torch.float64)
+    scorer = scorer_of(model)
+    found = scorer(inputs(), CHOSEN, wants=EVERYTHING, dtype=torch.float64)
+    theirs = whole(model, EVERYTHING)
     assert scorer._has_plain_head is False
-    torch.testing.assert_close(logprobs, whole.reshape(-1)[CHOSEN], rtol=0, atol=1e-12)
-    ours, theirs = (gradients(model, value.sum()) for value in (logprobs, whole.reshape(-1)[CHOSEN]))
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-12) for name in theirs)
+    assert_close(found, theirs)
+    del theirs["top_ids"]
+    ours, expected = (gradients(model, sum(each[name].sin().sum() for name in theirs)) for each in (found, theirs))
+    assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sequences_have_the_log_probabilities_of_transformers_whatever_the_padding_side(
+    model: PreTrainedModel, temperature: float
+) -> None:
+    model.float().eval()  # eager masks of float64 overflow where a row is all padding
+    sequences = [[5, 9, 200, 31, 7], [44, 3, 120]]
+    with torch.no_grad():
+        expected = [
+            (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+            for ids in sequences
+        ]
+        right = torch.tensor([sequences[0], [*sequences[1], 256, 256]])
+        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+        on_right = sequence_logprobs(model, right, mask, temperature=temperature)
+        left = torch.tensor([sequences[0], [256, 256, *sequences[1]]])
+        on_left = sequence_logprobs(model, left, mask.flip(-1), temperature=temperature)
+    torch.testing.assert_close(on_right[0], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(on_right[1], torch.cat([expected[1], torch.zeros(2)]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(on_left[1], torch.cat([torch.zeros(2), expected[1]]), atol=1e-5, rtol=0)
 
 
 def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> None:
     model.float()
-    batch, scorer = inputs(), Scorer(model)
-    scorer(batch, CHOSEN)
+    scorer = scorer_of(model)
+    scorer(inputs(), CHOSEN)
     found = {}
     for expected in (None, -0.25):
         with torch.autocast("cpu", torch.bfloat16):
-            logprobs, _ = scorer(batch, CHOSEN, expected=expected)
+            logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]
         found[expected] = gradients(model, -0.25 * logprobs.sum())
     with torch.autocast("cpu", torch.bfloat16):
-        whole = sequence_logprobs(model, batch["input_ids"], batch["attention_mask"])
-    torch.testing.assert_close(logprobs, whole.reshape(-1)[CHOSEN], rtol=0, atol=1e-6)
-    theirs = gradients(model, -0.25 * whole.reshape(-1)[CHOSEN].sum())
+        logits = model(**inputs()).logits[:, :-1].reshape(-1, 500)[CHOSEN].float()
+    expected_logprobs = (
+        logits.log_softmax(-1).gather(-1, inputs()["input_ids"][:, 1:].reshape(-1, 1)[CHOSEN]).squeeze(-1)
+    )
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-6)
+    theirs = gradients(model, -0.25 * expected_logprobs.sum())
     for name, value in theirs.items():
         assert found[None][name].dtype == torch.float32
         scale = value.abs().max()
         assert (found[None][name] - value).abs().max() <= 0.02 * scale, name
         assert (found[-0.25][name] - value).abs().max() <= 0.02 * scale, name
+
+
+def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
+    """Counted by the copies of its size that a pass makes."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].shape == (500, 32):
+                self.count += kwargs["dtype"] == torch.bfloat16
+            return func(*args, **(kwargs or {}))
+
+    scorer = scorer_of(model)
+    scorer(inputs(), CHOSEN)
+    for expected, count in ((-0.25, 1), (None, 2)):
+        with Casts() as casts:
+            with torch.autocast("cpu", torch.bfloat16):
+                logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]
+            (-0.25 * logprobs.sum()).backward()
+        assert casts.count == count
+
+
+def test_the_first_pass_of_a_scorer_can_be_recomputed_in_half_precision() -> None:
+    """The probe before it must leave no casts in autocast's cache, which selective recomputation would miss."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM._from_config(Qwen3Config(**SIZES, head_dim=8), attn_implementation="sdpa").train()
+    found = []
+    for how in (False, "selective"):
+        recompute(model, how)
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = scorer_of(model)(inputs(), CHOSEN)["logprobs"]
+        found.append(gradients(model, logprobs.sum()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_trained_head_in_half_precision_sums_its_chunks_in_float32() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+    chosen = torch.arange(57)
+    found = []
+    for size in (4 * 500, 1 << 30):  # one token a chunk, and all
+        logprobs = Scorer(model, size)({"input_ids": inputs()["input_ids"]}, chosen)["logprobs"]
+        found.append(gradients(model, logprobs.sum())["lm_head.weight"].float())
+    assert (found[0] - found[1]).abs().max() <= 2**-7 * found[1].abs().max()
+
+
+def test_the_size_of_a_chunk_follows_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gib, mib in ((2, 64), (8, 128), (24, 256), (31.5, 256), (32, 512), (500, 1024)):
+        monkeypatch.setattr(scorers.psutil, "virtual_memory", lambda gib=gib: SimpleNamespace(total=int(gib * 2**30)))
+        assert chunk_bytes(torch.device("cpu")) == mib << 20

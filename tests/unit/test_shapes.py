@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of
+from cosmos_core.data.sample import Sample
 from cosmos_core.models import shapes
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.scorer import Scorer, entropy
+from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rank import Rank
+from tests.unit.trainers import NoView, sft, trainer_of
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -122,12 +121,11 @@ def test_scores_over_longer_chunks_are_the_same(
     ids, chosen = torch.from_numpy(rows()[2])[None], torch.arange(3, 60)
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
-        logprobs, entropies = Scorer(model)(
-            {"input_ids": ids}, chosen, dtype=torch.float64, figure=entropy, expected=expected
+        outputs = Scorer(model)(
+            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, expected_N=expected
         )
-        gradients = torch.autograd.grad(-0.25 * logprobs.sum(), list(model.parameters()))
-        assert entropies is not None
-        return logprobs, entropies, list(gradients)
+        gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
+        return outputs["logprobs"], outputs["entropy"], list(gradients)
 
     theirs = found()
     monkeypatch.setattr(shapes, "_HALF", (torch.float64,))
@@ -146,10 +144,10 @@ def test_an_update_over_longer_rows_is_the_same(
     def found() -> dict[str, float]:
         own = deepcopy(model)
         own.get_input_embeddings().register_forward_pre_hook(lambda _, ids: widths.append(ids[0].shape[1]))
-        rank = Rank(own, train, 0, Progress(tmp_path / "progress.json"))
-        (update,) = Sft().updates([Sample(row, np.ones(len(row), np.uint8)) for row in rows()], lambda _: [])
+        rank = trainer_of(own, train, 0, Progress(tmp_path / "progress.json"))
+        (update,) = sft().updates([Sample(row, np.ones(len(row), np.uint8)) for row in rows()], NoView())
         widths.clear()
-        return rank.update(update, temperature=1.0, with_entropy=True)
+        return rank.update(update)
 
     theirs = found()
     assert widths[-2:] == ([107, 5] if packed else [70, 5])

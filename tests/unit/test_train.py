@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
+from cosmos_core.algorithms.grpo import Grpo
+from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
 from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import samples_of
-from cosmos_core.train.rank import Rank
-from cosmos_core.train.setup import train_rl, train_sft
-from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup
+from cosmos_core.train.setup import train
+from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tasks.kinds import all_kinds
+from tests.unit.trainers import NoView, logprobs, sft, trainer_of
 
 BASE: dict[str, Any] = {
     "policy": {"model_max_length": 32, "model_gradient_checkpointing": False},
@@ -46,7 +46,7 @@ def recipe(policy: dict[str, Any], **train: Any) -> Recipe:
 def make_stage(path: Path, kind: str, recipe_: Recipe, model: Path | str = "", data: Path | None = None) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
     return Stage(
-        path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64, kind=all_kinds()[kind]
+        path, StageConfig(name=path.name, kind=kind), recipe_, str(model), data, {}, "f" * 64, all_kinds()[kind]
     )
 
 
@@ -69,12 +69,12 @@ def samples(task: Path, count: int) -> list[Sample]:
 def test_an_update_is_a_step_of_a_plain_loop_with_the_loss_of_transformers(task: Path, tmp_path: Path) -> None:
     config = recipe(SFT, optm_grad_norm_clip=0.5, optm_weight_decay=0.0)
     batch = samples(task, 10)
-    rank = Rank(
+    rank = trainer_of(
         load_model(str(task / "task/model"), dtype=torch.float32), config.train, 0, Progress(tmp_path / "p.json")
     )
     rank.set_learning_rate(5, 10)
-    (update,) = Sft().updates(batch, lambda _: [])
-    metrics = rank.update(update, temperature=1.0, with_entropy=False)
+    (update,) = sft().updates(batch, NoView())
+    metrics = rank.update(update)
 
     model = AutoModelForCausalLM.from_pretrained(task / "task/model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
@@ -89,7 +89,7 @@ def test_an_update_is_a_step_of_a_plain_loop_with_the_loss_of_transformers(task:
 
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    for (name, ours), theirs in zip(rank.model.named_parameters(), model.parameters(), strict=True):
+    for (name, ours), theirs in zip(rank.adapter.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6, msg=name)
 
 
@@ -107,10 +107,10 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
             sequence_packing=packed,
         )
         model = load_model(str(task / "task/model"), dtype=torch.float64)
-        rank = Rank(model, config.train, 0, Progress(tmp_path / "p.json"))
-        rank._dtype = torch.float64
-        (update,) = Sft().updates(samples(task, 10), lambda _: [])
-        rank.update(update, temperature=1.0, with_entropy=False)
+        rank = trainer_of(model, config.train, 0, Progress(tmp_path / "p.json"))
+        rank.adapter._dtype = torch.float64
+        (update,) = sft().updates(samples(task, 10), NoView())
+        rank.update(update)
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     whole, split = gradients(10, False), gradients(mini_batch, packed)
@@ -124,15 +124,15 @@ def test_what_the_feed_put_together_goes_through_the_model_together(task: Path, 
 
     def run(batch: list[Sample]) -> tuple[list[int], dict[str, torch.Tensor]]:
         model = load_model(str(task / "task/model"), dtype=torch.float64)
-        rank = Rank(model, config.train, 0, Progress(tmp_path / "p.json"))
-        rank._dtype = torch.float64
-        rank.logprobs(batch[:1], 1.0)  # the first call looks at the head too
+        rank = trainer_of(model, config.train, 0, Progress(tmp_path / "p.json"))
+        rank.adapter._dtype = torch.float64
+        logprobs(rank, batch[:1], 1.0)  # the first call looks at the head too
         passes: list[int] = []
         model.base_model.register_forward_pre_hook(
             lambda module, args, inputs: passes.append(len(inputs["input_ids"])), with_kwargs=True
         )
-        (update,) = Sft().updates(batch, lambda _: [])
-        rank.update(update, temperature=1.0, with_entropy=False)
+        (update,) = sft().updates(batch, NoView())
+        rank.update(update)
         return passes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     batch = samples(task, 6)
@@ -149,7 +149,7 @@ def test_a_balanced_training_sees_every_row_once_an_epoch_and_stays_in_its_budge
     policy = {**SFT, "mini_batch": 4, "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 96}
     stage = make_stage(tmp_path / "s", "sft", recipe(policy, max_num_steps=99, epoch=2), task / "task/model",
                        task / "sft-data/data")  # fmt: skip
-    trained = train_sft(stage)
+    trained = train(stage)
     metrics = [point for point in read_metrics(stage.path / "metrics.jsonl") if "loss" in point]
     lengths = open_sequences(task / "sft-data/data", "train").lengths
     assert sum(point["tokens"] for point in metrics) == 2 * lengths.sum()
@@ -159,13 +159,13 @@ def test_a_balanced_training_sees_every_row_once_an_epoch_and_stays_in_its_budge
 
 def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path) -> None:
     model = load_model(str(task / "task/model"), dtype=torch.float32)
-    rank = Rank(model, recipe(SFT).train, 0, Progress(tmp_path / "p.json"))
+    rank = trainer_of(model, recipe(SFT).train, 0, Progress(tmp_path / "p.json"))
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("inf")
     before = {name: p.clone() for name, p in model.named_parameters()}
-    (update,) = Sft().updates(samples(task, 4), lambda _: [])
+    (update,) = sft().updates(samples(task, 4), NoView())
     with pytest.raises(StageFailed, match="not finite"):
-        rank.update(update, temperature=1.0, with_entropy=False)
+        rank.update(update)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -196,7 +196,6 @@ def curve(stage: Stage) -> list[dict[str, float]]:
 def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     task: Path, tmp_path: Path, kind: str
 ) -> None:
-    program = train_sft if kind == "sft" else train_rl
     config = (
         recipe(
             SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt={"enable_checkpoint": True, "save_freq": 2}
@@ -206,19 +205,19 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     )
     data = task / f"{kind}-data" / "data"
     whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
-    expected = program(whole)
+    expected = train(whole)
 
     path = tmp_path / "cut"
     for stop_at in (1, 3):
         base = make_stage(path, kind, config, task / "task/model", data)
-        stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
+        stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
         stage.stop_at = stop_at
         with pytest.raises(Preempted, match="checkpoint saved"):
-            program(stage)
+            train(stage)
         torch.manual_seed(999)  # another process would have other random states
         np.random.seed(999)
     resumed = make_stage(path, kind, config, task / "task/model", data)
-    found = program(resumed)
+    found = train(resumed)
     assert found.metrics.keys() == expected.metrics.keys()
     weights = found.model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
@@ -242,19 +241,19 @@ def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> N
 
 def test_a_completion_with_an_invalid_reward_is_left_out_and_its_group_compared_without_it() -> None:
     prompt = Prompt(0, (5, 6), "2+2=", "4")
-    answers = tuple(Completion((i, 9), (-0.1, -0.2), "stop", "x") for i in range(3))
+    answers = tuple(Completion((Segment((i, 9), True, (-0.1, -0.2), 0),), "stop", "x") for i in range(3))
     scores = (Score(1.0), Score(None, error="timed out"), Score(0.0))
-    found, counts = samples_of([ScoredGroup(Group(prompt, answers, 0), scores)], normalise_std=False)
+    config = GrpoConfig(unbiased_advantage=True)
+    found, _ = Grpo(config).credit([ScoredGroup(Group(prompt, answers, 0), scores)])
     assert [sample.advantage for sample in found] == [0.5, -0.5]
     assert [list(sample.input_ids) for sample in found] == [[5, 6, 0, 9], [5, 6, 2, 9]]
     assert [list(sample.loss_mask) for sample in found] == [[0, 0, 1, 1]] * 2
-    assert counts["invalid"] == 1
 
 
 def test_trainer_and_hf_engine_give_the_same_log_probabilities(task: Path, tmp_path: Path) -> None:
     config = recipe(GRPO, train_batch_per_replica=16, max_num_steps=2)
     stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
-    train_rl(stage)
+    train(stage)
     for line in read_metrics(stage.path / "metrics.jsonl"):
         assert 0 < line["rollout/logprob_difference_max"] < 1e-4
         assert line["ratio"] == 1.0

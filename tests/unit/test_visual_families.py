@@ -14,13 +14,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
-from cosmos_core.algorithms.base import Sample
-from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.sample import Sample
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.processor import Vision, load_processor
@@ -28,9 +27,10 @@ from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.rank import Rank
+from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
 from tests.unit.tiny_vlms import MIXED, PARTS, VLMS, picture, save_vlm
+from tests.unit.trainers import NoView, likelihood, sft, trainer_of
 
 END = 258
 """The token that closes a turn."""
@@ -142,7 +142,7 @@ def samples(data: Path) -> list[Sample]:
 
 def make_rank(
     model: PreTrainedModel, processor: ProcessorMixin, data: Path, folder: Path, mesh: Mesh | None = None, **train: Any
-) -> Rank:
+) -> Trainer:
     settings = {
         "param_dtype": "float32", "compile": False, "optm_grad_norm_clip": 0.0, "optm_lr": 1e-2,
         "optm_warmup_steps": 0, "train_policy": {"type": "sft", "mini_batch": 2}, **train,
@@ -150,7 +150,7 @@ def make_rank(
     recipe = Recipe.model_validate({"policy": {"model_max_length": 256}, "train": settings})
     own = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "float32"}[model.dtype]
     config = recipe.train.derived(fsdp_reduce_dtype=own)  # no recipe may ask for float64
-    return Rank(model, config, 256, Progress(folder / "progress.json"), mesh, Vision(processor))
+    return trainer_of(model, config, 256, Progress(folder / "progress.json"), mesh, Vision(processor))
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -200,9 +200,9 @@ def test_loss_and_gradients_are_those_of_the_models_own_forward(
     stage = prepared(folder, tmp_path)
     model, processor = loaded(folder)
     rank = make_rank(model.double(), processor, stage.path / "data", tmp_path)
-    rank._dtype = torch.float64
-    (update,) = Sft().updates(samples(stage.path / "data"), lambda _: [])
-    figures = rank.update(update, temperature=1.0, with_entropy=False)
+    rank.adapter._dtype = torch.float64
+    (update,) = sft().updates(samples(stage.path / "data"), NoView())
+    figures = rank.update(update)
     ours = gradients(model)
 
     model, _ = loaded(folder)
@@ -237,8 +237,8 @@ def test_recomputation_keeps_the_gradient_and_half_precision_comes_near(
         assert processor is not None
         model = load_model(str(folder), dtype=torch.float32, gradient_checkpointing=recomputes)
         rank = make_rank(model, processor, stage.path / "data", tmp_path, param_dtype=dtype)
-        (update,) = Sft().updates(samples(stage.path / "data"), lambda _: [])
-        found.append(rank.update(update, temperature=1.0, with_entropy=False))
+        (update,) = sft().updates(samples(stage.path / "data"), NoView())
+        found.append(rank.update(update))
     plain, again, half = found
     assert (again["loss"], again["grad_norm"]) == (plain["loss"], pytest.approx(plain["grad_norm"], rel=1e-6))
     assert half["loss"] == pytest.approx(plain["loss"], rel=5e-3) and half["loss"] != plain["loss"]
@@ -250,7 +250,7 @@ def test_another_image_is_another_loss(family: str, folders: Callable[[str], Pat
     model, processor = loaded(folder)
     rank = make_rank(model, processor, stage.path / "data", tmp_path)
     rows = samples(stage.path / "data")
-    before, _ = rank.evaluate([rows[0]], size=1)
+    before, _ = likelihood(rank, [rows[0]], size=1)
     changed = PICTURES["wide.png"].transpose(Image.Transpose.FLIP_TOP_BOTTOM).rotate(90)
     vision = rank._vision
     assert vision is not None
@@ -258,7 +258,7 @@ def test_another_image_is_another_loss(family: str, folders: Callable[[str], Pat
     changed.resize(PICTURES["wide.png"].size).save(tmp_path / "rows" / "other.png")
     content = (tmp_path / "rows" / "other.png").read_bytes()
     other = ref._replace(path=None, content=content)
-    after, _ = rank.evaluate([Sample(rows[0].input_ids, rows[0].loss_mask, images=(other,))], size=1)
+    after, _ = likelihood(rank, [Sample(rows[0].input_ids, rows[0].loss_mask, images=(other,))], size=1)
     assert abs(after - before) > 1e-3
 
 
@@ -271,8 +271,8 @@ def test_sft_lowers_the_loss(family: str, folders: Callable[[str], Path], tmp_pa
     losses = []
     for step in range(5):
         rank.set_learning_rate(step, 5)
-        (update,) = Sft().updates(rows, lambda _: [])
-        losses.append(rank.update(update, temperature=1.0, with_entropy=False)["loss"])
+        (update,) = sft().updates(rows, NoView())
+        losses.append(rank.update(update)["loss"])
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -292,8 +292,8 @@ def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rank = make_rank(model, processor, stage.path / "data", tmp_path)
     rank.set_learning_rate(0, 1)
-    (update,) = Sft().updates(samples(stage.path / "data"), lambda _: [])
-    rank.update(update, temperature=1.0, with_entropy=False)
+    (update,) = sft().updates(samples(stage.path / "data"), NoView())
+    rank.update(update)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved and not any(tower in name for name in moved)
     assert any("projector" in name or "language_model" in name for name in moved)
@@ -308,7 +308,7 @@ def test_packing_pads_rows_with_images_and_says_so(
     for packing in (False, True):
         model, processor = loaded(folder)
         rank = make_rank(model, processor, stage.path / "data", tmp_path, sequence_packing=packing)
-        found.append(rank.evaluate(samples(stage.path / "data"), size=2))
+        found.append(likelihood(rank, samples(stage.path / "data"), size=2))
     assert found[0] == found[1]
     assert "train.sequence_packing: rows are padded, because some show images" in caplog.text
 

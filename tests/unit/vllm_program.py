@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
-from cosmos_core.models.hf import load_model, load_tokenizer, named_weights, sequence_logprobs
-from cosmos_core.rollout.base import Engine
-from cosmos_core.rollout.choose import make_engine
-from cosmos_core.rollout.weights import checksum
+from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
+from cosmos_core.models.scorer import sequence_logprobs
+from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, generate
+from cosmos_core.rollout.publish import WeightPublisher
+from cosmos_core.rollout.registry import make_engine
 from cosmos_core.types import Group, Prompt, Sampling
 
 LENGTHS = (5, 9, 3, 140, 21)  # one is longer than a block of the prefix cache on CPU
@@ -68,9 +70,9 @@ def difference(model: PreTrainedModel, groups: list[Group], temperature: float) 
 
 def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any]:
     """Everything under the first weights."""
-    groups = engine.generate(PROMPTS, sampling(1.0), 4)
-    cooler = engine.generate(PROMPTS, sampling(0.7), 4)
-    hot = engine.generate(PROMPTS, sampling(2.0, max_tokens=60, num_completions=30), 4)
+    groups = generate(engine, PROMPTS, sampling(1.0), 4)
+    cooler = generate(engine, PROMPTS, sampling(0.7), 4)
+    hot = generate(engine, PROMPTS, sampling(2.0, max_tokens=60, num_completions=30), 4)
     greedy = sampling(0.0, num_completions=1)
     filtered = sampling(0.8, top_k=6, top_p=0.7, repetition_penalty=1.3, num_completions=1)
     penalised = sampling(0.0, repetition_penalty=1.3, num_completions=1)
@@ -78,16 +80,16 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
         "difference": {
             "1.0": difference(model, groups, 1.0),
             "0.7": difference(model, cooler, 0.7),
-            "0.0": difference(model, engine.generate(PROMPTS, greedy, 4), 0.0),
+            "0.0": difference(model, generate(engine, PROMPTS, greedy, 4), 0.0),
         },
         "tokens": tokens(groups),
-        "again": tokens(engine.generate(PROMPTS, sampling(1.0), 4)),
-        "subset": tokens(engine.generate(PROMPTS[1:4], sampling(1.0), 4)),
-        "fewer": tokens(engine.generate(PROMPTS, sampling(1.0, num_completions=2), 4)),
-        "next_step": tokens(engine.generate(PROMPTS, sampling(1.0), 5)),
-        "greedy": [tokens(e.generate(PROMPTS, greedy, 4)) for e in (engine, hf)],
-        "penalised": [tokens(e.generate(PROMPTS, penalised, 4)) for e in (engine, hf)],
-        "filtered_least": min(min(g.completions[0].logprobs) for g in engine.generate(PROMPTS, filtered, 4)),
+        "again": tokens(generate(engine, PROMPTS, sampling(1.0), 4)),
+        "subset": tokens(generate(engine, PROMPTS[1:4], sampling(1.0), 4)),
+        "fewer": tokens(generate(engine, PROMPTS, sampling(1.0, num_completions=2), 4)),
+        "next_step": tokens(generate(engine, PROMPTS, sampling(1.0), 5)),
+        "greedy": [tokens(generate(e, PROMPTS, greedy, 4)) for e in (engine, hf)],
+        "penalised": [tokens(generate(e, PROMPTS, penalised, 4)) for e in (engine, hf)],
+        "filtered_least": min(min(g.completions[0].logprobs) for g in generate(engine, PROMPTS, filtered, 4)),
         "ends": [[list(a.token_ids), a.finish_reason, a.text, len(a.logprobs)] for g in hot for a in g.completions],
         "versions": [group.version for group in groups],
     }
@@ -95,26 +97,49 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
 
 def synced(engine: Engine, model: PreTrainedModel) -> dict[str, Any]:
     """Change the trainer's weights and hand them over, rightly and wrongly."""
-    before = tokens(engine.generate(PROMPTS, sampling(1.0), 4))
+    before = tokens(generate(engine, PROMPTS, sampling(1.0), 4))
     move(model)
     model.train()
-    digest = engine.load_weights(7, named_weights(model))
-    groups = engine.generate(PROMPTS, sampling(1.0), 4)
+    publisher = publisher_of(engine, model)
+    found_at_first = publisher.publish(7)
+    groups = generate(engine, PROMPTS, sampling(1.0), 4)
     found = {
         "before": before,
         "after": tokens(groups),
         "difference": difference(model.eval(), groups, 1.0),
-        "checksums": [digest, checksum(named_weights(model))],
+        "metrics": found_at_first,
         "versions": [group.version for group in groups],
     }
-    off = {name: tensor + 0.1 if "up_proj" in name else tensor for name, tensor in named_weights(model)}
-    found["wrong"] = message(lambda: engine.load_weights(8, off.items()))
+    off = [(name, tensor + 0.1 if "up_proj" in name else tensor) for name, tensor in named_weights(model)]
+    found["wrong"] = message(lambda: publisher_of(Wrong(engine, off), model).publish(8))
     move(model)
     partial = [(name, tensor) for name, tensor in named_weights(model) if name != "lm_head.weight"]
-    found["partial"] = message(lambda: engine.load_weights(8, partial))
-    engine.load_weights(9, named_weights(model))
-    found["last"] = tokens(engine.generate(PROMPTS, sampling(1.0), 4))
+    found["partial"] = message(lambda: engine.load_weights(8, [partial]))
+    publisher.publish(9)
+    found["last"] = tokens(generate(engine, PROMPTS, sampling(1.0), 4))
     return found
+
+
+def publisher_of(engine: Engine, model: PreTrainedModel) -> WeightPublisher:
+    def logprobs(token_ids: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([list(token_ids)])
+        with torch.no_grad():
+            return sequence_logprobs(model.eval(), ids, torch.ones_like(ids))[0]
+
+    return WeightPublisher(engine, model, logprobs, torch.float32, bucket_bytes=50_000)
+
+
+class Wrong:
+    """An engine that takes other weights than it is sent, and acknowledges them all."""
+
+    def __init__(self, engine: Engine, weights: Bucket) -> None:
+        self.engine, self.weights, self.weight_format = engine, weights, engine.weight_format
+        self.logprobs = engine.logprobs
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        for _ in buckets:
+            pass
+        return self.engine.load_weights(version, [self.weights])
 
 
 def move(model: PreTrainedModel) -> None:
@@ -138,17 +163,17 @@ def main(folder: str, out: str) -> None:
     model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
 
     def make(backend: str, source: str = folder) -> Engine:
-        recipe = RolloutConfig(backend=backend)  # type: ignore[arg-type]
-        return make_engine(model, tokenizer, source, recipe, max_model_len=256, dtype=torch.float32)
+        recipe = RolloutConfig(backend=backend)
+        return make_engine(EngineSettings(model, tokenizer, source, recipe, 256, torch.float32))
 
     before = process_state()
     engine = make("vllm")
     found: dict[str, Any] = {"name": engine.name, "state": [before, process_state()]}
     found["sampled"] = sampled(engine, model, make("hf"))
     found["state"].append(process_state())
-    found["too_cold"] = message(lambda: engine.generate(PROMPTS, sampling(0.005), 4))
-    found["too_hot"] = message(lambda: engine.generate(PROMPTS, sampling(2.5), 4))
-    found["too_long"] = message(lambda: engine.generate([Prompt(8, (1,) * 256, "", "")], sampling(1.0), 4))
+    found["too_cold"] = message(lambda: generate(engine, PROMPTS, sampling(0.005), 4))
+    found["too_hot"] = message(lambda: generate(engine, PROMPTS, sampling(2.5), 4))
+    found["too_long"] = message(lambda: generate(engine, [Prompt(8, (1,) * 256, "", "")], sampling(1.0), 4))
     found["synced"] = synced(engine, model)
     engine.close()
     model.config.head_dim = 16
@@ -156,8 +181,8 @@ def main(folder: str, out: str) -> None:
     model.config.head_dim = 32
     found["closed"] = not torch.distributed.is_initialized()
     second = make("vllm")
-    second.load_weights(9, named_weights(model))
-    found["second"] = tokens(second.generate(PROMPTS, sampling(1.0), 4))
+    publisher_of(second, model).publish(9)
+    found["second"] = tokens(generate(second, PROMPTS, sampling(1.0), 4))
     second.close()
     Path(out).write_text(json.dumps(found))
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.table import LATER, Rows, Table, no_effect
+from cosmos_core.config.schema.table import LATER, NoResult, Rows, Table, Unit, no_effect
 
 RowKind = Literal["sequences", "pairs", "prompts"]
 
@@ -44,6 +44,8 @@ class AlgorithmConfig(Table):
     """Another order each epoch; False: the order of the file."""
     dataloader_seed: Annotated[int | None, LATER] = None
     """Seed of that order; None: `train.seed`."""
+    dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
+    """Processes that tokenise in the `prepare` stage; 0 or less: one."""
     dataloader_batch_size: Annotated[int, POSITIONS, LATER] = 1
     """Batch of the controller's iterator; 0 or less: all."""
     enable_dataset_cache: Annotated[bool, PREPARED] = False

@@ -31,7 +31,7 @@ class GrpoConfig(RlConfig):
     trainer_type: Annotated[
         str,
         Field(min_length=1),
-        Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_paths=True),
+        Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
         LATER,
     ] = "grpo"
     """The algorithm: `grpo`, or `path/file.py:Class` of your own."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import MAPPED, AlgorithmConfig, RowKind
+from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
@@ -41,8 +41,6 @@ class RlConfig(AlgorithmConfig):
     """Which kind of training."""
     mini_batch: Completions = 2
     """Completions per forward pass; changes speed and memory, not results."""
-    dataloader_num_workers: Annotated[int, MAPPED] = 0
-    """Processes that load prompts; 0 or less: none."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation; empty: the first found of prompt, question, problem,
     conversations, messages."""

@@ -38,11 +38,12 @@ class SamplingConfig(Table):
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
     top_p: Nucleus = 1.0
-    """Nucleus mass; below 1 the engine's log-probabilities are normalised over fewer tokens than the trainer's."""
+    """Nucleus mass; below 1 tokens are drawn from another distribution than the policy's, and the loss weights them by
+    the quotient of the two (`cosmos_core/algorithms/correction.py`)."""
     top_k: TopK = -1
-    """Keep the k most likely tokens; -1: all."""
+    """Keep the k most likely tokens, with the same weights in the loss; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Above 1 repeats become less likely; 1: off."""
+    """Above 1 repeats become less likely, with the same weights in the loss; 1: off."""
     use_flashinfer: Annotated[bool, _KERNELS] = False
     """Sample with FlashInfer."""
 
@@ -53,9 +54,16 @@ class RolloutConfig(Table):
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
     backend: Annotated[
-        str, Field(min_length=1), Only(("vllm", "hf"), "this version generates with 'vllm' or 'hf'; use one of them")
+        str,
+        Field(min_length=1),
+        Only(
+            ("vllm", "hf"),
+            "this version generates with 'vllm', 'hf' or 'file.py:Class'; use one of them",
+            takes_import_paths=True,
+        ),
     ] = "vllm"
-    """`vllm`, with `hf` (transformers `generate`) in its place, said once, where vLLM cannot be imported."""
+    """`vllm`; `hf`: a sampling loop on the trainer's transformers modules, which also takes the place of a vLLM that
+    cannot be imported, with a warning; or a class of one's own, `file.py:Class` (`cosmos_core/rollout/base.py`)."""
     mode: Annotated[Literal["sync", "async"], _ASYNC, LATER] = "sync"
     """Scheduler of requests."""
     max_response_length: Tokens = 2048
@@ -78,8 +86,9 @@ class RolloutConfig(Table):
     """Sampling seed; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
     """How tokens are drawn in training."""
-    enforce_eager: Annotated[bool, NoResult] = True
-    """vLLM without compiled graphs."""
+    enforce_eager: Annotated[bool, NoResult] = False
+    """vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true when left out);
+    no meaning on CPU."""
     gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
     """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
     enable_chunked_prefill: Annotated[bool, no_effect("vLLM always fills its cache in chunks")] = False
@@ -88,6 +97,9 @@ class RolloutConfig(Table):
     """Keep the stop string."""
     vllm_use_flashinfer: Annotated[bool, _KERNELS] = False
     """Attention with FlashInfer."""
+    probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
+    """Every so many steps, and when an engine gets its first weights, log-probabilities of engine and trainer are
+    compared; a difference beyond rounding ends the stage."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
     """Turns and tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
@@ -102,6 +114,24 @@ class RolloutConfig(Table):
         False
     )
     """Send frozen weights too."""
+
+    @property
+    def changes_distribution(self) -> bool:
+        """Whether training tokens are drawn from another distribution than softmax(logits / temperature)."""
+        sampling = self.sampling_config
+        return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
+
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield what rollouts are that are not drawn from the policy."""
+        if recipe.train.train_policy.rows != "prompts" or not self.changes_distribution:
+            return
+        fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
+        names = ("top_p", "top_k", "repetition_penalty")
+        what = ", ".join(f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default)
+        yield (
+            f"rollout.sampling_config: {what}: training completions are not drawn from the policy; the loss weights "
+            f"their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
+        )
 
     @model_validator(mode="after")
     def _mesh_of_an_engine(self) -> RolloutConfig:

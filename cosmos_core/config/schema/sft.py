@@ -18,7 +18,10 @@ class SftConfig(SupervisedConfig):
     rows: ClassVar[RowKind] = "sequences"
 
     trainer_type: Annotated[
-        str, Field(min_length=1), Only(("sft",), "this version trains with 'sft' and 'dpo'", takes_paths=True), LATER
+        str,
+        Field(min_length=1),
+        Only(("sft",), "this version trains with 'sft' and 'dpo'", takes_import_paths=True),
+        LATER,
     ] = "sft"
     """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), or `path/file.py:Class` of
     your own."""

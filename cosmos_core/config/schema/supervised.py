@@ -10,7 +10,6 @@ from cosmos_core.config.schema.algorithm import POSITIONS, AlgorithmConfig
 from cosmos_core.config.schema.table import (
     LATER,
     Needs,
-    NoResult,
     PositiveInt,
     Tokens,
     Unit,
@@ -23,8 +22,6 @@ class SupervisedConfig(AlgorithmConfig):
 
     type: Literal["sft"]
     """Which kind of training."""
-    dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
-    """Processes that tokenise in the `prepare` stage; 0 or less: one."""
     dataloader_drop_last: Annotated[bool, LATER] = True
     """True: rows that fill no batch wait for another epoch; False: the last batch of an epoch may be smaller."""
     conversation_column_name: str = "conversations"

@@ -65,12 +65,12 @@ class Only:
     values: tuple[Any, ...]
     note: str
     """What to do instead."""
-    takes_paths: bool = False
+    takes_import_paths: bool = False
     """Whether `module:name` and `file.py:name` of a user's own are taken too."""
 
     def allows(self, value: Any) -> bool:
         """Return whether this version takes the value."""
-        return value in self.values or (self.takes_paths and isinstance(value, str) and ":" in value)
+        return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
 
 
 @dataclass(frozen=True)

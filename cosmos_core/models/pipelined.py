@@ -18,32 +18,37 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.scorer import Scorer
+from cosmos_core.models.base import Consume
+from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.fsdp import reshard
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import num_stages, own_stages, stage_of
-from cosmos_core.train.runner import Answer, Batch, forward_context
 
 _SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class _Given(NamedTuple):
-    """What a stage knows of the samples."""
+    """What a pipeline stage knows of the samples."""
 
-    batches: Sequence[Batch]
-    settings: dict[str, Any]
+    batches: Sequence[Any]
+    wants: Wants
     num_tokens: int
     """P."""
 
 
-class Stage(nn.Module):
-    """One stage: called with the number of a micro-batch and the hidden states of the stage before."""
+class StageModule(nn.Module):
+    """A pipeline stage: called with the number of a micro-batch and the hidden states of the pipeline stage before."""
 
-    def __init__(self, model: PreTrainedModel, number: int, is_last: bool, train: TrainConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, number: int, is_last: bool, train: TrainConfig, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.scorer = Scorer(model)
-        self.number, self.is_last, self._train = number, is_last, train
+        self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
         self.given: _Given | None = None
+        self.names: list[str] = []
+        """Of the outputs of the last stage: torch's schedules pass on tensors alone."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -55,7 +60,7 @@ class Stage(nn.Module):
         return self.scorer.hidden(inputs)
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
-        """Hidden states PH; of the last stage log-probabilities, with the figure that was asked for: N each."""
+        """Hidden states PH; of the last stage what the scorer is asked for, in its order."""
         assert self.given is not None
         batch = self.given.batches[int(number)]
         shape = batch.inputs["input_ids"].shape
@@ -64,47 +69,50 @@ class Stage(nn.Module):
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
         with forward_context(self._train, batch.chosen_N.device):
             if self.is_last:
-                logprobs_N, figure_N = self.scorer(inputs, batch.chosen_N, **self.given.settings)
-                return logprobs_N if figure_N is None else (logprobs_N, figure_N)
+                found = self.scorer(
+                    inputs, batch.chosen_N, wants=self.given.wants, dtype=self._dtype, expected_N=batch.expected_N
+                )
+                self.names = list(found)
+                return tuple(found.values())
             hidden_BTH = self.scorer.hidden(inputs)
         missing = self.given.num_tokens - shape.numel()
         return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, missing)).to(self.scorer.model.dtype)
 
 
-class Stages:
-    """A `Runner` over the pipeline."""
+class Pipelined:
+    """A `models.base.Runner` over the pipeline."""
 
-    def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
         self._model, self._sizes = model, mesh.sizes
         self._group, self._total = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
         self.roots = [
-            Stage(stage_of(model, number, mesh.sizes), number, number == self._total - 1, train)
+            StageModule(stage_of(model, number, mesh.sizes), number, number == self._total - 1, train, dtype)
             for number in own_stages(model, mesh.sizes, mesh.pipeline.get_local_rank())
         ]
 
     def rows(self, size: int) -> int:
-        """`pp_micro_batch_size`."""
+        """Return `pp_micro_batch_size`, or less."""
         return min(size, self._sizes.pp_micro_batch_size)
 
     def count(self, num_batches: int, size: int) -> int:
-        """Passes of `size` rows, all of the same number of micro-batches: a multiple of that of ranks, as torch's
-        schedules want it."""
+        """Return a number that makes passes of `size` rows, each of a number of micro-batches that the number of ranks
+        divides, as torch's schedules want it."""
         num_passes = self._num_passes(num_batches, size)
         return num_passes * self._whole_rounds(-(-num_batches // num_passes))
 
-    def run(self, batches: Sequence[Callable[[], Batch]], answer: Answer, settings: dict[str, Any], size: int) -> None:
-        """`size` rows at a time."""
+    def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
+        """See `Runner.run`: `size` rows at a time."""
         made = [make() for make in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in made)
         each = len(made) // self._num_passes(len(made), size)
 
         def loss(found: Any, number: Tensor) -> Tensor | None:
-            logprobs_N, figure_N = found if isinstance(found, tuple) else (found, None)
-            return answer(made[int(number)], logprobs_N, figure_N)
+            values = found if isinstance(found, tuple) else (found,)
+            return consume(made[int(number)], dict(zip(self.roots[-1].names, values, strict=True)))
 
         for stage in self.roots:
-            stage.given = _Given(made, settings, num_tokens)
+            stage.given = _Given(made, wants, num_tokens)
         # One for all passes: at its first step a schedule drops the gradients that there are.
         schedule = self._schedule(each, num_tokens, loss)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
@@ -114,12 +122,12 @@ class Stages:
             stage.given = None
 
     def train(self, mode: bool) -> None:
-        """Dropout on or off."""
+        """See `Runner.train`."""
         for stage in self.roots:
             stage.train(mode)
 
     def reshard(self) -> None:
-        """Of FSDP."""
+        """See `Runner.reshard`."""
         for stage in self.roots:
             reshard(stage)
 

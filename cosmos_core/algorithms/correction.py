@@ -1,0 +1,51 @@
+"""Importance weights for tokens that were not drawn from the policy: pi_old / mu, truncated (TIS).
+
+pi_old is the trainer's policy before the update, mu the distribution that the engine drew from. They differ by
+rounding, by the age of the weights, and where sampling changes the distribution: under top-p and top-k the engine's
+log-probabilities are normalised over the kept tokens, so pi_old / mu is the mass of these, and under a repetition
+penalty it is the quotient of the two softmaxes.
+
+What the weights repair. A sum over tokens drawn from mu, weighted by pi_old / mu, has the expectation of the same sum
+under pi_old over the tokens that mu can draw. A repetition penalty leaves all of them: no bias but that of the cap.
+top-p and top-k leave out a tail that no weight brings back: the bias of a token's gradient is at most the tail's mass,
+1 - top_p, times the largest |advantage x gradient of the log-probability| in it. Without the weights each kept token
+counts 1 / kept mass times too much, and the gradient is that of the truncated policy.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
+from cosmos_core.algorithms.kl import MAX_LOG_RATIO
+
+CAP = 2.0
+"""Usual cap of truncated importance sampling; top-p and top-k alone never reach 1."""
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor, cap: float = CAP
+) -> tuple[Tensor, Metrics]:
+    """Return min(pi_old / mu, cap) for each token where the mask is 1, else 0; and metrics over the mask.
+
+    They multiply the policy term of the loss alone, never a KL term, and the denominator of the loss stays. A token
+    whose log-probability under mu is not finite has weight 0. Metrics: the mean weight and its mean square (mean^2 /
+    square is the effective share of the tokens), and the shares that were capped and that were not finite.
+    """
+    mask_BT = mask_BT.bool()
+    is_finite_BT = rollout_logprobs_BT.isfinite()
+    kept_BT = mask_BT & is_finite_BT
+    log_ratio_BT = masked(old_logprobs_BT, kept_BT) - masked(rollout_logprobs_BT, kept_BT)
+    ratio_BT = masked(log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_BT)
+    weights_BT = ratio_BT.clamp(max=cap)
+    metrics = {
+        "rollout/weight": token_metric(weights_BT, mask_BT),
+        "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
+        "rollout/weight_capped": token_metric(ratio_BT > cap, mask_BT),
+        "rollout/logprob_not_finite": token_metric(~is_finite_BT, mask_BT),
+    }
+    return weights_BT, metrics

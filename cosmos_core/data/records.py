@@ -1,0 +1,234 @@
+"""Rows as records of a prepared file: a sequence to learn, a pair to compare, or a prompt to complete.
+
+Each row is read, tokenised and cut by itself, so that any process can do it; files and processes are `prepare.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from cosmos_core.config.media import media_of
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.conversation import (
+    RefusedRow,
+    Tools,
+    continued_tokens,
+    conversation_tokens,
+    cut,
+    last_turns,
+    tokenize_prompt,
+)
+from cosmos_core.data.images import placed_images, read_image, refuse_images
+from cosmos_core.data.messages import (
+    Message,
+    Row,
+    SkippedRow,
+    alternating,
+    read_conversation,
+    read_held_out,
+    read_preference,
+    read_prompt,
+    read_tools,
+)
+from cosmos_core.data.prepared import SCHEMAS, RowKind, visual_schema
+from cosmos_core.data.statistics import IDS, MASKS, Chunk, Skipped
+from cosmos_core.data.visual import cut_visual, visual_tokens
+from cosmos_core.errors import DataError
+from cosmos_core.models.processor import load_processor
+
+
+@dataclass(frozen=True)
+class Job:
+    """How the rows of one split become records."""
+
+    recipe: Recipe
+    kind: RowKind
+    max_tokens: int
+    """Sequences are cut to this; a longer prompt is left out."""
+    model: str
+    root: Path | None
+    """What paths of images are relative to; None: the model reads text alone."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens at which generation stops."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the schema of the file."""
+        return visual_schema(self.root) if self.kind == "sequences" and self.root else SCHEMAS[self.kind]
+
+
+class _Record(NamedTuple):
+    values: tuple[Any, ...]
+    """One per column of the file; the last is the location of the row."""
+    is_cut: bool
+    is_merged: bool
+    num_images: int = 0
+    num_image_tokens: int = 0
+
+
+def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[tuple[str, Row]]) -> Chunk:
+    """Tokenise rows, given with their locations, into one record batch."""
+    make = {"prompts": _prompt, "pairs": _pair, "sequences": _sequence}[job.kind]
+    records: list[_Record] = []
+    skipped = []
+    for where, row in rows:
+        try:
+            if job.root is not None and job.kind != "sequences":
+                refuse_images(row, where)
+            records.append(make(tokenizer, job, row, where))
+        except RefusedRow as error:
+            skipped.append(Skipped(error.reason, where, f"{where}: {error.reason}"))
+        except SkippedRow as skip:
+            skipped.append(Skipped(skip.reason, where))
+        except DataError as error:
+            skipped.append(Skipped("that cannot be read", str(error), str(error)))
+    merged = [record.values[-1] for record in records if record.is_merged]
+    batch = _batch(records, job.schema)
+    return Chunk(
+        batch,
+        sum(record.is_cut for record in records),
+        skipped,
+        merged,
+        num_images=sum(record.num_images for record in records),
+        num_image_tokens=sum(record.num_image_tokens for record in records),
+        num_ends=_num_ends(batch, job),
+    )
+
+
+def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
+    """Return how many end tokens are learned."""
+    count = 0
+    for ids, mask in zip(IDS[job.kind], MASKS[job.kind], strict=False):
+        is_end = np.isin(batch.column(ids).values.to_numpy(), job.end_ids)
+        count += int((is_end & (batch.column(mask).values.to_numpy() == 1)).sum())
+    return count
+
+
+def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    policy = job.recipe.train.train_policy
+    assert isinstance(policy, SupervisedConfig)
+    column, system_prompt = policy.conversation_column_name, policy.system_prompt
+    conversation = read_conversation(row, where, column, system_prompt, with_images=job.root is not None)
+    _check_characters(conversation, where)
+    if job.root is not None:
+        if not isinstance(conversation, str):
+            return _visual_sequence(job, conversation, row, where)
+        placed_images([], row, where)  # plain text has no turn to show one
+    tools = read_tools(row, where)
+    tokens, is_merged = _accepted(lambda turns: conversation_tokens(tokenizer, turns, where, tools), conversation)
+    values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
+    if job.root is not None:
+        values = (*values, [])
+    return _Record((*values, where), len(tokens[0]) > job.max_tokens, is_merged)
+
+
+def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> _Record:
+    processor = processor_of(job.model, job.recipe.policy.model_revision, media_of(job.recipe).pixels)
+    assert processor is not None and job.root is not None
+    placed, sources = placed_images(conversation, row, where)
+    found = [read_image(source, job.root, where) for source in sources]
+    refs, images = [ref._asdict() for ref, _ in found], [image for _, image in found]
+    tools = read_tools(row, where)
+    tokens, is_merged = _accepted(lambda turns: visual_tokens(processor, turns, images, where, tools), placed)
+    ids, mask = cut_visual(tokens, job.max_tokens, where)
+    is_cut = len(tokens.ids) > job.max_tokens
+    return _Record((ids, mask, refs, where), is_cut, is_merged, len(refs), tokens.num_image_tokens)
+
+
+@lru_cache(maxsize=1)
+def processor_of(model: str, revision: str | None, pixels: tuple[tuple[str, int], ...]) -> ProcessorMixin | None:
+    """Return the processor of a model, held for the next row; None: it reads text alone."""
+    return load_processor(model, revision, pixels)
+
+
+def _pair(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    policy = job.recipe.train.train_policy
+    assert isinstance(policy, SupervisedConfig)
+    prompt, *completions = read_preference(row, where, policy.conversation_column_name, policy.system_prompt)
+    _check_characters([prompt, *completions], where)
+    values: list[list[int]] = []
+    is_cut = is_merged = False
+    tools = read_tools(row, where)
+    for completion in completions:
+        tokens, merged = _completion_tokens(tokenizer, prompt, completion, where, tools)
+        is_cut, is_merged = is_cut or len(tokens[0]) > job.max_tokens, is_merged or merged
+        values += cut(tokens, job.max_tokens, where)
+    if values[0] == values[2]:
+        up_to = " up to policy.model_max_length" if is_cut else ""
+        raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
+    return _Record((*values, where), is_cut, is_merged)
+
+
+def _completion_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[Message] | str,
+    completion: list[Message] | str,
+    where: str,
+    tools: Tools,
+) -> tuple[tuple[list[int], list[int]], bool]:
+    """Return the prompt with one completion, of which alone something is learned; whether turns were put together."""
+    if isinstance(prompt, str):
+        assert isinstance(completion, str)
+        return continued_tokens(tokenizer, prompt, completion, where), False
+    assert not isinstance(completion, str)
+    count = sum(turn["role"] == "assistant" for turn in completion)
+    return _accepted(
+        lambda turns: last_turns(conversation_tokens(tokenizer, turns, where, tools), count), [*prompt, *completion]
+    )
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    policy = job.recipe.train.train_policy
+    if isinstance(policy, RlConfig):
+        columns = (policy.prompt_column_name, policy.response_column_name)
+        messages, reference = read_prompt(row, where, *columns, policy.system_prompt)
+    else:  # what the model learned to complete, in the form in which it learned it
+        assert isinstance(policy, SupervisedConfig)
+        messages, reference = read_held_out(row, where, policy.conversation_column_name, policy.system_prompt)
+    _check_characters([messages, reference], where)
+    tools = read_tools(row, where)
+    (ids, text), is_merged = _accepted(
+        lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, tools), messages
+    )
+    return _Record((ids, text, reference, where), False, is_merged)
+
+
+_Turns = TypeVar("_Turns", list[Message], list[Message] | str)
+_Tokens = TypeVar("_Tokens")
+
+
+def _accepted(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
+    """The tokens of the turns, put together where the chat template refuses them as they are; whether it was so."""
+    try:
+        return tokenise(turns), False
+    except RefusedRow:
+        assert not isinstance(turns, str)  # plain text needs no template
+        for others in alternating(turns):
+            with suppress(RefusedRow):
+                return tokenise(others), True
+        raise
+
+
+def _check_characters(content: Any, where: str) -> None:
+    """JSON can hold half of a character outside the first 65536, and no tokenizer takes it."""
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise SkippedRow(where, "with half a character (a lone surrogate)") from None
+
+
+def _batch(records: list[_Record], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

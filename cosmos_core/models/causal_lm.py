@@ -1,0 +1,221 @@
+"""The adapter of causal language models, and of those that read images: rows of tokens in, log-probabilities out.
+
+Shapes: B samples, T tokens, S = T - 1 predicted tokens, N learned tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.batch import rows_of, to_device
+from cosmos_core.data.sample import Sample
+from cosmos_core.errors import ModelError
+from cosmos_core.models.base import Batch, MicroBatch
+from cosmos_core.models.packing import NAME as PACKED
+from cosmos_core.models.packing import enable_packing
+from cosmos_core.models.pipelined import Pipelined
+from cosmos_core.models.processor import Vision
+from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.sequential import Sequential
+from cosmos_core.models.shapes import kernel_length
+from cosmos_core.models.sharded_load import load_sharded
+from cosmos_core.parallel.context import apply_cp, joined, piece_of
+from cosmos_core.parallel.expert import apply_ep
+from cosmos_core.parallel.fsdp import apply_fsdp, fill, without_weights
+from cosmos_core.parallel.mesh import Mesh
+from cosmos_core.parallel.pipeline import apply_pp
+from cosmos_core.parallel.tensor import apply_tp, prove_split
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch(Batch):
+    """A micro-batch of rows of tokens."""
+
+    samples: Sequence[Sample]
+    chosen_N: Tensor
+    """Positions of the learned tokens that this rank scores."""
+    is_mine_N: Tensor | None
+    """Which of all learned tokens these are; None: all."""
+    learned: Sequence[np.ndarray]
+    """Positions of the learned tokens in each sample's S."""
+    expected_N: Tensor | None = None
+    """Derivative of the loss by the log-probability of each token that this rank scores; None: unknown."""
+
+
+class CausalLM:
+    """A `models.base.ModelAdapter`: a causal language model, split over the mesh."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        train: TrainConfig,
+        pad_id: int,
+        mesh: Mesh | None = None,
+        vision: Vision | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """`vision` reads the images of samples; None: no sample shows one. `tokenizer` is for engines and exports."""
+        self.model = model
+        self._tokenizer = tokenizer
+        self.mesh = mesh
+        self.device = torch.device(mesh.data.device_type) if mesh else model.device
+        self.whole = without_weights(model) if mesh else None
+        self._train, self._pad_id, self._vision = train, pad_id, vision
+        self._dtype = getattr(torch, train.logprob_dtype)
+        self._is_packed = (train.sequence_packing and vision is None) or bool(mesh and mesh.context)
+        if train.sequence_packing and vision is not None:
+            logger.warning("train.sequence_packing: rows are padded, because some show images")
+        self.runner: Sequential | Pipelined = self._parallelize()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the model."""
+        assert self._tokenizer is not None, "opened without a tokenizer"
+        return self._tokenizer
+
+    def whole_model(self) -> PreTrainedModel | None:
+        """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
+        return self.model if self.whole is None else fill(self.whole, self.model)
+
+    def cost(self, sample: Sample) -> int:
+        """See `ModelAdapter.cost`: tokens, because rows of like length need little padding."""
+        return len(sample.input_ids)
+
+    def size(self, sample: Sample) -> int:
+        """See `ModelAdapter.size`."""
+        return len(sample.input_ids)
+
+    def group(self, sample: Sample) -> int:
+        """See `ModelAdapter.group`: rows with images go apart."""
+        return self._vision.group(sample) if self._vision else 0
+
+    def planned(self, sample: Sample) -> Hashable | None:
+        """See `ModelAdapter.planned`."""
+        return sample.micro_batch
+
+    def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
+        """See `ModelAdapter.collate`."""
+        own, device = samples or [_unlearned(filler)], self.device
+        ids = [sample.input_ids for sample in own]
+        rows = rows_of(ids, self._pad_id, packed=self._is_packed, filled=self._row_length)
+        learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
+        positions = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
+        inputs = to_device(rows.inputs, device)
+        if own[0].images:
+            assert self._vision is not None
+            del inputs["position_ids"]  # some families place images in two dimensions
+            shown = self._vision.inputs(own, rows.inputs["input_ids"])
+            inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in shown.items()}
+        chosen = torch.from_numpy(positions).to(device)
+        if not (self.mesh and self.mesh.context):
+            return TokenBatch(samples, indices, inputs, chosen, None, learned)
+        piece = piece_of(inputs, chosen, self.mesh.context)
+        return TokenBatch(samples, indices, piece.inputs, piece.chosen, piece.is_mine_N, learned)
+
+    def joined(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `ModelAdapter.joined`: context-parallel ranks score tokens of their own."""
+        if batch.is_mine_N is None:
+            return outputs
+        assert self.mesh and self.mesh.context
+        return {name: joined(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
+
+    def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
+        """See `ModelAdapter.micro_batch`: rectangles with a row per sample, 0 where nothing is learned."""
+        number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
+        positions = tuple(torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.learned)))
+        shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
+
+        def in_rows(values_N: Tensor) -> Tensor:
+            return values_N.new_zeros((*shape, *values_N.shape[1:])).index_put(positions, values_N)
+
+        mask_BS = in_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
+        rows = {name: in_rows(values) for name, values in outputs.items()}
+        return MicroBatch(batch.samples, batch.indices, rows, mask_BS)
+
+    def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
+        """See `ModelAdapter.rows`."""
+        lengths = [len(sample.input_ids) - 1 for sample in micro.samples]
+        return [
+            {name: values[b, :length] for name, values in micro.outputs.items()} for b, length in enumerate(lengths)
+        ]
+
+    def expect(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
+        """See `ModelAdapter.expect`."""
+        count = sum(len(positions) for positions in batch.learned)
+        logprobs_N = torch.zeros(count, dtype=self._dtype, device=self.device, requires_grad=True)
+        (expected_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
+        return replace(batch, expected_N=expected_N if batch.is_mine_N is None else expected_N[batch.is_mine_N])
+
+    def prove(self) -> None:
+        """See `ModelAdapter.prove`: a model may do more than what its tensor-parallel plan covers."""
+        if self.mesh and self.mesh.tensor:
+            prove_split(self.model, self.runner.roots, self.mesh.tensor)
+            self.runner.reshard()
+
+    def _parallelize(self) -> Sequential | Pipelined:
+        """Split the model over the mesh, and read this rank's weights."""
+        mesh, model = self.mesh, self.model
+        if mesh and mesh.pipeline:
+            apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
+        if mesh and mesh.tensor:
+            apply_tp(model, mesh.tensor, with_experts=mesh.expert is None)
+        if mesh and mesh.expert:
+            apply_ep(model, mesh, self._train)
+        runner: Sequential | Pipelined
+        if mesh and mesh.pipeline:
+            runner = Pipelined(model, self._train, mesh, self._dtype)
+        else:
+            scorer = Scorer(model)
+            runner = Sequential(scorer, partial(self._forward, scorer), self._train, self.device)
+        if mesh:
+            for root in runner.roots:
+                part: Any = root
+                apply_fsdp(root, part.model, mesh, self._train)
+            load_sharded(model)
+        if self._is_packed:
+            self._pack(runner)
+        if mesh and mesh.context:
+            apply_cp(model, mesh.context, PACKED)
+        return runner
+
+    def _forward(self, scorer: Scorer, batch: TokenBatch, wants: Wants) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = scorer(
+            batch.inputs, batch.chosen_N, wants=wants, dtype=self._dtype, expected_N=batch.expected_N
+        )
+        return found
+
+    def _pack(self, runner: Sequential | Pipelined) -> None:
+        """Make the model take rows end to end; where it cannot, rows are padded."""
+        mesh = self.mesh
+        compute_dtype = getattr(torch, self._train.param_dtype)
+        reason = enable_packing(self.model, runner.roots if mesh else (), compute_dtype)
+        runner.reshard()
+        if reason and mesh and (key := "cp_size" if mesh.context else "pp_size" if mesh.pipeline else ""):
+            raise ModelError(f"policy.parallelism.{key} = {getattr(mesh.sizes, key)}: {reason}; set it to 1")
+        if reason:
+            logger.warning("train.sequence_packing: rows are padded, because %s", reason)
+            self._is_packed = False
+
+    def _row_length(self, length: int) -> int:
+        """Return how long to make rows of `length`: as kernels like it, and a multiple of the ranks of a context."""
+        length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
+        return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
+
+    def _image_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self.model.dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _unlearned(sample: Sample) -> Sample:
+    return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None)

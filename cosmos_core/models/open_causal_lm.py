@@ -1,0 +1,109 @@
+"""The causal language model of a stage: its tokenizer and processor, its weights on the mesh, what of it is trained."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import torch
+from transformers import PreTrainedModel
+
+from cosmos_core.config.media import media_of
+from cosmos_core.data.prepared import shows_images
+from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
+from cosmos_core.models.kernels import use_fp8, use_liger
+from cosmos_core.models.meta_device import reads_base
+from cosmos_core.models.processor import Vision, load_processor
+from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.parallel.fsdp import blocks_of, move_buffers
+from cosmos_core.parallel.mesh import open_mesh
+from cosmos_core.run.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+def open_causal_lm(stage: Stage) -> CausalLM:
+    """Load the model of a stage on this machine's device, split over the mesh, seeded; its tokenizer has a pad token.
+
+    Raises:
+        ModelError: the model, its tokenizer or its processor cannot be loaded.
+        ConfigError: the recipe asks for what the model cannot do.
+    """
+    train, policy = stage.recipe.train, stage.recipe.policy
+    stage.progress.phase("load")
+    torch.manual_seed(stage.seed)
+    torch.use_deterministic_algorithms(train.deterministic)
+    tokenizer = load_tokenizer(stage.model, policy.model_revision)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so which id pads does not matter
+    vision = _vision(stage)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = open_mesh(policy.parallelism, device.type)
+    load = init_on_meta if mesh and not reads_base(policy.lora) else load_model
+    if mesh and load is load_model:
+        logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
+    model = load(
+        stage.model,
+        revision=policy.model_revision,
+        dtype=getattr(torch, train.master_dtype),
+        device=torch.device("cpu") if train.fsdp_offload else device,
+        gradient_checkpointing=policy.model_gradient_checkpointing,
+    )
+    move_buffers(model, device)
+    check_row_length(model.config, policy.model_max_length)
+    if policy.enable_liger_kernel:
+        use_liger(model)
+    if stage.kind.trains:  # one that measures takes what these tables have made already
+        choose_trained(model, policy)
+        if train.fp8.enable_fp8:
+            use_fp8(model, train.fp8)
+    if train.compile:
+        _compile_blocks(model)
+    return CausalLM(model, train, int(tokenizer.pad_token_id), mesh, vision, tokenizer)
+
+
+def _vision(stage: Stage) -> Vision | None:
+    """Return what reads the images of the prepared rows; None: no row shows one.
+
+    Raises:
+        ConfigError: the recipe spreads such rows in a way that this version cannot.
+        ModelError: the processor cannot be loaded.
+    """
+    if stage.data is None or not shows_images(stage.data):
+        return None
+    sizes = stage.recipe.policy.parallelism
+    for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
+        if getattr(sizes, key) > 1:
+            raise ConfigError(
+                f"policy.parallelism.{key} = {getattr(sizes, key)}: this version shards models that are shown images "
+                f"by dp_shard_size and dp_replicate_size alone; set {key} = 1"
+            )
+    if stage.recipe.train.train_policy.balances_tokens:
+        raise ConfigError(
+            "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
+            "their length; set it to false"
+        )
+    processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_of(stage.recipe).pixels)
+    if processor is None:
+        raise ModelError(f"{stage.model}: the prepared rows show images, and the model has no processor to read them")
+    return Vision(processor)
+
+
+def _compile_blocks(model: PreTrainedModel) -> None:
+    """Compile each transformer block with torch.compile.
+
+    Raises:
+        ConfigError: there is no C++ compiler for a model on CPU.
+    """
+    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        raise ConfigError(
+            "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
+        )
+    blocks = blocks_of(model)
+    for block in blocks:
+        block.compile(dynamic=True)
+    names = sorted({type(block).__name__ for block in blocks})
+    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))

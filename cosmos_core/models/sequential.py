@@ -1,0 +1,70 @@
+"""The runner of a model that is whole on each rank, or sharded by FSDP: one micro-batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.models.base import Consume
+from cosmos_core.models.offload import activations_on_cpu
+from cosmos_core.models.scorer import Wants
+from cosmos_core.parallel.fsdp import reshard
+
+
+class Forward(Protocol):
+    """Gives the wanted outputs for a batch."""
+
+    def __call__(self, batch: Any, wants: Wants) -> dict[str, Tensor]:
+        """Return the outputs by name."""
+        ...
+
+
+class Sequential:
+    """A `models.base.Runner` of one module."""
+
+    def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
+        """`root` is what FSDP has wrapped, `forward` calls it."""
+        self.roots = [root]
+        self._forward, self._train, self._device = forward, train, device
+
+    def rows(self, size: int) -> int:
+        """Return all of them."""
+        return size
+
+    def count(self, num_batches: int, size: int) -> int:
+        """Return no more."""
+        return num_batches
+
+    def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
+        """See `Runner.run`."""
+        for make in batches:
+            batch = make()
+            with forward_context(self._train, self._device):
+                outputs = self._forward(batch, wants)
+            loss = consume(batch, outputs)
+            if loss is not None and torch.is_grad_enabled():
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool) -> None:
+        """See `Runner.train`."""
+        self.roots[0].train(mode)
+
+    def reshard(self) -> None:
+        """See `Runner.reshard`."""
+        reshard(self.roots[0])
+
+
+@contextmanager
+def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Compute in `param_dtype`, which the backward pass follows, and keep activations where `train` says."""
+    has_own_dtype = train.param_dtype != train.master_dtype
+    with (
+        torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),
+        activations_on_cpu() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
+    ):
+        yield

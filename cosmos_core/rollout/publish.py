@@ -1,0 +1,205 @@
+"""How the trainer's weights reach a rollout engine: whole tensors in buckets, one bucket in memory at a time.
+
+No rank holds a copy of the model for it, and nothing is hashed: an engine acknowledges how many tensors it took, and a
+probe compares log-probabilities. What an engine does with a bucket is its own business (`Engine.load_weights`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.models.lora import adapted_layers, merged, plain_names
+from cosmos_core.parallel.gather import Full, Gatherer
+from cosmos_core.rollout.base import Bucket, Engine, WeightFormat
+
+BUCKET_BYTES = 256 << 20
+"""Of the trainer's dtype. A module whose weights are larger, as an embedding may be, is a bucket of its own."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Mean absolute difference of log-probabilities that rounding explains, by the dtype of the engine; a tensor in the
+wrong place costs whole nats."""
+_PROBE_TOKENS = 16
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class WeightPublisher:
+    """Sends the weights of a model to an engine; on several ranks all call it together.
+
+    An engine that is started again gets a publisher of its own, so that its first load is probed.
+    """
+
+    engine: Engine
+    model: PreTrainedModel
+    """The trainer's, of which this rank may hold a part."""
+    probe_logprobs: Callable[[Sequence[int]], Tensor]
+    """Gives the log-probability of each token after the first, at temperature 1, by the trainer's own forward pass."""
+    dtype: torch.dtype
+    """What the engine computes in."""
+    whole: PreTrainedModel | None = None
+    """The same model on the meta device, as it was before it was split; None: the model is whole."""
+    probe_interval: int = 50
+    """Versions between two probes; the first load is probed too."""
+    bucket_bytes: int = BUCKET_BYTES
+    _is_proven: bool = False
+    _weights: _Weights | None = None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Load the present weights into the engine, as `version`, and return metrics.
+
+        Raises:
+            StageFailed: the engine did not take all tensors, or does not compute what the trainer computes.
+        """
+        began = time.perf_counter()
+        num_sent = 0
+
+        def counted() -> Iterator[Bucket]:
+            nonlocal num_sent
+            assert self._weights is not None
+            for bucket in self._weights.buckets(self.engine.weight_format):
+                num_sent += len(bucket)
+                yield bucket
+
+        if self.engine.weight_format == "shared":
+            self.engine.load_weights(version, ())
+            return {"sync/version": float(version), "time/sync": time.perf_counter() - began}
+        self._weights = self._weights or _Weights(self.model, self.whole, self.bucket_bytes)
+        loaded = self.engine.load_weights(version, counted())
+        if (loaded.version, loaded.num_tensors) != (version, num_sent):
+            raise StageFailed(
+                f"weight sync: the engine acknowledges {loaded.num_tensors} tensors of version {loaded.version}, not "
+                f"{num_sent} of version {version}"
+            )
+        if not self._is_proven or version % self.probe_interval == 0:  # by version, so that a resumed run does the same
+            self._probe(version)
+        self._is_proven = True
+        return {"sync/version": float(version), "time/sync": time.perf_counter() - began}
+
+    def _probe(self, version: int) -> None:
+        """Compare the log-probabilities of trainer and engine."""
+        token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
+        expected = self.probe_logprobs(token_ids).detach().cpu().float()
+        difference = (expected - torch.tensor(self.engine.logprobs(token_ids))).abs().mean().item()
+        if not difference <= _TOLERANCE[self.dtype]:  # written so that NaN fails too
+            raise StageFailed(
+                f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
+                f"{_TOLERANCE[self.dtype]} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all "
+                f"weights"
+            )
+        logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
+
+
+def probe_tokens(vocab_size: int) -> list[int]:
+    """Return a short sequence spread over the vocabulary, to be scored by trainer and engine."""
+    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride: no token twice in a row
+
+
+@dataclass
+class _Unit:
+    """Weights that have to be in one bucket: of one module and its neighbours.
+
+    An engine fuses neighbours (query, key and value) and holds on to the first until the last is there; adapters are
+    merged, and experts taken apart, from several tensors.
+    """
+
+    tensors: dict[str, Full] = field(default_factory=dict)
+    """What has to be gathered, by its key in the state dict."""
+    plain: dict[str, str] = field(default_factory=dict)
+    """Name without an adapter to key; tied weights have two names and one key."""
+    adapted: dict[str, Any] = field(default_factory=dict)
+    """Layers whose adapter is to be merged, by name."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(full.num_bytes for full in self.tensors.values())
+
+
+class _Weights:
+    """The weights of a model in buckets, under the names that engines know."""
+
+    def __init__(self, model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int) -> None:
+        self._model = model
+        self._units = _packed(_units(whole or model), bucket_bytes)
+        self._gatherer = Gatherer(model.state_dict(keep_vars=True)) if whole is not None else None
+
+    def buckets(self, form: WeightFormat) -> Iterator[Bucket]:
+        """Yield all weights; a bucket is made when it is asked for, and its memory is used again after that."""
+        state = self._model.state_dict(keep_vars=True)
+        if self._gatherer is not None:
+            self._gatherer.tensors = state
+        for units in self._units:
+            yield self._bucket(units, state, form)
+
+    @torch.no_grad()
+    def _bucket(self, units: Sequence[_Unit], state: dict[str, Tensor], form: WeightFormat) -> Bucket:
+        wanted = {key: full for unit in units for key, full in unit.tensors.items()}
+        full = {key: state[key].detach() for key in wanted} if self._gatherer is None else self._gatherer.full(wanted)
+        found: dict[str, Tensor] = {}
+        for unit in units:
+            for name, layer in unit.adapted.items():
+                full |= _merged(name, layer, None if self._gatherer is None else full)
+            found |= {name: full[key] for name, key in unit.plain.items()}
+        return list((revert_weight_conversion(self._model, found) if form == "checkpoint" else found).items())
+
+
+def _units(whole: PreTrainedModel) -> list[_Unit]:
+    state, layers = whole.state_dict(keep_vars=True), adapted_layers(whole)
+    units: dict[str, _Unit] = {}
+    first_keys: dict[Tensor, str] = {}
+    unit_of: dict[str, _Unit] = {}
+    names = plain_names(whole)
+    for key in state:
+        name = names.get(key, "")
+        layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
+        first = first_keys.setdefault(state[key], key)
+        if first != key:  # tied: whole when the other is
+            unit = unit_of[first]
+        else:
+            unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _Unit())
+            unit.tensors[key] = Full(state[key].shape, state[key].dtype)
+        unit_of[key] = unit
+        if layer:
+            unit.adapted[layer] = layers[layer]
+        if name:
+            unit.plain[name] = first
+    return list(units.values())
+
+
+def _parent(name: str) -> str:
+    """The module around the one that a weight is of."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
+def _packed(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
+    """Put units together while they fit into a bucket, in their order."""
+    buckets: list[list[_Unit]] = []
+    room = 0
+    for unit in units:
+        if not buckets or unit.num_bytes > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(unit)
+        room -= unit.num_bytes
+    return buckets
+
+
+def _merged(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """The weights of a layer with its adapter in them; `full`: the layer itself has no data, these are its tensors."""
+    if full is not None:
+        layer = copy.deepcopy(layer)
+        own = {key: full[f"{name}.{key}"] for key in layer.state_dict()}
+        layer.load_state_dict(own, assign=True)
+    with merged(layer):
+        return {f"{name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}

@@ -1,0 +1,61 @@
+"""Which engine a recipe gets: `rollout.backend` names a file of this folder, or a class of a user's own.
+
+The engine of `rollout/some_name.py` is its class `SomeNameEngine`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from cosmos_core.parallel.mesh import is_alone
+from cosmos_core.registry import import_thing, is_import_path
+from cosmos_core.rollout.base import Engine, EngineSettings
+from cosmos_core.rollout.spread import SpreadEngine
+
+_FALLBACK = "hf"
+
+logger = logging.getLogger(__name__)
+
+
+def make_engine(settings: EngineSettings) -> Engine:
+    """Make the engine of `rollout.backend`; on several ranks one on each.
+
+    Where the library of an engine cannot be imported, `hf` takes its place, with one warning. Random states, thread
+    count, signal handlers and environment stay as they were.
+
+    Raises:
+        ConfigError: there is no such engine, or it refuses the model or the settings.
+    """
+    text_config = settings.model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
+    if positions < settings.max_model_len:
+        logger.warning(
+            "rollout: sequences end at the model's %d positions, not at %d", positions, settings.max_model_len
+        )
+        settings = replace(settings, max_model_len=positions)
+    own = _own_engine(settings)
+    return own if is_alone() else SpreadEngine(own)
+
+
+def _own_engine(settings: EngineSettings) -> Engine:
+    name = settings.rollout.backend
+    if is_import_path(name):
+        return _called(name, settings)
+    try:
+        return _called(_path(name), settings)
+    except ImportError as error:
+        if name == _FALLBACK:
+            raise
+        reason = " ".join(str(error).split())
+        logger.warning("rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK)
+    return _called(_path(_FALLBACK), settings)
+
+
+def _path(name: str) -> str:
+    return f"cosmos_core.rollout.{name}:{name.title().replace('_', '')}Engine"
+
+
+def _called(path: str, settings: EngineSettings) -> Engine:
+    engine: Engine = import_thing(path)(settings)
+    return engine

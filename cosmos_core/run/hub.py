@@ -1,0 +1,109 @@
+"""Names on the Hugging Face Hub, pinned to commits before a run begins: `main` is another model tomorrow."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import CosmosError, DataError, ModelError
+from cosmos_core.run.inputs import data_sources, model_source
+from cosmos_core.types import StageKind
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NEWEST = "main"
+_SECONDS = 10.0
+Repository = tuple[Literal["model", "dataset"], str, str]
+"""Type, name and revision."""
+
+
+def pinned(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with the revision of every model and data set that a stage reads from the Hub as a commit.
+
+    Raises:
+        ModelError, DataError: the Hub has no such thing, or neither it nor its cache here can be asked.
+    """
+    commits: dict[Repository, str] = {}  # two stages of a run read the same commit
+    recipes = {}
+    for stage in pipeline.stages:
+        try:
+            recipes[stage.name] = _pinned(stage, pipeline.recipes[stage.name], pipeline.kind_of(stage), commits)
+        except CosmosError as error:
+            raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+    return replace(pipeline, recipes=recipes)
+
+
+def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[Repository, str]) -> Recipe:
+    def commit(repository: Repository) -> str:
+        if repository not in commits:
+            commits[repository] = commit_of(repository)
+        return commits[repository]
+
+    model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
+    if isinstance(model, str) and source_of(model) is None:
+        revision = commit(("model", model, recipe.policy.model_revision or _NEWEST))
+        recipe = _changed(recipe, policy=_changed(recipe.policy, model_revision=revision))
+    train, validation = recipe.train.train_policy, recipe.validation
+    if train.dataset.name in data:
+        revision = commit(("dataset", train.dataset.name, train.dataset.revision or _NEWEST))
+        policy = _changed(train, dataset=_changed(train.dataset, revision=revision))
+        recipe = _changed(recipe, train=_changed(recipe.train, train_policy=policy))
+    if validation.dataset.name in data:
+        revision = commit(("dataset", validation.dataset.name, validation.dataset.revision or _NEWEST))
+        dataset = _changed(validation.dataset, revision=revision)
+        recipe = _changed(recipe, validation=_changed(validation, dataset=dataset))
+    return recipe
+
+
+def commit_of(repository: Repository) -> str:
+    """Return the commit that a revision is on the Hub now; where the Hub cannot be asked, the one in its cache.
+
+    Raises:
+        ModelError, DataError: the Hub has no such thing, or neither can be asked.
+    """
+    kind, name, revision = repository
+    if _COMMIT.fullmatch(revision):
+        return revision
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import HfApi, constants  # half a second to import, and most pipelines name folders
+    from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    reason = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            return str(HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=_SECONDS).sha)
+        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+            raise _unknown(repository, str(error)) from error
+        except (HTTPError, OSError) as error:
+            reason = str(error)
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    if found := _cached(folder, revision):
+        return found
+    raise _unknown(repository, f"the Hub cannot be asked ({reason}), and {folder} does not say")
+
+
+def _cached(folder: Path, revision: str) -> str | None:
+    """The commit of a revision in the Hub's cache; `datasets` writes no names there, so of data the only one."""
+    reference = folder / "refs" / revision
+    if reference.is_file():
+        return reference.read_text(encoding="utf-8").strip()
+    commits = [path.name for path in (folder / "snapshots").glob("*")]
+    return commits[0] if len(commits) == 1 and revision == _NEWEST else None
+
+
+def _unknown(repository: Repository, reason: str) -> CosmosError:
+    kind, name, revision = repository
+    error, what = (ModelError, "model") if kind == "model" else (DataError, "data set")
+    return error(
+        f"the {what} {name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found out: "
+        f"{' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
+    )
+
+
+def _changed(table: Any, **update: Any) -> Any:
+    return table.model_copy(update=update)

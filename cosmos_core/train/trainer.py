@@ -1,0 +1,232 @@
+"""The trainer: a model adapter, its optimizer and named weights, and how an update runs through them.
+
+It does not know what a sample is. Micro-batches are made here, by the adapter's cost; each data-parallel rank runs its
+share of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
+from cosmos_core.algorithms.base import Loss, Update
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.models.base import MicroBatch, ModelAdapter
+from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.named_weights import NamedWeights
+from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
+
+logger = logging.getLogger(__name__)
+
+QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+
+Consume = Callable[[MicroBatch], Tensor | None]
+
+
+class Plan(NamedTuple):
+    """One micro-batch of a data-parallel rank."""
+
+    indices: Sequence[int]
+    """Positions of its samples; empty: the rank only takes part in what others do."""
+    filler: int
+    """Position of the sample that stands in an empty one."""
+
+
+class Trainer:
+    """One rank of a mesh, all of which call the same methods in the same order; without a mesh the only one."""
+
+    def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: Progress) -> None:
+        self.adapter = adapter
+        self.named = NamedWeights(adapter.model)
+        self.optimizer = build_optimizer(adapter.model, train, whole=adapter.whole)
+        self._models: dict[str, ModelAdapter] = {}
+        self._train, self._progress = train, progress
+
+    def add_model(self, name: str, adapter: ModelAdapter) -> None:
+        """Let `evaluate` ask another model, such as a teacher of another architecture."""
+        adapter.model.requires_grad_(False)
+        self._models[name] = adapter
+
+    @contextmanager
+    def weights(self, name: str) -> Iterator[None]:
+        """Let the model compute with named weights inside the block; `policy` are its own."""
+        with self.named.use(name):
+            yield
+
+    def set_learning_rate(self, step: int, total_steps: int | None) -> dict[str, float]:
+        """Set the rates of train step `step`, counted from 0, and return them as metrics."""
+        return set_learning_rate(self.optimizer, step, total_steps, self._train)
+
+    def update(self, update: Update) -> dict[str, float]:
+        """Take one optimizer step; return its metrics.
+
+        Raises:
+            StageFailed: the loss or the gradient is not finite; the weights were not touched.
+        """
+        self.adapter.runner.train(True)
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = self._backward(update)
+        if update.data is not None:
+            if self.adapter.mesh and self.adapter.mesh.pipeline:
+                raise ConfigError("policy.parallelism.pp_size excludes a data term; set it to 1")
+            losses += self._backward(update.data)
+        loss, total, values = self._over_ranks(losses)
+        norm = self._clipped()
+        if not torch.isfinite(torch.tensor([loss, norm])).all():
+            raise StageFailed(
+                f"loss = {loss}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
+            )
+        self.named.policy_will_change()
+        self.optimizer.step()
+        return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values)}
+
+    @torch.no_grad()
+    def evaluate(
+        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Return the wanted outputs of each sample under named weights or another model, without dropout; all ranks
+        get those of all samples. `size` samples per forward pass; None: `mini_batch`."""
+        adapter = self._models.get(weights, self.adapter)
+        found: dict[int, dict[str, Tensor]] = {}
+
+        def keep(micro: MicroBatch) -> None:
+            found.update(zip(micro.indices, adapter.rows(micro), strict=True))
+
+        adapter.runner.train(False)
+        with self.weights("policy" if weights in self._models else weights):
+            self._run(adapter, samples, keep, wants, size=size)
+        if adapter.mesh:
+            on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in found.items()}
+            found = {i: rows for part in adapter.mesh.all_gather_object(on_cpu) for i, rows in part.items()}
+            found = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in found.items()}
+        return [found[i] for i in range(len(samples))]
+
+    def _backward(self, update: Update) -> list[Loss]:
+        """Add the gradient of an update; return the loss of each micro-batch of this rank."""
+        losses: list[Loss] = []
+
+        def learn(micro: MicroBatch) -> Tensor:
+            loss = update.loss(micro)
+            losses.append(replace(loss, value=loss.value.detach()))  # the graph must not outlive its backward pass
+            return loss.value
+
+        known = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
+        self._run(self.adapter, update.samples, learn, update.wants, known=known)
+        return losses
+
+    def _run(
+        self,
+        adapter: ModelAdapter,
+        samples: Sequence[Any],
+        consume: Consume,
+        wants: Wants,
+        *,
+        size: int | None = None,
+        known: Callable[[MicroBatch], Tensor] | None = None,
+    ) -> None:
+        """Give `consume` each micro-batch of this rank; `known`: the loss, if its derivative is known beforehand."""
+
+        def on_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
+            outputs = adapter.joined(batch, outputs)
+            if batch.samples:
+                return consume(adapter.micro_batch(batch, outputs))
+            return sum(
+                (v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), outputs["logprobs"].new_zeros(())
+            )
+
+        def collate(plan: Plan) -> Any:
+            self._progress.beat()
+            batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.filler])
+            return adapter.expect(batch, known) if known and batch.samples else batch
+
+        most = size or self._train.train_policy.mini_batch
+        plans = self._plans(adapter, samples, adapter.runner.rows(most), is_planned=size is None)
+        empty = Plan((), _cheapest(adapter, samples, range(len(samples))))
+        plans += [empty] * (adapter.runner.count(len(plans), most) - len(plans))
+        adapter.runner.run([partial(collate, plan) for plan in plans], on_outputs, wants, most)
+        if not torch.is_grad_enabled():
+            adapter.runner.reshard()
+
+    def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
+        """Return the micro-batches of this rank: samples of like cost together, the dearest first, because that needs
+        least padding, and the most memory at once. Every rank gets as many, empty ones where samples run out."""
+        ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
+        planned = [adapter.planned(sample) for sample in samples]
+        if is_planned and None not in planned:
+            together: dict[Any, list[int]] = {}
+            for i in ordered:
+                together.setdefault(planned[i], []).append(i)
+            filler = _cheapest(adapter, samples, range(len(samples)))
+            own = _own(adapter, list(together.values()), 1)
+            return [Plan(part[0] if part else (), filler) for part in own]
+        groups: dict[int, list[int]] = {}
+        for i in ordered:
+            groups.setdefault(adapter.group(samples[i]), []).append(i)
+        plans: list[Plan] = []
+        for group in sorted(groups):
+            filler = _cheapest(adapter, samples, groups[group])
+            plans += [Plan(part, filler) for part in _own(adapter, groups[group], size)]
+        return plans
+
+    def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
+        """Return loss and metrics of all micro-batches of all ranks together; the same on each."""
+        mesh = self.adapter.mesh
+        if mesh:
+            losses = [loss for part in mesh.all_gather_object([_on_cpu(loss) for loss in losses]) for loss in part]
+        total: Metrics = {}
+        values: dict[str, list[Tensor]] = {}
+        for loss in losses:
+            total = add_metrics(total, loss.metrics)
+            for name, tensor in loss.values.items():
+                values.setdefault(name, []).append(tensor)
+        return sum(loss.value.item() for loss in losses), total, values
+
+    def _clipped(self) -> float:
+        """Clip the gradients; return their norm before that, over all ranks."""
+        mesh, model, most = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
+        if not (mesh and mesh.pipeline):
+            return clip_gradients(model.parameters(), most)
+        sum_tied(model, mesh.pipeline)
+        return clip_over_stages(model, mesh.pipeline, most)
+
+
+def _own(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Return `size` of `ordered` together, those of this data-parallel rank; each rank gets as many."""
+    most = len(ordered)
+    if adapter.mesh:
+        most = -(-len(ordered) // adapter.mesh.data.size())
+        ordered = adapter.mesh.share(ordered)
+    return [ordered[start : start + size] for start in range(0, most, size)]
+
+
+def _cheapest(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
+    return min(indices, key=lambda i: adapter.cost(samples[i]))
+
+
+def _on_cpu(loss: Loss) -> Loss:
+    metrics, values = ({name: t.cpu() for name, t in each.items()} for each in (loss.metrics, loss.values))
+    return Loss(loss.value.cpu(), metrics, values)
+
+
+def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, parts in values.items():
+        flat = torch.cat(parts).float()
+        if flat.numel():
+            ordered = flat.sort().values
+            found |= {
+                f"{name}_{key}": ordered[min(len(ordered) - 1, int(q * len(ordered)))].item()
+                for key, q in QUANTILES.items()
+            }
+    return found

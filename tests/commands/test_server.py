@@ -1,0 +1,41 @@
+"""The server that a run starts for itself: its database comes from an empty one that is kept."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cosmos_core.launch.server import prefect_server
+from cosmos_core.observe.logs import quiet_environment
+
+
+def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PREFECT")]:
+        monkeypatch.delenv(name)
+    for name, value in quiet_environment({"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
+    called: list[bool] = []
+    with prefect_server(tmp_path / "first", meanwhile=lambda: called.append("PREFECT_API_URL" in os.environ)):
+        pass
+    assert called == [True], "while the server starts, and with the address that Prefect will read"
+    template = tmp_path / "cache" / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
+    with closing(sqlite3.connect(template)) as database:
+        assert database.execute("select count(*) from alembic_version").fetchone() == (1,)
+        assert database.execute("select count(*) from flow_run").fetchone() == (0,)
+        database.execute("create table marker (value)")
+        database.commit()
+    with prefect_server(tmp_path / "second"):
+        assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200
+    with closing(sqlite3.connect(tmp_path / "second" / "server-1" / "prefect.db")) as database:
+        assert database.execute("select count(*) from marker").fetchone() == (0,)
+    template.write_text("damaged")
+    with prefect_server(tmp_path / "third"):
+        assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200

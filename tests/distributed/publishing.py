@@ -1,0 +1,72 @@
+"""What the ranks of `test_publish.py` run: weights streamed from parts of a model, against those of the whole."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cosmos_core.models.hf import load_model, named_weights
+from cosmos_core.models.lora import merged, plain_state
+from cosmos_core.rollout import publish
+from tests.distributed.loading import split, trained
+
+BUCKET_BYTES = 20_000
+
+
+def expected_weights(model: PreTrainedModel, form: str) -> dict[str, Tensor]:
+    if form == "checkpoint":
+        return dict(named_weights(model))
+    with merged(model):
+        return plain_state(model)
+
+
+def disturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """The model after a training step, so to speak: an adapter that begins with zeros adds nothing."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def problems(
+    cases: list[tuple[Path, dict[str, int], torch.dtype, dict[str, Any]]], scratch: Path, stop: threading.Event
+) -> list[list[str]]:
+    """What is wrong with the stream of each case, on any rank, both times that it is read."""
+    torch.set_num_threads(1)
+    found = []
+    for folder, mesh, dtype, policy in cases:
+        whole = disturbed(trained(load_model(str(folder), dtype=dtype), policy))
+        rank = split(copy.deepcopy(whole), mesh, scratch)
+        wrong: list[str] = []
+        for is_shared in (True, False):
+            weights = publish._Weights(rank.model, rank.skeleton, BUCKET_BYTES)
+            assert weights._gatherer is not None and weights._gatherer._is_shared
+            weights._gatherer._is_shared = is_shared
+            for form in ("checkpoint", "module"):
+                wrong += differences(weights, expected_weights(whole, form), form)
+        of_all: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, wrong)
+        found.append(sorted({name for each in of_all for name in each}))
+    return found
+
+
+def differences(weights: publish._Weights, expected: dict[str, Tensor], form: Any) -> list[str]:
+    got: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    wrong = []
+    for number, bucket in enumerate(weights.buckets(form)):
+        # An engine that still has a tensor of the bucket before.
+        wrong += [f"{name} was written over" for name, tensor in kept.items() if not torch.equal(tensor, got[name])]
+        got |= {name: tensor.clone() for name, tensor in bucket}
+        kept = dict(bucket[-1:]) if number % 2 else {}
+        del bucket
+    wrong += sorted(expected.keys() ^ got.keys())
+    return wrong + [name for name in expected.keys() & got.keys() if not torch.equal(expected[name], got[name])]

@@ -1,0 +1,224 @@
+"""Completions of several segments, the seam of an engine, and the groups of a train step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.models.hf import load_model, load_tokenizer, sequence_logprobs
+from cosmos_core.rollout import publish
+from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, generate
+from cosmos_core.rollout.groups import Sync
+from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
+from cosmos_core.rollout.registry import make_engine
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import samples_of
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
+from tests.unit.tiny_model import save_tiny_model
+
+PROMPTS = [Prompt(i, (i, 7), "", "") for i in range(5)]
+SAMPLING = Sampling(num_completions=2)
+
+
+def turn(token_ids: Sequence[int], version: int = 0) -> Segment:
+    return Segment(tuple(token_ids), True, tuple(-token / 8 for token in token_ids), version)
+
+
+def test_a_tool_result_is_seen_by_the_model_and_not_learned() -> None:
+    tool = Segment((90, 91, 92), False, (), 3)
+    spoken = Completion((turn((4, 5), 3), tool, turn((6,), 4)), "stop", "x")
+    assert spoken.token_ids == (4, 5, 90, 91, 92, 6)
+    assert spoken.loss_mask == (1, 1, 0, 0, 0, 1)
+    assert spoken.logprobs == (-0.5, -0.625, -0.75)
+    assert spoken.num_sampled == 3 and spoken.version == 3
+    short = Completion((turn((9,), 5),), "length", "y")
+    group = Group(Prompt(0, (1, 2), "", ""), (spoken, short), 5)
+    assert group.version == 3
+    [sample, other], _ = samples_of([ScoredGroup(group, (Score(1.0), Score(0.0)))], normalise_std=False)
+    assert sample.input_ids.tolist() == [1, 2, 4, 5, 90, 91, 92, 6]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 1] and sample.num_learned == 3
+    assert sample.rollout_logprobs is not None
+    assert sample.rollout_logprobs.tolist() == [-0.5, -0.625, -0.75] and sample.rollout_logprobs.dtype == np.float32
+    assert [sample.advantage, other.advantage] == [0.5, -0.5]
+    with pytest.raises(AssertionError):
+        Segment((1, 2), False, (-0.5, -0.5), 0)
+
+
+class Shuffling:
+    """An engine that completes the newest prompt first, one group at a time, and records what happens to it."""
+
+    weight_format = "checkpoint"
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.waiting: list[Group] = []
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        self.events.append(f"submit {[prompt.id for prompt in prompts]}")
+        rows = [Completion((turn((k + 1,), step),), "stop", "") for k in range(sampling.num_completions)]
+        self.waiting += [Group(prompt, tuple(rows), step) for prompt in prompts]
+
+    def completed(self) -> list[Group]:
+        return [self.waiting.pop()] if self.waiting else []
+
+    def wake(self) -> None:
+        self.events.append("wake")
+
+    def sleep(self, level: int = 1) -> None:
+        self.events.append(f"sleep {level}")
+
+
+def test_groups_that_come_in_any_order_are_given_in_that_of_the_prompts() -> None:
+    engine: Any = Shuffling()
+    found = generate(engine, PROMPTS, SAMPLING, 6)
+    assert [(group.prompt.id, group.step, group.version) for group in found] == [(i, 6, 6) for i in range(5)]
+    assert generate(engine, [], SAMPLING, 6) == []
+
+
+def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path: Path) -> None:
+    engine: Any = Shuffling()
+    stops: list[int] = []
+
+    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
+        engine.events.append(f"score {len(groups)}")
+        return [ScoredGroup(group, (Score(1.0), Score(None, error="late"))) for group in groups]
+
+    def prompts(step: int) -> list[Prompt]:
+        return PROMPTS[step:]
+
+    source = Sync(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=stops.append)
+    groups, metrics = source.next(0)
+    assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
+    assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
+    assert metrics["reward/mean"] == 1.0 and metrics["reward/invalid"] == 5.0
+    assert metrics["completion/length_mean"] == 1.0 and metrics["rollout/version_lag"] == 0.0
+    assert source.state_dict() == {}
+
+    def refuse(step: int) -> None:
+        raise RuntimeError("stopped")
+
+    source.between = refuse
+    with pytest.raises(RuntimeError, match="stopped"):
+        source.next(3)
+    assert engine.events[-2:] == ["wake", "submit [3, 4]"]
+
+
+class Recording:
+    """An engine that keeps what it is given, or loses some of it."""
+
+    weight_format = "checkpoint"
+
+    def __init__(self, loses: str = "", off: float = 0.0) -> None:
+        self.loses, self.off, self.probed = loses, off, 0
+        self.sizes: list[int] = []
+        self.taken: dict[str, torch.Tensor] = {}
+        self.model: Any = None
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        self.sizes = []
+        for bucket in buckets:
+            self.sizes.append(sum({t.data_ptr(): t.nbytes for _, t in bucket}.values()))
+            self.taken |= {name: tensor for name, tensor in bucket if name != self.loses}
+        return Loaded(version, len(self.taken))
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        self.probed += 1
+        return (scored(self.model, token_ids) + self.off).tolist()
+
+
+def scored(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    ids = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        return sequence_logprobs(model, ids, torch.ones_like(ids))[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def publisher(folder: Path, engine: Any, **settings: Any) -> WeightPublisher:
+    model = engine.model = load_model(str(folder), dtype=torch.float32)
+    return WeightPublisher(engine, model, lambda ids: scored(model, ids), torch.float32, **settings)
+
+
+def test_all_weights_are_sent_in_buckets_by_reference_and_tied_ones_by_both_names(folder: Path) -> None:
+    engine = Recording()
+    sender = publisher(folder, engine, bucket_bytes=100_000)
+    metrics = sender.publish(3)
+    assert metrics.keys() == {"sync/version", "time/sync"} and metrics["sync/version"] == 3.0
+    state = sender.model.state_dict()
+    assert engine.taken.keys() == state.keys() and "lm_head.weight" in state
+    assert all(engine.taken[name].data_ptr() == tensor.data_ptr() for name, tensor in state.items())
+    assert len(engine.sizes) > 2 and max(engine.sizes) <= 100_000
+    assert sum(engine.sizes) == sum(p.nbytes for p in sender.model.parameters())
+    fused = [n for n in state if "layers.0.self_attn." in n and n.endswith("proj.weight")]
+    whole = publish._units(sender.model)
+    assert len({id(unit) for unit in whole for name in fused if name in unit.plain}) == 1, "they are fused by engines"
+
+
+def test_a_tensor_that_the_engine_did_not_take_ends_the_stage(folder: Path) -> None:
+    sender = publisher(folder, Recording(loses="model.norm.weight"))
+    with pytest.raises(StageFailed, match=r"acknowledges 24 tensors of version 1, not 25 of version 1"):
+        sender.publish(1)
+
+
+def test_a_receiver_notices_what_did_not_come_and_what_never_came_before() -> None:
+    receiver, tensor = Receiver(), torch.zeros(1)
+
+    def load(*names: str) -> Loaded:
+        for _ in receiver.tensors([[(name, tensor) for name in names]]):
+            pass
+        return receiver.loaded(1)
+
+    assert load("a", "b") == Loaded(1, 2)
+    with pytest.raises(StageFailed, match="1 tensors did not come, such as b"):
+        load("a")
+    with pytest.raises(StageFailed, match="1 tensors came for the first time, such as c"):
+        load("a", "b", "c")
+    assert load("b", "a") == Loaded(1, 2)
+
+
+def test_the_first_load_is_probed_and_then_one_in_so_many_versions(folder: Path) -> None:
+    engine = Recording()
+    sender = publisher(folder, engine, probe_interval=3)
+    probed = []
+    for version in range(2, 8):
+        sender.publish(version)
+        probed.append(engine.probed)
+    assert probed == [1, 2, 2, 2, 3, 3]
+    for off in (0.01, float("nan")):
+        with pytest.raises(StageFailed, match="engine and trainer differ by"):
+            publisher(folder, Recording(off=off)).publish(1)
+    assert len(set(zip(probe_tokens(260), probe_tokens(260)[1:], strict=False))) == 15
+
+
+ENGINE = """
+class Parrot:
+    name, weight_format, ranks_per_engine = "parrot", "shared", 1
+
+    def __init__(self, settings):
+        self.said = settings.custom["says"]
+        self.length = settings.max_model_len
+"""
+
+
+def test_an_engine_of_a_users_own_is_made_from_a_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENGINE)
+    model, tokenizer = load_model(str(folder), dtype=torch.float32), load_tokenizer(str(folder))
+
+    def make(backend: str) -> Any:
+        rollout = RolloutConfig(backend=backend)
+        return make_engine(EngineSettings(model, tokenizer, "", rollout, 64, torch.float32, {"says": "pretty"}))
+
+    engine = make(f"{tmp_path}/mine.py:Parrot")
+    assert (engine.name, engine.said, engine.length) == ("parrot", "pretty", 64)
+    with pytest.raises(ConfigError, match="has no 'Budgie'"):
+        make(f"{tmp_path}/mine.py:Budgie")

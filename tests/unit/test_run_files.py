@@ -1,0 +1,96 @@
+"""Files that several processes read and write: locks, a file that is replaced, metrics that grow."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.run.files import write_json
+from cosmos_core.run.lock import Lock
+from cosmos_core.run.progress import Metrics, MetricsReader
+
+
+def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
+        assert first.try_acquire()
+        assert not second.try_acquire()
+        first.release()
+        assert second.try_acquire()
+
+
+def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
+    def give_up() -> None:
+        raise TimeoutError
+
+    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
+        first.acquire()
+        with pytest.raises(TimeoutError):
+            second.acquire(while_waiting=give_up)
+
+
+def test_a_child_that_was_given_the_lock_holds_it_after_its_parent_let_go(tmp_path: Path) -> None:
+    with Lock(tmp_path / "lock") as mine, Lock(tmp_path / "lock") as other:
+        mine.acquire()
+        child = subprocess.Popen(["sleep", "600"], pass_fds=[mine.descriptor])
+        stranger = subprocess.Popen(["sleep", "600"])
+        try:
+            mine.release()
+            assert not other.try_acquire()
+            child.kill()
+            child.wait()
+            assert other.try_acquire(), "a child that was not given it does not hold it"
+        finally:
+            for process in (child, stranger):
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+def test_readers_of_a_file_that_is_replaced_all_the_time_never_see_half_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    write_json(file, {"n": 0, "pad": "x" * 5000}, durable=False)
+    done = threading.Event()
+
+    def write(start: int) -> None:
+        for number in range(start, start + 200):
+            write_json(file, {"n": number, "pad": "x" * 5000}, durable=False)
+
+    def read() -> int:
+        looks = 0
+        while not done.is_set():
+            assert len(json.loads(file.read_text())["pad"]) == 5000
+            looks += 1
+        return looks
+
+    with ThreadPoolExecutor(4) as pool:
+        reader = pool.submit(read)
+        list(pool.map(write, (0, 1000, 2000)))
+        done.set()
+        assert reader.result() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    metrics, reader = Metrics(file), MetricsReader(file)
+    assert reader.update() == []
+    for step in (1, 2, 3):
+        metrics.log(step, {"loss": float(step)})
+    first = reader.update()
+    assert [line["step"] for line in first] == [1, 2, 3]
+    with open(file, "a") as opened:
+        opened.write('no json\n{"step": 4, "lo')
+    assert [line["step"] for line in reader.update()] == [1, 2, 3]
+    with open(file, "a") as opened:
+        opened.write('ss": 4.0}\n[5]\n')
+    again = reader.update()
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[0] is first[0], "it was not read again"
+    metrics.cut_back(2)
+    metrics.log(3, {"loss": 30.0})
+    assert [line["loss"] for line in reader.update()] == [1.0, 2.0, 30.0]

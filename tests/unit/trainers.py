@@ -1,0 +1,80 @@
+"""A trainer of a causal language model without a stage, and what tests ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cosmos_core.algorithms.grpo import Grpo
+from cosmos_core.algorithms.sft import Sft
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.sft import SftConfig
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.sample import Sample
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.processor import Vision
+from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.parallel.mesh import Mesh
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.trainer import Trainer
+from cosmos_core.types import Sampling
+
+
+def trainer_of(
+    model: PreTrainedModel,
+    train: TrainConfig,
+    pad_id: int,
+    progress: Progress,
+    mesh: Mesh | None = None,
+    vision: Vision | None = None,
+) -> Trainer:
+    return Trainer(CausalLM(model, train, pad_id, mesh, vision), train, progress)
+
+
+def logprobs(trainer: Trainer, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
+    return [row["logprobs"] for row in trainer.evaluate(samples, Wants(temperature))]
+
+
+def likelihood(trainer: Trainer, samples: Sequence[Sample], *, size: int) -> tuple[float, float]:
+    """Return the sum of the log-probabilities of the learned tokens, and how many are the likeliest."""
+    rows = trainer.evaluate(samples, Wants(is_top=True), size=size)
+    logprob = sum(row["logprobs"].sum(dtype=torch.float64).item() for row in rows)
+    return logprob, sum(row["is_top"].sum().item() for row in rows)
+
+
+def sft() -> Sft:
+    return Sft(SftConfig(type="sft"))
+
+
+def grpo(config: GrpoConfig, sampling: Sampling | None = None) -> Grpo:
+    return Grpo(config, {}, sampling)
+
+
+class NoView:
+    """For algorithms that ask the trainer for nothing."""
+
+    def evaluate(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("asked for outputs")
+
+
+class Given:
+    """A view whose outputs are given, by the name of the weights."""
+
+    def __init__(self, **logprobs: Sequence[Tensor]) -> None:
+        self._logprobs = logprobs
+
+    def evaluate(
+        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        return [{"logprobs": row} for row in self._logprobs[weights]]
+
+
+def micro_batch(
+    samples: Sequence[Sample], logprobs_BS: Tensor, mask_BS: Tensor, indices: Sequence[int] = ()
+) -> MicroBatch:
+    return MicroBatch(samples, indices or range(len(samples)), {"logprobs": logprobs_BS}, mask_BS)
