@@ -23,12 +23,12 @@ from cosmos_core.errors import ConfigError, CosmosError
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` is `module:thing` or `file.py:thing` rather than a plain name."""
+    """Return whether `name` is `module:thing` or `file.py:thing` rather than a plain name."""
     return ":" in name
 
 
 def import_thing(path: str) -> Any:
-    """The object at `module:thing` or `path/file.py:thing`.
+    """Return the object at `module:thing` or `path/file.py:thing`.
 
     Raises:
         ConfigError: the module, the file or the name in it does not exist.
@@ -44,7 +44,7 @@ def import_thing(path: str) -> Any:
 
 
 def known_names(folder: str) -> list[str]:
-    """Modules of a folder of ours, private ones left out."""
+    """Return the modules of a folder of ours, private ones left out."""
     package = importlib.import_module(folder)
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
@@ -98,13 +98,13 @@ def import_user_code(path: str) -> Any:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """`; did you mean X?` when a known name is near, otherwise the list of known names."""
+    """Return `; did you mean X?` when a known name is near, otherwise the list of known names."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
 def code_file(path: str) -> Path:
-    """File of a user's code given by import path, found without importing it (or the packages that it lies in).
+    """Return the file of a user's code given by import path, found without importing it or its packages.
 
     Raises:
         ConfigError: the file or module does not exist.
@@ -117,20 +117,20 @@ def code_file(path: str) -> Path:
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
     # Workers have the current folder on their path; the `cosmos` script has not.
-    places: list[str] | None = [os.getcwd(), *sys.path]
+    folders: list[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     for part in module_name.split("."):
-        spec = PathFinder.find_spec(part, places) if places is not None else None
-        if spec is None and places is not None and part == module_name.split(".")[0]:
+        spec = PathFinder.find_spec(part, folders) if folders is not None else None
+        if spec is None and folders is not None and part == module_name.split(".")[0]:
             spec = importlib.util.find_spec(part) if part else None  # installed by an import hook
-        places = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
+        folders = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         raise ConfigError(f"{path!r}: module {module_name!r} was not found")
     return Path(spec.origin)
 
 
 def code_digest(path: str) -> str:
-    """Digest of a user's code given by import path, for the fingerprint; the whole file counts.
+    """Return the digest of a user's code given by import path, for the fingerprint; the whole file counts.
 
     Raises:
         ConfigError: the file or module does not exist.

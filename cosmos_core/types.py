@@ -64,7 +64,7 @@ class Outcome:
     outputs: tuple[str, ...] = ()
     """Files or folders relative to the stage directory; every file below them enters the manifest."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Final figures that gates and the summary read, e.g. `validation/accuracy`."""
+    """Final metrics that gates and the summary read, e.g. `validation/accuracy`."""
     info: dict[str, JsonValue] = field(default_factory=dict)
     """Anything else worth keeping: named outputs such as `model`, the checks of an export, notices."""
 

@@ -49,7 +49,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _measured(condition: Condition, stage: Stage) -> tuple[str, float]:
-    """Name and value of the metric; `STAGE.METRIC` tells two stages apart that report the same one."""
+    """Name and value of the metric; `STAGE.METRIC` tells two stages apart that report the same metric."""
     found = {}
     for name, result in stage.inputs.items():
         for key, value in result["metrics"].items():

@@ -13,7 +13,7 @@ KIND = StageKind(
     scores=True,
     reads_model="weights",
     reads_data="prepared",
-    # Rollout and custom: held-out answers may be generated and scored during training.
+    # Rollout and custom: held-out completions may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom"),
     libraries=TRAINING,
 )

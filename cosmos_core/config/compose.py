@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,20 @@ import tomli_w
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
-from cosmos_core.config.graph import in_order
-from cosmos_core.config.load import MAX_FILE_BYTES, TableT, Values, excess, fit, merge, parse, printable, without_none
+from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
-from cosmos_core.config.schema.recipe import Recipe, check_rl, doubts_about_rl
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import Where, with_places
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.target import absolute_target
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
 
 STAGE_PREFIX = "stage:"
+_OUTPUTS: str = TrainConfig.model_fields["output_dir"].default
 Kinds = Mapping[str, StageKind]
 
 
@@ -46,17 +49,16 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """In topological order."""
+        """Return the stages in topological order."""
         return self.config.stages
 
     @property
     def output_dir(self) -> Path:
-        """Folder of all runs."""
-        recipe_dirs = [recipe.train.output_dir for recipe in self.recipes.values()]
-        return Path(self.config.output_dir or (recipe_dirs[0] if recipe_dirs else "./outputs"))
+        """Return the folder of all runs."""
+        return Path(self.config.output_dir or _OUTPUTS)
 
     def stage(self, name: str) -> StageConfig:
-        """The stage of that name.
+        """Return the stage of that name.
 
         Raises:
             ConfigError: there is none.
@@ -73,7 +75,7 @@ class Pipeline:
         return self.kinds[stage.kind]
 
     def behind(self, name: str) -> set[str]:
-        """The stage and every stage that depends on it."""
+        """Return the stage and every stage that depends on it, by name."""
         found = {self.stage(name).name}
         for stage in self.stages:  # topological, so one pass is enough
             if found & set(stage.after):
@@ -81,7 +83,7 @@ class Pipeline:
         return found
 
     def as_toml(self) -> Values:
-        """The resolved pipeline; loading it gives this pipeline again, without any other file."""
+        """Return the resolved pipeline; loading it gives this pipeline again, without any other file."""
         pipeline = self.config.model_dump()
         for stage in pipeline["stages"]:
             stage["recipe"], stage["overrides"] = "", self.recipes[stage["name"]].model_dump()
@@ -89,7 +91,7 @@ class Pipeline:
 
 
 def source_of(reference: str) -> str | None:
-    """`NAME` of a reference `stage:NAME`; None for a folder or an empty string."""
+    """Return `NAME` of a reference `stage:NAME`; None for a folder or an empty string."""
     return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
@@ -136,12 +138,9 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
         recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, complete, recipes, kinds)
+    pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline)
-    for stage in stages:
-        if kinds[stage.kind].feed == "rollouts":
-            notices += doubts_about_rl(recipes[stage.name])
-    pipeline = replace(pipeline, notices=tuple(dict.fromkeys(map(printable, notices))))
+    pipeline = _in_one_folder(pipeline)
     return _absolute(_sorted(_with_prepared_data(pipeline)))
 
 
@@ -245,19 +244,27 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
             f"{where}: kind {kind.name!r} does not train with train.train_policy.type = "
             f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_feed(recipe))!r}"
         )
-    if kind.feed == "rollouts":
-        try:
-            check_rl(recipe)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
+
+
+def _in_one_folder(pipeline: Pipeline) -> Pipeline:
+    """The folder of all runs where a recipe names it; several that differ are refused, as all but one would be lost."""
+    if pipeline.config.output_dir:
+        return pipeline
+    named: dict[str, str] = {}
+    for name, recipe in pipeline.recipes.items():
+        if "output_dir" in recipe.train.model_fields_set:
+            named.setdefault(recipe.train.output_dir, name)
+    if len(named) > 1:
+        told = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in named.items())
+        raise ConfigError(
+            f"{pipeline.source}: train.output_dir = {told}: a run has one folder; set pipeline.output_dir"
+        )
+    return replace(pipeline, config=pipeline.config.derived(output_dir=next(iter(named), _OUTPUTS)))
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
     """Topological order that keeps the file's order where it can; a cycle is an error that shows it."""
-    try:
-        ordered = _with_stages(pipeline, in_order(pipeline.stages))
-    except ValueError as error:
-        raise ConfigError(f"{pipeline.source}: {error}") from error
+    ordered = _with_stages(pipeline, _in_order(pipeline))
     complete = []
     for stage in ordered.stages:
         inputs = list(stage.after)
@@ -273,6 +280,24 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
             stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)})
         )
     return _with_stages(ordered, complete)
+
+
+def _in_order(pipeline: Pipeline) -> list[StageConfig]:
+    """Each stage behind those in its `after`, otherwise as they are given."""
+    stages = {stage.name: stage for stage in pipeline.stages}
+    sorter = TopologicalSorter({name: stage.after for name, stage in stages.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
+    ready, ordered = list(sorter.get_ready()), []
+    while ready:
+        name = min(ready, key=list(stages).index)
+        ready.remove(name)
+        ordered.append(stages[name])
+        sorter.done(name)
+        ready += sorter.get_ready()
+    return ordered
 
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
@@ -350,64 +375,27 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
     here = pipeline.source.parent
 
     def absolute(text: str) -> str:
-        if not text or source_of(text) is not None:
-            return text
-        found = existing(text, Path.cwd()) or existing(text, here)
+        found = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, here)
         return str(found.resolve()) if found else text
 
-    def entry(text: str) -> str:
+    def placed(where: Where, text: str) -> str:
+        if where is Where.PUBLISHED:
+            return absolute_target(text, absolute)
         file, colon, thing = text.rpartition(":")
-        return f"{absolute(file)}{colon}{thing}" if file.endswith(".py") else text
+        if where is not Where.PATH and file.endswith(".py"):
+            return f"{absolute(file)}{colon}{thing}"
+        return absolute(text) if where is Where.PATH and text else text
 
-    stages = tuple(
-        s.model_copy(
-            update={
-                "model": absolute(s.model),
-                "data": absolute(s.data),
-                "entry": entry(s.entry),
-                "target": absolute_target(s.target),
-            }
-        )
-        for s in pipeline.stages
-    )
-    recipes = {name: _absolute_recipe(recipe, absolute, entry) for name, recipe in pipeline.recipes.items()}
+    stages = tuple(with_places(stage, placed) for stage in pipeline.stages)
+    recipes = {name: with_places(recipe, placed) for name, recipe in pipeline.recipes.items()}
+    recipes = {name: recipe.derived(custom=located_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
     return _with_stages(replace(pipeline, recipes=recipes), stages)
 
 
 def existing(text: str, base: Path) -> Path | None:
-    """The file or folder that a name means, relative to `base`; None where there is none, as for a name on the Hub."""
+    """Return the file or folder that a name means, relative to `base`; None where there is none, as on the Hub."""
     try:
         path = base / Path(text).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError):  # longer than a path can be; `~` of a user who does not exist
         return None
-
-
-def _absolute_recipe(recipe: Recipe, absolute: Any, entry: Any) -> Recipe:
-    def located(table: Any) -> Any:
-        update: Values = {"dataset": _changed(table.dataset, name=absolute(table.dataset.name))}
-        if hasattr(table, "reward_function"):
-            update["reward_function"] = {entry(name): weight for name, weight in table.reward_function.items()}
-        return _changed(table, **update)
-
-    logging = _changed(recipe.logging, logger=tuple(map(entry, recipe.logging.logger)))
-    lora = recipe.policy.lora
-    if lora is not None and lora.lora_path:
-        lora = _changed(lora, lora_path=absolute(lora.lora_path))
-    policy = _changed(recipe.policy, model_name_or_path=absolute(recipe.policy.model_name_or_path), lora=lora)
-    resume = recipe.train.resume
-    train = _changed(
-        recipe.train,
-        train_policy=located(recipe.train.train_policy),
-        resume=absolute(resume) if isinstance(resume, str) else resume,
-    )
-    custom = located_media(recipe.custom, absolute)
-    return _changed(
-        recipe, logging=logging, train=train, policy=policy, validation=located(recipe.validation), custom=custom
-    )
-
-
-def _changed(table: TableT, **values: Any) -> TableT:
-    """The table with other values; what was given and what is a default stays known."""
-    new = {name: value for name, value in values.items() if value != getattr(table, name)}
-    return table.model_copy(update=new) if new else table

@@ -26,15 +26,15 @@ class Condition:
 
     @property
     def needs_published(self) -> bool:
-        """Whether it compares with the published model."""
+        """Return whether it compares with the published model."""
         return self.bound == PUBLISHED
 
     def limit(self, published: float | None) -> float | None:
-        """The number to compare with; None: nothing was published yet. `published` is the metric's value there."""
+        """Return the number to compare with; None: nothing was published yet. `published`: the metric there."""
         return published if self.needs_published else float(self.bound)
 
     def holds(self, value: float, limit: float | None) -> bool:
-        """Whether `value` passes; where nothing has been published yet, a comparison with it does. NaN never passes."""
+        """Return whether `value` passes; where nothing has been published yet, a comparison with it does; NaN never."""
         return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](value, limit))
 
 

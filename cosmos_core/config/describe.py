@@ -1,4 +1,4 @@
-"""What the schema says of each key, for people: one place for `explain`, `coverage`, the reference and editors."""
+"""What the schema says of each key, for people: one source of `explain`, `coverage`, the reference and editors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from cosmos_core.config.modern import DEAD, MOVED
+from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import (
@@ -55,14 +55,14 @@ class Key:
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key of a recipe, then of `[pipeline]`, in the order of the schema."""
+    """Return every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     found = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
     tables = {name: status(field) for name, _, field in found if tables_in(field.annotation)}
     return tuple({(name, table): _key(name, table, field, tables) for name, table, field in found}.values())
 
 
 def find_key(name: str) -> list[Key]:
-    """The entries of a key, in today's or an older name; `STAGE.KEY` is not known here.
+    """Return the entries of a key, in today's or an older name; `STAGE.KEY` is not known here.
 
     Raises:
         ConfigError: there is no such key; a near one is suggested.
@@ -79,7 +79,7 @@ def find_key(name: str) -> list[Key]:
 
 
 def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
-    """The kinds of stages that read a key."""
+    """Return the kinds of stages that read a key."""
     if key.name.startswith("pipeline."):
         return []
     return [
@@ -91,13 +91,13 @@ def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
 
 @cache
 def effects() -> Mapping[str, str]:
-    """Key to the test in which changing it changes something that can be seen."""
+    """Map each key to the test in which changing it changes something that can be seen."""
     tests = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
     return {key: test for test, keys in tests.items() for key in keys}
 
 
 def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
-    """Lines about a key: type, default, unit, meaning, status.
+    """Yield lines about a key: type, default, unit, meaning, status.
 
     Raises:
         ConfigError: there is no such key.
@@ -143,12 +143,12 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default as TOML writes it; empty: a table."""
+    """Return the default as TOML writes it; empty: a table."""
     return toml_text(field.get_default(call_default_factory=True))
 
 
 def toml_text(value: Any) -> str:
-    """A value as TOML writes it on one line; None and tables have no such form."""
+    """Return a value as TOML writes it on one line; None and tables have no such form."""
     if isinstance(value, Table):
         return ""
     if value is None:
@@ -165,7 +165,7 @@ def toml_text(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """A type in a TOML user's words."""
+    """Return a type in a TOML user's words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         return _WORDS[annotation]

@@ -12,7 +12,7 @@ _IN_RECIPE = ("recipe", "overrides")
 
 
 def difference(first: Pipeline, second: Pipeline) -> Iterator[str]:
-    """Lines `key: old -> new`, of the pipeline and of each stage, after composition, defaults and rules; what is
+    """Yield lines `key: old -> new`, of the pipeline and of each stage, after composition, defaults and rules; what is
     the same in all stages once, without their names."""
     old, new = _flat(first.config.model_dump(exclude={"stages"})), _flat(second.config.model_dump(exclude={"stages"}))
     yield from _lines("pipeline.", old, new)

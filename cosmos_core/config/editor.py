@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
+from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.describe import all_keys
-from cosmos_core.config.modern import DEAD, MOVED
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 
@@ -22,7 +22,7 @@ class _File(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Schema in the 2020-12 dialect; notes on what has no effect or is not in this version are in the descriptions."""
+    """Return the schema in the 2020-12 dialect; descriptions say what has no effect or is not in this version."""
     schema = _File.model_json_schema()
     _let_type_be_inferred(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}

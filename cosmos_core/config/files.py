@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from cosmos_core.config.compat.translate import modern
 from cosmos_core.config.load import MAX_DEPTH, Values, merge, read_toml
-from cosmos_core.config.modern import modern
 from cosmos_core.errors import ConfigError
 
 
 def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Values:
-    """The tables of `path` on top of what it `extends`, and the files `over` on top of both, in today's names.
+    """Return the tables of `path` on top of what it `extends`, and the files `over` on top of both, in today's names.
 
     `extends` is a file or a list of files, relative to the file that says it; what comes later wins.
 

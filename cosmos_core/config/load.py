@@ -7,15 +7,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from cosmos_core.config.schema.table import Table, all_fields, tables_in
+from cosmos_core.config.schema.table import Table, TableT, all_fields, tables_in
 from cosmos_core.errors import ConfigError
 
 Values = dict[str, Any]
-TableT = TypeVar("TableT", bound=Table)
 
 # Pydantic's words for these are Python's; a user writes TOML.
 _SHAPES = {
@@ -75,13 +74,13 @@ def parse(
         # A misspelt key is the cause of the other complaints more often than not.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
         message = _explain(table, _deepest(table, mistakes), prefix)
-        places = {tuple(_keys(table, mistake)) for mistake in mistakes}
-        more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
+        keys = {tuple(_keys(table, mistake)) for mistake in mistakes}
+        more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
         raise ConfigError(f"{source}: {message}{more}") from error
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
-    """`over` on top of `base`: tables are merged, everything else is replaced."""
+    """Lay `over` on top of `base`: tables are merged, everything else is replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -97,7 +96,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
 
 
 def without_none(value: Any) -> Any:
-    """The value as TOML can say it: keys that are None left out, tuples as arrays."""
+    """Return the value as TOML can say it: keys that are None left out, tuples as arrays."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -106,7 +105,7 @@ def without_none(value: Any) -> Any:
 
 
 def excess(values: Values) -> str:
-    """What Python reads and nothing after it could use, found without recursion; empty: nothing."""
+    """Return what Python reads and nothing after it could use, found without recursion; empty: nothing."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
         inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
@@ -125,8 +124,8 @@ def _is_of_bytes(text: str) -> bool:
 
 def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
     """The first mistake; where a value may have several shapes, the complaint of the shape that it came closest to."""
-    place = list(_keys(table, mistakes[0]))
-    below = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(place)] == place]
+    keys = list(_keys(table, mistakes[0]))
+    below = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(keys)] == keys]
     return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
@@ -193,7 +192,7 @@ def _suggest(table: type[Table], keys: list[str], prefix: str) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in a message, cut where it is long."""
+    """Return a value for a message, cut where it is long."""
     text = _one_line(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -203,11 +202,11 @@ def _one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line, without what a terminal would obey."""
+    """Return the text on one line, without what a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _one_line(text))
 
 
 def fit(message: str) -> str:
-    """A message on one line, without its middle where it is endless."""
+    """Return a message on one line, without its middle where it is endless."""
     line = printable(message)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"

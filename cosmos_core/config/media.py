@@ -32,7 +32,7 @@ class Media:
 
 
 def media_of(recipe: Recipe) -> Media:
-    """What a recipe says about images.
+    """Return what a recipe says about images.
 
     Raises:
         ConfigError: a value of a wrong type, or two sources of rows.
@@ -57,7 +57,7 @@ def media_of(recipe: Recipe) -> Media:
 
 
 def located_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
-    """`[custom]` with the paths of `[custom.dataset]` as `absolute` gives them."""
+    """Return `[custom]` with the paths of `[custom.dataset]` as `absolute` gives them."""
     media = custom.get("dataset")
     if not isinstance(media, dict):
         return custom

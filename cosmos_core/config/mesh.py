@@ -25,7 +25,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
-    """GPUs that a training stage takes; its rollout engines share them.
+    """Return the GPUs that a training stage takes; its rollout engines share them.
 
     `gpus` is the most that it may take, `model` the text part of config.json (see `model_facts`).
 
@@ -44,7 +44,7 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
-    """GPUs of every stage that has a mesh.
+    """Return the GPUs of every stage that has a mesh.
 
     Raises:
         ConfigError: a mesh cannot exist.
@@ -64,7 +64,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with dp_shard_size = -1 of such stages as a number: what the other sizes leave of
+    """Return the pipeline with dp_shard_size = -1 of such stages as a number: what the other sizes leave of
     `pipeline.gpus`, or of the GPUs where the stages will run; without GPUs it stays, and means 1.
 
     Raises:
@@ -90,7 +90,7 @@ def _gpus_of_workers(pipeline: Pipeline) -> int | None:
 
 
 def filled(recipe: Recipe, gpus: int | None) -> Recipe:
-    """The recipe with dp_shard_size = -1 replaced by what the other sizes leave of `gpus`; None: it stays.
+    """Return the recipe with dp_shard_size = -1 replaced by what the other sizes leave of `gpus`; None: it stays.
 
     Raises:
         ConfigError: the other sizes do not divide that.
@@ -110,7 +110,7 @@ def filled(recipe: Recipe, gpus: int | None) -> Recipe:
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """What config.json says of the text model; empty: there is none to read, as for a name on the Hub."""
+    """Return what config.json says of the text model; empty: there is none to read, as for a name on the Hub."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # what is wrong with it is told where the model is looked at

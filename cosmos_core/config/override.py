@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cosmos_core.config.compat.translate import today
 from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge
-from cosmos_core.config.modern import today
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -25,7 +25,7 @@ class Setting:
     value: Any
 
     def below(self, level: int) -> Values:
-        """The value as nested tables, without the first `level` keys."""
+        """Return the value as nested tables, without the first `level` keys."""
         value = self.value
         for key in reversed(self.keys[level:]):
             value = {key: value}
@@ -65,7 +65,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def shared_values(settings: Sequence[Setting]) -> Values:
-    """The recipe tables that hold for every stage, before the stages are known."""
+    """Return the recipe tables that hold for every stage, before the stages are known."""
     values: Values = {}
     for setting in settings:
         if setting.keys[0] in Recipe.model_fields:
@@ -105,7 +105,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
 
 
 def entry_with(entry: Mapping[str, Any], settings: Settings) -> Values:
-    """An entry of `[[pipeline.stages]]` with what the command line says of it."""
+    """Return an entry of `[[pipeline.stages]]` with what the command line says of it."""
     name = entry.get("name")
     return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)
 

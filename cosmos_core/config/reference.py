@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.describe import Key, all_keys, used_by
-from cosmos_core.config.modern import DEAD, MOVED
 from cosmos_core.types import StageKind
 
 _HEAD = """# Configuration
@@ -29,7 +29,7 @@ _COLUMNS = ("key", "type", "default", "unit", "meaning", "since", "status")
 
 
 def reference(kinds: Mapping[str, StageKind]) -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     return "\n".join(_lines(kinds))
 
 

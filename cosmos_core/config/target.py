@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 
 TARGETS_FOLDER = "cosmos_core.upload"
 FOLDER = "file"
@@ -19,17 +20,13 @@ def split_target(target: str) -> tuple[str, str]:
     return (target, "") if _USER_CODE.fullmatch(target) else (FOLDER, target)
 
 
-def absolute_target(target: str) -> str:
-    """Return the target with its folder or the file of its code made absolute."""
+def absolute_target(target: str, located: Callable[[str], str]) -> str:
+    """Return the target with its folder made absolute, or the file of its code, which `located` finds."""
     if not target:
         return ""
     name, place = split_target(target)
     if name == FOLDER:
-        return _absolute(place)
+        return os.path.abspath(os.path.expanduser(place))
     file, colon, thing = name.rpartition(":")
-    name = f"{_absolute(file)}{colon}{thing}" if file.endswith(".py") else name
+    name = f"{located(file)}{colon}{thing}" if file.endswith(".py") else name
     return f"{name}://{place}" if place else name
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))

@@ -9,7 +9,7 @@ import pytest
 from cosmos_core.config.capabilities import check_capabilities, notices_of
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
-from tests.unit.test_config_load import GRPO, SFT, load
+from tests.unit.test_config_load import GRPO, SFT, load, refused
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tests.unit.test_config_load import GRPO, SFT, load
          "groups; make it a multiple of rollout.n_generation = 3"),
         ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
          "give rates by module path"),
-        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare answers of one "
+        ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare completions of one "
          "group; make it at least 2"),
         ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
          "prompt in policy.model_max_length = 2048; lower it"),
@@ -60,7 +60,41 @@ def test_sampling_that_is_not_from_the_policy_is_told_and_runs(tmp_path: Path) -
     assert notices_of(load(tmp_path, GRPO, "validation.top_p=0.9")) == []
 
 
-def test_an_engine_of_a_users_own_is_taken(tmp_path: Path) -> None:
-    check_capabilities(load(tmp_path, GRPO, "rollout.backend=mine.py:Engine"))
-    with pytest.raises(ConfigError, match="this version generates with 'vllm', 'hf' or "):
-        check_capabilities(load(tmp_path, GRPO, "rollout.backend=trtllm"))
+def test_engine_sink_and_target_may_be_a_users_own_code_found_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    upload = """
+[[pipeline.stages]]
+name = "upload"
+kind = "upload"
+after = "grpo"
+model = "stage:grpo"
+target = "own.py:Shelf"
+"""
+    pipeline = load(
+        tmp_path, CHAIN + upload, "rollout.backend=own.py:Engine", "logging.logger=['own.py:Sink', 'WandB']"
+    )
+    check_capabilities(pipeline)
+    recipe = pipeline.recipes["grpo"]
+    assert recipe.rollout.backend == f"{tmp_path}/own.py:Engine"
+    assert recipe.logging.logger == (f"{tmp_path}/own.py:Sink", "wandb")
+    assert pipeline.stage("upload").target == f"{tmp_path}/own.py:Shelf"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rollout.backend=own.py:", "rollout.backend: 'own.py:' is no import path; write module:thing or "
+         "path/file.py:thing"),
+        ("logging.logger=[':Sink']", "logging.logger.0: ':Sink' is no import path; write module:thing or "
+         "path/file.py:thing"),
+    ],
+)  # fmt: skip
+def test_half_an_import_path_is_refused_by_the_schema(tmp_path: Path, setting: str, said: str) -> None:
+    assert said in refused(tmp_path, SFT, setting)
+
+
+def test_an_engine_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout.backend = 'trtllm': this version has .*'hf'.*'vllm'.*file.py:Class"
+    ):
+        check_capabilities(load(tmp_path, CHAIN, "rollout.backend=trtllm"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.override import parse_setting
 from cosmos_core.errors import ConfigError
@@ -338,9 +339,9 @@ def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None
         "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: log-probabilities "
         "are compared that are not of one distribution"
     )
-    assert load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9").notices == (doubt,)
-    assert load(tmp_path, GRPO, "train.train_policy.temperature=0.9").notices == (doubt,)
-    assert load(tmp_path, CHAIN).notices == ()
+    assert notices_of(load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9")) == [doubt]
+    assert notices_of(load(tmp_path, GRPO, "train.train_policy.temperature=0.9")) == [doubt]
+    assert notices_of(load(tmp_path, CHAIN)) == []
 
 
 def test_every_configuration_in_the_repository_loads() -> None:
@@ -359,3 +360,13 @@ def test_a_checkpoint_is_measured_on_the_rows_of_its_training(tmp_path: Path) ->
     pipeline = load(tmp_path, stages(*chain))
     assert [stage.name for stage in pipeline.stages] == ["s-data", "s", "e", "v"]
     assert pipeline.stage("v").data == "stage:s-data"
+
+
+def test_a_run_has_one_folder_that_stages_may_name_and_not_two(tmp_path: Path) -> None:
+    assert load(tmp_path, CHAIN, "grpo.train.output_dir=b").output_dir == Path("b")
+    assert refused(tmp_path, CHAIN, "sft.train.output_dir=a", "grpo.train.output_dir=b") == (
+        "recipe.toml: train.output_dir = 'a' of stage 'sft' and 'b' of stage 'grpo': a run has one folder; set "
+        "pipeline.output_dir"
+    )
+    one = load(tmp_path, CHAIN, "sft.train.output_dir=a", "grpo.train.output_dir=b", "pipeline.output_dir=c")
+    assert one.output_dir == Path("c")

@@ -110,11 +110,11 @@ WRONG = [
     ("train.train_policy=3", "train: train_policy = 3: must be a table"),
     (
         "train.train_policy.dataset.test_size=1.5",
-        "train.train_policy.dataset: test_size = 1.5 must be a count of at least 1 or a fraction between 0 and 1",
+        "train.train_policy.dataset.test_size = 1.5 must be a count of at least 1 or a fraction between 0 and 1",
     ),
     (
         "train.train_policy.dataset.test_size=-1",
-        "train.train_policy.dataset: test_size = -1 must be a count of at least 1 or a fraction between 0 and 1",
+        "train.train_policy.dataset.test_size = -1 must be a count of at least 1 or a fraction between 0 and 1",
     ),
     ("train.train_policy.dataset.split=[1]", "train.train_policy.dataset.split.0 = 1: must be a string"),
     ("policy.model_name_or_path=' '", "policy.model_name_or_path is empty; give a folder or a Hub id"),
@@ -146,7 +146,7 @@ WRONG_GRPO = [
     ),
     (
         "train.train_policy.batch_size_per_optimize=6",
-        "train.train_batch_per_replica = 16 must be a multiple of batch_size_per_optimize = 6",
+        "train: train_batch_per_replica = 16 must be a multiple of train_policy.batch_size_per_optimize = 6",
     ),
 ]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.describe import all_keys
-from cosmos_core.config.modern import DEAD, MOVED
 from cosmos_core.config.reference import reference
 from tasks.kinds import all_kinds
 

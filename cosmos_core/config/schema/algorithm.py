@@ -6,10 +6,9 @@ means. Nobody else asks which algorithm is running: they ask for these declarati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.table import LATER, NoResult, Rows, Table, Unit, no_effect
@@ -85,9 +84,15 @@ class AlgorithmConfig(Table):
         """How many sequences one row is."""
         return 2 if self.rows == "pairs" else 1
 
-    def notices(self) -> Iterator[str]:
-        """Yield what a user of Cosmos-RL would expect otherwise."""
-        yield from ()
+    @field_validator("dataloader_num_workers")
+    @classmethod
+    def _no_workers(cls, count: int) -> int:
+        return max(0, count)
+
+    @field_validator("dataloader_prefetch_factor")
+    @classmethod
+    def _of_workers(cls, batches: int | None, info: ValidationInfo) -> int | None:
+        return batches if info.data.get("dataloader_num_workers") else None
 
     @model_validator(mode="before")
     @classmethod

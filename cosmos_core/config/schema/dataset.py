@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from cosmos_core.config.schema.table import LATER, OURS, Fraction, Names, NoResult, Table, planned
+from cosmos_core.config.schema.table import LATER, OURS, Fraction, Names, NoResult, Table, Where, planned
 
 
 class DatasetConfig(Table):
     """A local file or folder, or the name of a data set on the Hugging Face Hub."""
 
-    name: Annotated[str, NoResult] = ""
+    name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, or a Hub id;
     the fingerprint takes its content."""
     subset: str = ""
@@ -36,16 +36,9 @@ class DatasetConfig(Table):
     def _train_if_empty(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name) or ("train",)
 
-    @model_validator(mode="after")
-    def _test_size_in_range(self) -> DatasetConfig:
-        size = self.test_size
-        if size == 0 and not isinstance(size, bool):
-            self.settle(test_size=None)
-            return self
-        if (
-            isinstance(size, bool)
-            or (isinstance(size, float) and not 0 < size < 1)
-            or (isinstance(size, int) and size < 1)
-        ):
+    @field_validator("test_size")
+    @classmethod
+    def _test_size_in_range(cls, size: int | float | None) -> int | float | None:
+        if isinstance(size, bool) or (size is not None and (size < 0 or (isinstance(size, float) and size >= 1))):
             raise ValueError(f"test_size = {size} must be a count of at least 1 or a fraction between 0 and 1")
-        return self
+        return size or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.table import (
@@ -74,10 +74,12 @@ class DistillationConfig(Table):
     rollout_top_k_recompute: Annotated[bool, _TEACHER, LATER] = False
     """Recompute top-k log-probabilities in the rollout engine."""
 
-    @model_validator(mode="after")
-    def _top_k_alone(self) -> DistillationConfig:
-        if not self.enable:
-            self.settle(top_k=0)
-        if self.top_k <= 0:
-            self.settle(trainer_token_ids_from_teacher=False)
-        return self
+    @field_validator("top_k")
+    @classmethod
+    def _of_a_teacher(cls, top_k: int, info: ValidationInfo) -> int:
+        return top_k if info.data.get("enable") else 0
+
+    @field_validator("trainer_token_ids_from_teacher")
+    @classmethod
+    def _of_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
+        return is_from_teacher and info.data.get("top_k", 0) > 0

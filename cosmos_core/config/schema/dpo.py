@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import LATER, OURS, Names, NonNegativeFloat, PositiveFloat, Table
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
 
 LossType = Literal["sigmoid", "bco_pair", "sft"]
 
@@ -63,8 +66,8 @@ class DpoConfig(SupervisedConfig):
         """See `AlgorithmConfig.named_weights`."""
         return () if self.dpo.reference_free else ("reference",)
 
-    def notices(self) -> Iterator[str]:
-        """See `AlgorithmConfig.notices`."""
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """See `Table.notices`."""
         if self.named_weights and "reference_free" not in self.dpo.model_fields_set:
             yield (
                 "train.train_policy.dpo.reference_free = false: responses are compared with those of the model that "

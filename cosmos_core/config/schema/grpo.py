@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,7 +14,9 @@ from cosmos_core.config.schema.table import (
     Only,
     PositiveFloat,
     Steps,
+    Thing,
     Tokens,
+    Where,
     planned,
 )
 
@@ -29,9 +31,9 @@ class GrpoConfig(RlConfig):
     algorithm: ClassVar[str] = "grpo"
 
     trainer_type: Annotated[
-        str,
-        Field(min_length=1),
+        Thing,
         Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
+        Where.CODE,
         LATER,
     ] = "grpo"
     """The algorithm: `grpo`, or `path/file.py:Class` of your own."""
@@ -107,11 +109,17 @@ class GrpoConfig(RlConfig):
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
                 "log-probabilities, the other takes those of the rollouts; set one of them to false"
             )
-        if self.use_decoupled_loss:
-            self.settle(rollout_as_token_ids=True, collect_rollout_logprobs=True)
-        if self.use_rollout_logprobs_for_loss:
-            self.settle(collect_rollout_logprobs=True)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collected(cls, values: Any) -> Any:
+        """What the corrections need of the rollouts."""
+        if isinstance(values, dict) and values.get("use_decoupled_loss") is True:
+            return values | {"rollout_as_token_ids": True, "collect_rollout_logprobs": True}
+        if isinstance(values, dict) and values.get("use_rollout_logprobs_for_loss") is True:
+            return values | {"collect_rollout_logprobs": True}
+        return values
 
     @property
     def named_weights(self) -> tuple[str, ...]:

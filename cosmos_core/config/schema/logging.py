@@ -6,7 +6,18 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import LATER, NoResult, PositiveInt, Steps, Table, Unit, no_effect, planned
+from cosmos_core.config.schema.table import (
+    LATER,
+    NoResult,
+    PositiveInt,
+    Steps,
+    Table,
+    Thing,
+    Unit,
+    Where,
+    no_effect,
+    planned,
+)
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"
@@ -17,7 +28,7 @@ SINKS_FOLDER = "cosmos_core.observe.sinks"
 class LoggingConfig(Table):
     """`[logging]`"""
 
-    logger: Annotated[tuple[str, ...], Field(strict=False), NoResult] = ("console",)
+    logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
     something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
     `path/file.py:Class`, with the methods of `Sink`."""

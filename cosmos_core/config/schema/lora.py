@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
@@ -17,8 +18,13 @@ from cosmos_core.config.schema.table import (
     PositiveInt,
     Strings,
     Table,
+    Where,
     planned,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _ONE = planned("this version has one adapter a model, called 'default'; leave it out")
 _INIT = {"gaussian", "eva", "olora", "pissa"}
@@ -31,7 +37,7 @@ class LoraConfig(Table):
     """Rank."""
     lora_names: Annotated[Names, _ONE, LATER] = ("default",)
     """Adapters; DiffusionNFT needs `default` and `old`."""
-    lora_path: Annotated[str | None, NoResult, LATER] = None
+    lora_path: Annotated[str | None, NoResult, Where.PATH, LATER] = None
     """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
     None: a new one. Declared but never read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
@@ -53,6 +59,11 @@ class LoraConfig(Table):
     init_lora_weights: bool | str = True
     """True: B starts at zero; false: neither A nor B does; or `gaussian`, `olora`, `pissa`, `pissa_niter_N`; not yet
     `eva`, which needs data."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if self.init_lora_weights == "eva":
+            yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
 
     @field_validator("target_modules")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import ValidationInfo, field_validator
 
 from cosmos_core.config.schema.table import LATER, PositiveInt, Table, Unit, planned, say
 
@@ -31,13 +31,14 @@ class MultiTurnRolloutConfig(Table):
     continue_final_message: Annotated[bool, _TURNS, LATER] = False
     """Flag of the chat template; off with tools and a generation prompt."""
 
-    @model_validator(mode="after")
-    def _tools_end_messages(self, info: ValidationInfo) -> MultiTurnRolloutConfig:
-        if self.enable_tools and self.add_generation_prompt and self.continue_final_message:
-            self.settle(continue_final_message=False)
-            say(info, "rollout.multi_turn_config.continue_final_message: false, because enable_tools and "
-                "add_generation_prompt are set")  # fmt: skip
-        return self
+    @field_validator("continue_final_message")
+    @classmethod
+    def _tools_end_messages(cls, goes_on: bool, info: ValidationInfo) -> bool:
+        if not (goes_on and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
+            return goes_on
+        say(info, "rollout.multi_turn_config.continue_final_message: false, because enable_tools and "
+            "add_generation_prompt are set")  # fmt: skip
+        return False
 
 
 class RolloutAsyncConfig(Table):

@@ -1,4 +1,4 @@
-"""`[train.train_policy.overlong_reward]`: a penalty for answers that run towards the limit (DAPO, arXiv 2503.14476)."""
+"""`[train.train_policy.overlong_reward]`: a penalty near the longest completion (DAPO, arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OverlongRewardConfig(Table):
     switch = "enable_overlong_penalty"
 
     enable_overlong_penalty: Annotated[bool, _OVERLONG] = False
-    """Punish long answers."""
+    """Punish long completions."""
     buffer_length: Annotated[Tokens, _OVERLONG] = 4096
     """The ramp before `rollout.max_response_length`."""
     penalty_factor: Annotated[NonNegativeFloat, _OVERLONG] = 1.0

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import field_validator
 
 from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Table, Unit, no_effect, planned
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _ONE = planned("not in this version; set it to 1")
 _PIPELINE = planned("pipeline parallelism is not in this version; leave it out")
@@ -49,12 +54,12 @@ class ParallelismConfig(Table):
 
     @property
     def world_size(self) -> int:
-        """Ranks of one replica; dp_shard_size -1 counts as 1."""
+        """Return the ranks of one replica; dp_shard_size -1 counts as 1."""
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
     def num_stages(self, layers: int) -> int:
-        """Pipeline stages of a model: one a rank, or under `Interleaved1F1B` as many as keep each at
-        `pp_layers_per_stage` layers or fewer."""
+        """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` as many as keep
+        each at `pp_layers_per_stage` layers or fewer."""
         if self.pp_schedule != "Interleaved1F1B" or self.pp_size == 1:
             return self.pp_size
         return self.pp_size * -(-layers // (self.pp_size * self.pp_layers_per_stage))
@@ -94,3 +99,41 @@ class PolicyParallelismConfig(ParallelismConfig):
     """Rows of one pipeline micro-batch; `mini_batch` rows go through the pipeline between two waits."""
     pp_dynamic_shape: Annotated[bool, _ANY_LENGTH] = False
     """Micro-batches may differ in length."""
+
+    def only_data_parallel(self, setting: str) -> Iterator[str]:
+        """Yield the axes that a setting excludes, which leaves the layers of a model whole."""
+        for axis in ("tp_size", "cp_size", "pp_size", "ep_size"):
+            if getattr(self, axis) > 1:
+                yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if not kind.has_mesh:
+            return
+        shards = abs(self.dp_shard_size)
+        if recipe.train.fsdp_offload and (self.ep_size > 1 or shards * self.cp_size == 1):
+            yield (
+                f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {shards} x {self.cp_size} "
+                f"ranks shard, with ep_size = 1; leave it out"
+            )
+        if recipe.train.compile and self.tp_size > 1:
+            yield (
+                f"policy.parallelism has {self.world_size} ranks: train.compile = true excludes tp_size = "
+                f"{self.tp_size} in this version; set it to false"
+            )
+
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield a batch that means another number of rows than in Cosmos-RL, and ranks that mostly wait."""
+        ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, recipe.train.train_batch_per_replica
+        policy = recipe.train.train_policy
+        if policy.rows != "prompts" and ranks > 1:
+            yield (
+                f"train.train_batch_per_replica = {rows}: rows of an optimizer step, of all {ranks} data-parallel "
+                f"ranks together (Cosmos-RL: of each)"
+            )
+        if policy.mini_batch < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
+            yield (
+                f"train.train_policy.mini_batch = {policy.mini_batch}: rows that go through the pipeline between two "
+                f"waits, fewer than pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}; raise "
+                f"it to keep the ranks busy"
+            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -16,8 +17,15 @@ from cosmos_core.config.schema.table import (
     PositiveInt,
     Table,
     Unit,
+    Where,
     planned,
 )
+from cosmos_core.config.target import TARGETS_FOLDER, split_target
+from cosmos_core.registry import is_import_path, offered_names
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -25,7 +33,7 @@ STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def seconds(duration: str) -> float:
-    """Seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
+    """Return the seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
 
     Raises:
         ValueError: it is not one.
@@ -49,12 +57,12 @@ class StageConfig(Table):
     """Recipe tables for this stage alone; they win over `recipe`, which wins over the tables of this file."""
     after: Names = ()
     """Stages that must be done first."""
-    model: str = ""
+    model: Annotated[str, Where.PATH] = ""
     """`stage:NAME` to start from what that stage exported, or a folder; empty: `policy.model_name_or_path`."""
     checkpoint: str = ""
     """Kind export: of the training that `model` names, the checkpoint to export, `best` (by its validation) or a step;
     empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
-    data: str = ""
+    data: Annotated[str, Where.PATH] = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
     work_pool: Annotated[str, planned("this version runs every stage on the flow's machine; leave it out")] = ""
     """Prefect work pool that runs the stage; empty: this machine."""
@@ -62,16 +70,26 @@ class StageConfig(Table):
     """Consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
     """Longest time of one attempt, e.g. `12h`; empty: no limit."""
-    entry: str = ""
+    entry: Annotated[str, Where.CODE] = ""
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
     """Kind custom: passed to the function as keywords."""
     require: Names = ()
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
-    target: str = ""
+    target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
     `path/file.py:Class://PLACE`, with the methods of `Target`."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        name, _ = split_target(self.target)
+        known = offered_names(TARGETS_FOLDER, "Target")
+        if not is_import_path(name) and name not in known:
+            yield (
+                f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
+                f"{', '.join(known)}, or a class of your own, path/file.py:Class"
+            )
 
     @field_validator("name")
     @classmethod
@@ -105,7 +123,7 @@ class StageConfig(Table):
 
     @property
     def timeout_seconds(self) -> float | None:
-        """Deadline of one attempt; None: no limit."""
+        """Return the deadline of one attempt; None: no limit."""
         return seconds(self.timeout) if self.timeout else None
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -12,15 +13,22 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import (
     LATER,
+    OURS,
     Needs,
     NonNegativeFloat,
     NoResult,
     Strings,
     Table,
+    Thing,
     Tokens,
+    Where,
     no_effect,
     planned,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _CHUNKED = no_effect("log-probabilities are always computed in chunks, and all logits are never held")
 
@@ -34,7 +42,11 @@ class PolicyConfig(Table):
     """Read with `is_diffusers`."""
     is_diffusers: Annotated[bool, planned("diffusion models are not in this version"), LATER] = False
     """The model is a pipeline of diffusers."""
-    model_name_or_path: Annotated[str, NoResult] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    model_class: Annotated[
+        Thing | None, planned("diffusion models are not in this version; leave it out"), Where.CODE, OURS
+    ] = None
+    """A family of diffusion models of your own, `path/file.py:Class`; None: the one that the pipeline names."""
+    model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""
     model_safetensor_path: Annotated[
@@ -44,7 +56,7 @@ class PolicyConfig(Table):
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: Tokens = 4096
-    """Longest sequence: longer SFT rows are cut on the right, prompt + answer never exceed it."""
+    """Longest sequence: longer SFT rows are cut on the right, prompt + response never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
     Cosmos-RL): only norms, activation functions and wide matrices again, between the two in both. A family that cannot
@@ -68,6 +80,11 @@ class PolicyConfig(Table):
         NonNegativeFloat, planned("the load-balancing loss of MoE is not in this version; leave it out"), LATER
     ] = 0.0
     """Weight of the load-balancing loss of mixtures of experts; 0: off."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if self.enable_liger_kernel and kind.has_mesh:
+            yield from self.parallelism.only_data_parallel("policy.enable_liger_kernel = true")
 
     @field_validator("model_name_or_path")
     @classmethod

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cosmos_core.config.schema.table import LATER, Table, planned, unsupported
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _FP4 = unsupported("training in NVFP4 is not done here; leave [train.fp4] out and use bfloat16 or fp8")
 _Recipe = Literal["dynamic_scaling", "delayed_scaling"]
@@ -25,6 +30,17 @@ class FP8Config(Table):
     """How scales follow the values."""
     quant_recipe: _Quantisation = "rowwise"
     """One scale a row, or one a tensor."""
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if recipe.policy.lora is not None:
+            yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
+        if recipe.train.param_dtype != "bfloat16":
+            yield (
+                f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {recipe.train.param_dtype!r}"
+            )
+        if kind.has_mesh:
+            yield from recipe.policy.parallelism.only_data_parallel("train.fp8.enable_fp8 = true")
 
 
 class FP4Config(Table):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.logging import LoggingConfig
@@ -24,6 +23,8 @@ _WITHOUT_CONTROLLER = no_effect("stages are processes on their own; there is no 
 class Recipe(Table):
     """The root of a recipe."""
 
+    distillation: DistillationConfig = DistillationConfig()
+    """A teacher."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Optimizer, data, precision, checkpoints."""
     policy: PolicyConfig = PolicyConfig()
@@ -36,8 +37,6 @@ class Recipe(Table):
     """Sinks."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Traces."""
-    distillation: DistillationConfig = DistillationConfig()
-    """A teacher."""
     vla: VLAConfig = VLAConfig()
     """Robots."""
     custom: dict[str, Any] = {}
@@ -86,50 +85,33 @@ class Recipe(Table):
             )
         return self
 
+    @field_validator("train")
+    @classmethod
+    def _forced_by_a_teacher(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        teacher, policy = info.data.get("distillation"), train.train_policy
+        if teacher is None or not teacher.enable or not isinstance(policy, RlConfig):
+            return train
+        return train.derived(train_policy=policy.derived(rollout_as_token_ids=True, bypass_reward=True))
+
+    @field_validator("validation")
+    @classmethod
+    def _inherited(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
+        """What validation takes from training."""
+        train = info.data.get("train")
+        policy = train.train_policy if train else None
+        if not isinstance(policy, RlConfig):
+            return validation
+        asked, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
+        is_remote = policy.use_remote_reward if asked is None else asked
+        return validation.derived(use_remote_reward=is_remote, remote_reward=remote_reward)
+
     @model_validator(mode="after")
-    def _inherited(self) -> Recipe:
-        """What validation takes from training, and what a teacher forces."""
-        policy = self.train.train_policy
+    def _same_service(self) -> Recipe:
+        policy, asked = self.train.train_policy, self.validation.use_remote_reward
         remote = isinstance(policy, RlConfig) and policy.use_remote_reward
-        asked = self.validation.use_remote_reward
         if asked is not None and asked != remote:
             raise ValueError(
                 f"validation.use_remote_reward = {str(asked).lower()} must equal train.train_policy.use_remote_reward "
                 f"= {str(remote).lower()}; leave it out to inherit"
             )
-        if not isinstance(policy, RlConfig):
-            return self
-        remote_reward = self.validation.remote_reward or policy.remote_reward
-        self.settle(validation=self.validation.derived(use_remote_reward=remote, remote_reward=remote_reward))
-        if self.distillation.enable:
-            forced = policy.derived(rollout_as_token_ids=True, bypass_reward=True)
-            self.settle(train=self.train.derived(train_policy=forced))
         return self
-
-
-def check_rl(recipe: Recipe) -> None:
-    """The rules between tables that hold for reinforcement learning.
-
-    Raises:
-        ValueError: one is broken; the message names keys, values and the rule.
-    """
-    policy = recipe.train.train_policy
-    assert isinstance(policy, RlConfig)
-    batch = recipe.train.train_batch_per_replica
-    optimize = policy.batch_size_per_optimize
-    if optimize is not None and batch % optimize:
-        raise ValueError(
-            f"train.train_batch_per_replica = {batch} must be a multiple of batch_size_per_optimize = {optimize}"
-        )
-
-
-def doubts_about_rl(recipe: Recipe) -> Iterator[str]:
-    """What Cosmos-RL accepts of reinforcement learning without a word, and what it means."""
-    policy = recipe.train.train_policy
-    assert isinstance(policy, RlConfig)
-    temperature = recipe.rollout.sampling_config.temperature
-    if policy.temperature != temperature and not recipe.policy.is_diffusers:
-        yield (
-            f"train.train_policy.temperature = {policy.temperature} and rollout.sampling_config.temperature = "
-            f"{temperature} differ: log-probabilities are compared that are not of one distribution"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.table import LATER, Completions, Table, planned
 
@@ -25,10 +25,13 @@ class RewardFunctionConfig(Table):
     clip_max: Annotated[float, _REMOTE, LATER] = 5.0
     """Highest score."""
 
+    @field_validator("score_key")
+    @classmethod
+    def _key_is_the_name(cls, key: str | None, info: ValidationInfo) -> str | None:
+        return info.data.get("name") if key is None else key
+
     @model_validator(mode="after")
-    def _key_is_the_name(self) -> RewardFunctionConfig:
-        if self.score_key is None:
-            self.settle(score_key=self.name)
+    def _range(self) -> RewardFunctionConfig:
         if self.clip_min > self.clip_max:
             raise ValueError(f"clip_min = {self.clip_min} must not be above clip_max = {self.clip_max}")
         return self

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from cosmos_core.config.schema.table import Where
+
 
 def _weighted(value: Any) -> Any:
     if isinstance(value, str):
@@ -18,6 +20,8 @@ def _weighted(value: Any) -> Any:
 
 
 RewardWeights = Annotated[
-    dict[str, float], BeforeValidator(_weighted, json_schema_input_type=str | list[str] | dict[str, float])
+    dict[str, float],
+    BeforeValidator(_weighted, json_schema_input_type=str | list[str] | dict[str, float]),
+    Where.CODE,
 ]
 """Reward name (or import path `module:function`) to weight; a string or a list means weight 1."""

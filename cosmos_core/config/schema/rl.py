@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -26,6 +27,9 @@ from cosmos_core.config.schema.table import (
     say,
 )
 
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+
 _IN_TURN = no_effect("generation and training take turns here, so every rollout is made with the newest weights")
 _ALWAYS = no_effect("rollouts always carry token ids and their log-probabilities")
 _DYNAMIC = planned("dynamic sampling is not in this version; leave it out")
@@ -39,6 +43,10 @@ class RlConfig(AlgorithmConfig):
 
     type: Literal["grpo"] = "grpo"
     """Which kind of training."""
+    variant: Annotated[
+        Literal["grpo", "dapo", "gspo"], planned("this version has the variant 'grpo' alone; leave it out")
+    ] = "grpo"
+    """Loss family."""
     mini_batch: Completions = 2
     """Completions per forward pass; changes speed and memory, not results."""
     prompt_column_name: str = ""
@@ -68,11 +76,11 @@ class RlConfig(AlgorithmConfig):
     ] = False
     """Call rewards once a group, with lists."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
-    """Penalty for long answers."""
-    allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps"), _IN_TURN] = 4
-    """How many steps old the weights of a rollout may be."""
+    """Penalty for long completions."""
     on_policy: Annotated[bool, _IN_TURN] = False
     """Train only on rollouts of the newest weights."""
+    allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps"), _IN_TURN] = 4
+    """How many steps old the weights of a rollout may be."""
     uncentralized_training: Annotated[bool, _IN_TURN, LATER] = False
     """Rollouts go straight to the trainer."""
     outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts"), _IN_TURN, LATER] = 0
@@ -85,10 +93,6 @@ class RlConfig(AlgorithmConfig):
         bool, no_effect("losses are always divided by the tokens of all ranks together"), LATER
     ] = False
     """Divide by the tokens of all data-parallel ranks."""
-    variant: Annotated[
-        Literal["grpo", "dapo", "gspo"], planned("this version has the variant 'grpo' alone; leave it out")
-    ] = "grpo"
-    """Loss family."""
     temperature: PositiveFloat = 1.0
     """Divides the trainer's logits before log-softmax; should equal the sampling temperature."""
     rollout_as_token_ids: Annotated[bool, _ALWAYS, LATER] = False
@@ -114,6 +118,15 @@ class RlConfig(AlgorithmConfig):
         """See `AlgorithmConfig.reward_seconds`."""
         return self.reward_timeout_seconds
 
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield what Cosmos-RL accepts without a word, and what it means."""
+        temperature = recipe.rollout.sampling_config.temperature
+        if self.temperature != temperature and not recipe.policy.is_diffusers:
+            yield (
+                f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
+                f"{temperature} differ: log-probabilities are compared that are not of one distribution"
+            )
+
     @field_validator("reward_function")
     @classmethod
     def _some_reward(cls, rewards: dict[str, float]) -> dict[str, float]:
@@ -121,28 +134,40 @@ class RlConfig(AlgorithmConfig):
             raise ValueError("reward_function is empty; name at least one reward")
         return rewards
 
-    @model_validator(mode="after")
-    def _loaders(self) -> RlConfig:
-        if self.dataloader_num_workers <= 0:
-            self.settle(dataloader_num_workers=0, dataloader_prefetch_factor=None)
-        if self.dataloader_batch_size < 0:
-            self.settle(dataloader_batch_size=0)
-        return self
+    @field_validator("dataloader_batch_size")
+    @classmethod
+    def _all_at_once(cls, size: int) -> int:
+        return max(0, size)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _outdated_on_policy(cls, values: Any, info: ValidationInfo) -> Any:
+        if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
+            say(info, f"train.train_policy.allowed_outdated_steps = {values['allowed_outdated_steps']}: 0, because "
+                f"on_policy is set")  # fmt: skip
+        return values
+
+    @field_validator("allowed_outdated_steps")
+    @classmethod
+    def _none_on_policy(cls, steps: int, info: ValidationInfo) -> int:
+        return 0 if info.data.get("on_policy") else steps
+
+    @field_validator("outdated_rollout_fetch_batch_size")
+    @classmethod
+    def _goes_on_fetching(cls, prompts: int, info: ValidationInfo) -> int:
+        return DAPO_FETCH if info.data.get("variant") == "dapo" and prompts <= 0 else prompts
+
+    @field_validator("max_inflight_steps")
+    @classmethod
+    def _at_least_the_outdated(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("allowed_outdated_steps", 0) + 1
+        if steps is None or steps >= least:
+            return steps
+        say(info, f"train.train_policy.max_inflight_steps = {steps}: {least}, which is allowed_outdated_steps + 1")
+        return int(least)
 
     @model_validator(mode="after")
-    def _staleness(self, info: ValidationInfo) -> RlConfig:
+    def _variant_of_staleness(self) -> RlConfig:
         if self.uncentralized_training and self.variant != "grpo":
             raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
-        if self.variant == "dapo" and self.outdated_rollout_fetch_batch_size <= 0:
-            self.settle(outdated_rollout_fetch_batch_size=DAPO_FETCH)
-        if self.on_policy and self.allowed_outdated_steps:
-            if "allowed_outdated_steps" in self.model_fields_set:
-                say(info, f"train.train_policy.allowed_outdated_steps = {self.allowed_outdated_steps}: 0, because "
-                    f"on_policy is set")  # fmt: skip
-            self.settle(allowed_outdated_steps=0)
-        least = self.allowed_outdated_steps + 1
-        if self.max_inflight_steps is not None and self.max_inflight_steps < least:
-            say(info, f"train.train_policy.max_inflight_steps = {self.max_inflight_steps}: {least}, which is "
-                f"allowed_outdated_steps + 1")  # fmt: skip
-            self.settle(max_inflight_steps=least)
         return self

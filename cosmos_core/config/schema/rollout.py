@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig, RolloutAsyncConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
@@ -16,16 +17,22 @@ from cosmos_core.config.schema.table import (
     NonNegativeFloat,
     NoResult,
     Nucleus,
-    Only,
     PositiveFloat,
     PositiveInt,
     Table,
+    Thing,
     Tokens,
     TopK,
     Unit,
+    Where,
     no_effect,
     planned,
+    registered,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 _KERNELS = no_effect("vLLM chooses its kernels itself")
 _ASYNC = planned("generation and training take turns in this version; leave it out")
@@ -53,17 +60,9 @@ class RolloutConfig(Table):
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
-    backend: Annotated[
-        str,
-        Field(min_length=1),
-        Only(
-            ("vllm", "hf"),
-            "this version generates with 'vllm', 'hf' or 'file.py:Class'; use one of them",
-            takes_import_paths=True,
-        ),
-    ] = "vllm"
-    """`vllm`; `hf`: a sampling loop on the trainer's transformers modules, which also takes the place of a vLLM that
-    cannot be imported, with a warning; or a class of one's own, `file.py:Class` (`cosmos_core/rollout/base.py`)."""
+    backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
+    """`vllm`; `hf`, a sampling loop on the trainer's own modules, which also takes the place of a vLLM that cannot be
+    imported, with a warning; or a class of your own, `path/file.py:Class`."""
     mode: Annotated[Literal["sync", "async"], _ASYNC, LATER] = "sync"
     """Scheduler of requests."""
     max_response_length: Tokens = 2048
@@ -93,7 +92,7 @@ class RolloutConfig(Table):
     """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
     enable_chunked_prefill: Annotated[bool, no_effect("vLLM always fills its cache in chunks")] = False
     """Prefill long prompts in chunks."""
-    include_stop_str_in_output: Annotated[bool, no_effect("answers end at end tokens, not at stop strings")] = False
+    include_stop_str_in_output: Annotated[bool, no_effect("completions end at end tokens, not at stop strings")] = False
     """Keep the stop string."""
     vllm_use_flashinfer: Annotated[bool, _KERNELS] = False
     """Attention with FlashInfer."""
@@ -113,13 +112,37 @@ class RolloutConfig(Table):
     broadcast_all_params: Annotated[bool, no_effect("each transfer carries all weights that were trained"), LATER] = (
         False
     )
-    """Send frozen weights too."""
+    """Send the weights that are not trained too."""
 
     @property
     def changes_distribution(self) -> bool:
         """Whether training tokens are drawn from another distribution than softmax(logits / temperature)."""
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
+
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        train, policy = recipe.train, recipe.policy
+        if kind.feed == "rollouts":
+            if self.n_generation < 2:
+                yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
+            if train.train_batch_per_replica % self.n_generation:
+                yield (
+                    f"train.train_batch_per_replica = {train.train_batch_per_replica}: this version trains whole "
+                    f"groups; make it a multiple of rollout.n_generation = {self.n_generation}"
+                )
+            if self.max_response_length >= policy.model_max_length:
+                yield (
+                    f"rollout.max_response_length = {self.max_response_length} leaves no room for a prompt in "
+                    f"policy.model_max_length = {policy.model_max_length}; lower it"
+                )
+        if not kind.has_mesh or (kind.feed == "dataset" and not recipe.validation.reward_function):
+            return
+        ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
+        if ranks % self.parallelism.tp_size:
+            yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
+        elif self.parallelism.tp_size > 1 and self.backend == "hf":
+            yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
     def notices(self, recipe: Recipe) -> Iterator[str]:
         """Yield what rollouts are that are not drawn from the policy."""

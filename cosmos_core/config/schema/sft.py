@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field
-
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import LATER, Only
+from cosmos_core.config.schema.table import LATER, Only, Thing, Where
 
 
 class SftConfig(SupervisedConfig):
@@ -18,9 +16,9 @@ class SftConfig(SupervisedConfig):
     rows: ClassVar[RowKind] = "sequences"
 
     trainer_type: Annotated[
-        str,
-        Field(min_length=1),
+        Thing,
         Only(("sft",), "this version trains with 'sft' and 'dpo'", takes_import_paths=True),
+        Where.CODE,
         LATER,
     ] = "sft"
     """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), or `path/file.py:Class` of

@@ -62,12 +62,6 @@ class SupervisedConfig(AlgorithmConfig):
         return self.enable_dp_load_balancing
 
     @model_validator(mode="after")
-    def _loaders(self) -> SupervisedConfig:
-        if self.dataloader_num_workers <= 0:
-            self.settle(dataloader_num_workers=0, dataloader_prefetch_factor=None)
-        return self
-
-    @model_validator(mode="after")
     def _balanced(self) -> SupervisedConfig:
         if not self.enable_dp_load_balancing:
             return self

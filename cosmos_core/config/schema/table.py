@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic.fields import FieldInfo
+
+from cosmos_core.registry import is_import_path, offered_names
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 
 class Table(BaseModel):
@@ -26,17 +33,21 @@ class Table(BaseModel):
     switch: ClassVar[str] = ""
     """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
 
-    def settle(self, **values: Any) -> None:
-        """Write what a rule derives from other fields; only for validators of this schema."""
-        self.__dict__.update(values)
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """Yield what this version cannot do of the fields together, in a stage of that kind; keys are in full."""
+        yield from ()
+
+    def notices(self, recipe: Recipe) -> Iterator[str]:
+        """Yield what a user would expect otherwise of what is accepted; keys are in full."""
+        yield from ()
 
     def derived(self, **values: Any) -> Self:
-        """A copy with values that a rule of another table derives; they do not count as given."""
-        copy = self.model_copy()
-        copy.settle(**values)
-        return copy
+        """Return a copy with values that a rule derives; they are not validated and do not count as given."""
+        copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
+        return copy  # type: ignore[no-any-return]
 
 
+TableT = TypeVar("TableT", bound=Table)
 StatusName = Literal["used", "no effect", "planned", "unsupported"]
 
 
@@ -73,6 +84,27 @@ class Only:
         return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
 
 
+class Where(Enum):
+    """What a text names beside this machine's own vocabulary: such texts are made absolute, so that a run can be
+    resumed from any folder, and their content enters the fingerprint."""
+
+    PATH = "path"
+    """A file or folder, or something that is elsewhere: `stage:NAME`, a name on the Hub."""
+    CODE = "code"
+    """A name in a folder of ours, or a user's own `module:thing` or `path/file.py:thing`."""
+    PUBLISHED = "published"
+    """A folder that may not be there yet, a URL, or code."""
+
+
+def registered(folder: str, suffix: str) -> Only:
+    """Take what a folder of ours offers (see `registry.offered_names`), and a user's own code."""
+    names = tuple(offered_names(folder, suffix))
+    note = (
+        f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
+    )
+    return Only(names, note, takes_import_paths=True)
+
+
 @dataclass(frozen=True)
 class Unit:
     """What a number counts."""
@@ -102,22 +134,22 @@ _USED = Status("used")
 
 
 def no_effect(reason: str) -> Status:
-    """Accepted; does nothing here, for `reason`."""
+    """Declare that a key is accepted and does nothing here, for `reason`."""
     return Status("no effect", reason)
 
 
 def planned(note: str) -> Status:
-    """Accepted by the schema; not in this version: `note` says what to do until then."""
+    """Declare that a key is accepted by the schema and not in this version: `note` says what to do until then."""
     return Status("planned", note)
 
 
 def unsupported(note: str) -> Status:
-    """Accepted by the schema; will not be done: `note` says what to use instead."""
+    """Declare that a key is accepted by the schema and will not be done: `note` says what to use instead."""
     return Status("unsupported", note)
 
 
 def mark(field: FieldInfo, kind: type) -> Any:
-    """The mark of that class in a field's annotation; None: it has none."""
+    """Return the mark of that class in a field's annotation; None: it has none."""
     items = [*field.metadata, *_nested(field.annotation)]
     return next((item for item in items if isinstance(item, kind)), None)
 
@@ -129,41 +161,54 @@ def _nested(annotation: Any) -> list[Any]:
 
 
 def status(field: FieldInfo) -> Status:
-    """What this version does with a field."""
+    """Return what this version does with a field."""
     found: Status | None = mark(field, Status)
     return found or _USED
 
 
 def affects_result(field: FieldInfo) -> bool:
-    """Whether a field enters the fingerprint of the stages that read it."""
+    """Return whether a field enters the fingerprint of the stages that read it."""
     return status(field) == _USED and mark(field, AffectsResult) is None
 
 
 def tables_in(annotation: Any) -> list[type[Table]]:
-    """The tables that a field can hold."""
+    """Return the tables that a field can hold."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return [annotation]
     return [table for argument in get_args(annotation) for table in tables_in(argument)]
 
 
 def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table], FieldInfo]]:
-    """Every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
+    """Yield every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
     for name, field in table.model_fields.items():
         yield prefix + name, table, field
         for inner in tables_in(field.annotation):
             yield from all_fields(inner, f"{prefix}{name}.")
 
 
-def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Every key that has a meaning with these values, as (dotted path, field, value, whether it was given and differs
-    from its default); what a table's `switch` or a field's `Needs` turns off is left out."""
+def live_tables(table: Table) -> Iterator[Table]:
+    """Yield the table and every table below it that has a meaning with these values."""
+    if table.switch and not getattr(table, table.switch):
+        return
+    yield table
+    for _, field, value in _live_fields(table):
+        if isinstance(value, Table) and status(field) == _USED:
+            yield from live_tables(value)
+
+
+def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Name, field and value without what the table's `switch` or a field's `Needs` turns off."""
+    is_off = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
         needs: Needs | None = mark(field, Needs)
-        if needs and not getattr(table, needs.switch):
-            continue
-        if table.switch and name != table.switch and not getattr(table, table.switch):
-            continue
-        value = getattr(table, name)
+        if not (needs and not getattr(table, needs.switch)) and (not is_off or name == table.switch):
+            yield name, field, getattr(table, name)
+
+
+def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
+    """Yield every key that has a meaning with these values, as (dotted path, field, value, whether it was given and
+    differs from its default)."""
+    for name, field, value in _live_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
             yield from set_fields(value, f"{prefix}{name}.")
         else:
@@ -177,7 +222,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def result_values(table: Table) -> dict[str, Any]:
-    """The values of a table that can change results, nested tables included, JSON types only."""
+    """Return the values of a table that can change results, nested tables included, JSON types only."""
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
@@ -188,6 +233,30 @@ def result_values(table: Table) -> dict[str, Any]:
         elif inner := result_values(value):
             values[name] = inner
     return values
+
+
+def with_places(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
+    """Return a table with what its fields marked `Where` name, nested tables included, as `placed` gives it."""
+    changed: dict[str, Any] = {}
+    for name, field in type(table).model_fields.items():
+        value, where = getattr(table, name), mark(field, Where)
+        if isinstance(value, Table):
+            changed[name] = with_places(value, placed)
+        elif where and isinstance(value, str):
+            changed[name] = placed(where, value)
+        elif where and isinstance(value, tuple):
+            changed[name] = tuple(placed(where, item) for item in value)
+        elif where and isinstance(value, dict):
+            changed[name] = {placed(where, key): item for key, item in value.items()}
+    return table.derived(**changed) if changed else table
+
+
+def as_toml(value: object) -> str:
+    """Return a value in a message: as TOML writes it, cut where it is long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def say(info: ValidationInfo, text: str) -> None:
@@ -230,6 +299,15 @@ TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
+
+def _whole_import_path(name: str) -> str:
+    if is_import_path(name) and not all(name.rpartition(":")[::2]):
+        raise ValueError(f"{name!r} is no import path; write module:thing or path/file.py:thing")
+    return name
+
+
+Thing = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
+"""A name of ours, or a user's own `module:thing` or `path/file.py:thing`; a field of it is marked `Where.CODE`."""
 
 Names = Annotated[
     tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)

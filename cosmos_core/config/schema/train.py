@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import algorithm_of, kinds
+from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, kinds
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -30,10 +31,16 @@ from cosmos_core.config.schema.table import (
     Strings,
     Table,
     Unit,
+    Where,
+    as_toml,
     no_effect,
     planned,
     say,
 )
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.recipe import Recipe
+    from cosmos_core.types import StageKind
 
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
@@ -51,9 +58,6 @@ AlgorithmTable = Annotated[
 
 class TrainConfig(Table):
     """`[train]`"""
-
-    train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
-    """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
 
     epoch: Annotated[PositiveInt, Unit("epochs")] = 1
     """Passes over the data."""
@@ -151,12 +155,14 @@ class TrainConfig(Table):
 
     sync_weight_interval: Annotated[Steps, _SYNC] = 1
     """Weights go to the rollout engines every N steps."""
+    train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
+    """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
     coalesce_weight_sync: Annotated[bool, _SYNC, LATER] = False
     """Skip a transfer while one is on its way."""
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
-    resume: Annotated[bool | str, NoResult] = False
+    resume: Annotated[bool | str, NoResult, Where.PATH] = False
     """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
     this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes
     on with `cosmos resume`."""
@@ -169,10 +175,52 @@ class TrainConfig(Table):
     timestamp: Annotated[str, NoResult] = ""
     """Run id; empty: the local time as YYYYmmddHHMMSS."""
 
+    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if isinstance(self.optm_lr, tuple):
+            yield f"train.optm_lr = {as_toml(self.optm_lr)}: a model is one part here; give rates by module path"
+        if isinstance(self.optm_impl, tuple):
+            yield f"train.optm_impl = {as_toml(self.optm_impl)}: this version has one optimizer; give one name"
+        if self.optm_name.endswith("8bit") and recipe.policy.parallelism.world_size > 1:
+            yield f"train.optm_name = {self.optm_name!r}: this version has 8-bit moments on one rank alone; use 'AdamW'"
+        if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
+            yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
+        if self.train_policy.rows == "pairs" and recipe.validation.reward_function:
+            yield "validation.reward_function: the held-out rows are pairs, and nothing is generated; leave it out"
+
     @field_validator("seed")
     @classmethod
     def _seed_is_not_negative(cls, seed: int | None) -> int:
         return DEFAULT_SEED if seed is None or seed < 0 else seed
+
+    @field_validator("transfer_dtype")
+    @classmethod
+    def _as_trained(cls, dtype: DType | None, info: ValidationInfo) -> DType | None:
+        return info.data.get("master_dtype") if dtype is None else dtype
+
+    @field_validator("train_policy")
+    @classmethod
+    def _fitted(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
+        """What the batch and the transfer of weights make of it."""
+        batch, interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
+        if batch and "mini_batch" not in policy.model_fields_set:
+            policy = policy.derived(mini_batch=math.gcd(batch, policy.mini_batch))
+        if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < interval:
+            say(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {interval - 1}, "
+                f"which is sync_weight_interval - 1")  # fmt: skip
+            policy = policy.derived(allowed_outdated_steps=interval - 1)
+        return policy
+
+    @field_validator("coalesce_weight_sync")
+    @classmethod
+    def _may_be_outdated(cls, is_joined: bool, info: ValidationInfo) -> bool:
+        policy = info.data.get("train_policy")
+        if not is_joined or not isinstance(policy, RlConfig):
+            return is_joined
+        if policy.on_policy or not policy.allowed_outdated_steps:
+            say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
+            return False
+        return True
 
     @field_validator("resume")
     @classmethod
@@ -236,13 +284,16 @@ class TrainConfig(Table):
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainConfig:
         policy = self.train_policy
-        if self.train_batch_per_replica % policy.mini_batch and "mini_batch" not in policy.model_fields_set:
-            policy = policy.derived(mini_batch=math.gcd(self.train_batch_per_replica, policy.mini_batch))
-            self.settle(train_policy=policy)
         if self.train_batch_per_replica % policy.mini_batch:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
                 f"train_policy.mini_batch = {policy.mini_batch}"
+            )
+        optimize = policy.batch_size_per_optimize if isinstance(policy, RlConfig) else None
+        if optimize is not None and self.train_batch_per_replica % optimize:
+            raise ValueError(
+                f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
+                f"train_policy.batch_size_per_optimize = {optimize}"
             )
         if self.optm_impl == "fused" and self.master_dtype == "float16":
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
@@ -256,26 +307,13 @@ class TrainConfig(Table):
         return self
 
     @model_validator(mode="after")
-    def _weight_sync(self, info: ValidationInfo) -> TrainConfig:
-        if self.transfer_dtype is None:
-            self.settle(transfer_dtype=self.master_dtype)
+    def _weight_sync(self) -> TrainConfig:
         policy = self.train_policy
-        if not isinstance(policy, RlConfig):
-            return self
-        if policy.on_policy and self.sync_weight_interval != 1:
+        if isinstance(policy, RlConfig) and policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(
                 f"train_policy.on_policy = true needs sync_weight_interval = 1, not {self.sync_weight_interval}: "
                 f"rollouts of older weights are off-policy"
             )
-        if policy.allowed_outdated_steps + 1 < self.sync_weight_interval:
-            steps = self.sync_weight_interval - 1
-            say(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {steps}, which is "
-                f"sync_weight_interval - 1")  # fmt: skip
-            policy = policy.derived(allowed_outdated_steps=steps)
-            self.settle(train_policy=policy)
-        if self.coalesce_weight_sync and (policy.on_policy or not policy.allowed_outdated_steps):
-            say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
-            self.settle(coalesce_weight_sync=False)
         return self
 
 
