@@ -14,11 +14,12 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, CosmosError
 
 
 def is_import_path(name: str) -> bool:
@@ -63,6 +64,37 @@ def offered_names(folder: str, suffix: str = "") -> list[str]:
 def class_name(module: str) -> str:
     """Return `SomeName` of `some_name`."""
     return module.title().replace("_", "")
+
+
+def load_named(name: str, folder: str, suffix: str) -> Any:
+    """Return the class `SomeNameSuffix` of `some_name.py` in a folder of ours, or what a user's import path names.
+
+    Raises:
+        ConfigError: there is none, or a user's file cannot be imported.
+    """
+    if is_import_path(name):
+        return import_user_code(name)
+    if name not in (known := offered_names(folder, suffix)):
+        raise ConfigError(f"there is no {name!r}{suggestion(name, known)}")
+    return import_thing(f"{folder}.{name}:{class_name(name)}{suffix}")
+
+
+def import_user_code(path: str) -> Any:
+    """Return what an import path names; code that cannot even be imported is its author's mistake, not a crash.
+
+    Raises:
+        ConfigError: it is not there, or its file raised; the message says where.
+    """
+    try:
+        return import_thing(path)
+    except CosmosError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = (
+            f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
+        )
+        raise ConfigError(f"{path!r} cannot be imported: {type(error).__name__}: {error} ({where})") from error
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -122,5 +154,9 @@ def _module_from_file(file: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # half a module must not be found by the next who asks
+            del sys.modules[name]
+            raise
     return sys.modules[name]

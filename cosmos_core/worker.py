@@ -18,20 +18,27 @@ import threading
 import tomllib
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
+from cosmos_core.facts import measure
 from cosmos_core.observe.logs import configure
-from cosmos_core.observe.sinks import attached
-from cosmos_core.registry import import_thing
+from cosmos_core.observe.sinks.base import attached
+from cosmos_core.registry import import_user_code
 from cosmos_core.run.files import write_json
+from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
+
+FACTS = "facts.json"
+"""What each rank found where it ran, in their order; the report shows it."""
 
 
 def main() -> int:
@@ -70,6 +77,7 @@ def run_program(stage: Stage) -> None:
         group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)
         outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)
     else:
+        write_json(stage.path / FACTS, [asdict(measure(LIBRARIES))])
         with attached(stage):
             outcome = program(stage, **stage.config.arguments)
     commit(
@@ -78,7 +86,9 @@ def run_program(stage: Stage) -> None:
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event) -> Outcome:
-    """The program of a stage on one rank of a group; the first one says and writes what is said and written once."""
+    """Run the program of a stage on one rank of a group; the first says and writes what is said and written once."""
+    import torch.distributed as dist
+
     from cosmos_core.parallel.mesh import is_first
 
     configure("INFO" if is_first() else "WARNING")
@@ -89,7 +99,10 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
         stage.stop_requested = True
 
     threading.Thread(target=listen, daemon=True).start()
+    facts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, asdict(measure(LIBRARIES)))
     if is_first():
+        write_json(path / FACTS, facts)
         with attached(stage):
             return program(stage, **stage.config.arguments)
     with tempfile.TemporaryDirectory() as scratch:
@@ -99,24 +112,15 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
 
 
 def _program(entry: str) -> Callable[..., Outcome]:
-    """The function that a stage runs; code that cannot even be imported is its author's mistake, not a crash."""
-    try:
-        program: Callable[..., Outcome] = import_thing(entry)
-    except CosmosError:
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = (
-            f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{place.filename}:{place.lineno}"
-        )
-        raise ConfigError(f"{entry!r} cannot be imported: {type(error).__name__}: {error} ({where})") from error
+    """Return the function that a stage runs."""
+    program: Callable[..., Outcome] = import_user_code(entry)
     if not callable(program):
         raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
     return program
 
 
 def _keep_locks_from_children() -> None:
-    """The locks belong to this process and its launcher; a child that outlived both must not hold them."""
+    """Keep the locks to this process and its launcher: a child that outlived both must not hold them."""
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
 

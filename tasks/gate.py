@@ -6,7 +6,7 @@ from cosmos_core.config.conditions import Condition, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
-from cosmos_core.upload.base import target_of
+from cosmos_core.upload.base import open_target
 
 KIND = StageKind(
     name="gate",
@@ -27,7 +27,7 @@ def run(stage: Stage) -> Outcome:
         ConfigError: a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    record = target_of(stage.config.target).published() if stage.config.target else None
+    record = open_target(stage.config.target).published() if stage.config.target else None
     published: dict[str, float] = (record or {}).get("metrics", {})
     report: list[JsonValue] = []
     failed = []

@@ -50,6 +50,7 @@ _MAX_BACKOFF_SECONDS = 60.0
 _RETRIES = 100_000  # Prefect's own count never decides
 
 
+@worker.stoppable()
 def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
     """Bring stages, in topological order, to their results, independent ones in parallel; return the flow's state.
 

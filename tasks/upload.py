@@ -9,7 +9,7 @@ from cosmos_core.run.files import files_below, sha256
 from cosmos_core.run.manifest import problem, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import target_of
+from cosmos_core.upload.base import open_target
 
 KIND = StageKind(
     name="upload",
@@ -50,5 +50,5 @@ def run(stage: Stage) -> Outcome:
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
         "files": {str(file.relative_to(folder)): sha256(file) for file in files_below(folder)},
     }
-    published = target_of(stage.config.target).publish(folder, version, record)
+    published = open_target(stage.config.target).publish(folder, version, record)
     return Outcome(metrics=metrics, info={"model": published, "published": published})

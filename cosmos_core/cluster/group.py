@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from cosmos_core.errors import CosmosError, StageFailed
+from cosmos_core.cluster.facts import variables_of_ranks
+from cosmos_core.errors import ConfigError, CosmosError, StageFailed
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,13 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """`size` ranks on the accelerators there are, or on CPU with gloo."""
+    """A group of `size` ranks on the accelerators there are, or on CPU with gloo."""
 
     size: int
     launcher: Literal["ray", "local"] = "ray"
 
     def run(self, program: Program, should_stop: Callable[[], bool] = lambda: False) -> Any:
-        """What `program` returns on the first rank; the other ranks' answers are dropped.
+        """Return what `program` returns on the first rank; the other ranks' outcomes are dropped.
 
         Raises:
             CosmosError: the first that any rank raised.
@@ -50,8 +51,8 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one rank is."""
+class Rendezvous:
+    """Where one rank meets the others, and as which."""
 
     rank: int
     size: int
@@ -63,50 +64,50 @@ class Place:
 
 
 @contextmanager
-def process_group(place: Place) -> Iterator[None]:
-    """A process group over all ranks, for as long as the block runs."""
+def process_group(rendezvous: Rendezvous) -> Iterator[None]:
+    """Open a process group over all ranks for as long as the block runs."""
     os.environ |= {
-        "RANK": str(place.rank), "WORLD_SIZE": str(place.size), "LOCAL_RANK": str(place.device),
-        "MASTER_ADDR": place.address, "MASTER_PORT": str(place.port),
+        "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": str(rendezvous.device),
+        "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(place.device)
+        torch.cuda.set_device(rendezvous.device)
         backend = "cpu:gloo,cuda:nccl"
-    store = dist.TCPStore(place.address, place.port, place.size)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
+    store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
+    dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
     dist.destroy_process_group()  # not after an error: the others would fail of that before ours is told
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:
-    """Where ranks meet, at a port that is held from now on; `address` is this machine's."""
+    """Return where ranks meet, at a port that is held from now on; `address` is this machine's."""
     return dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False)
 
 
-def _answer(program: Program, stop: threading.Event, place: Place) -> tuple[bool, Any]:
+def _outcome(program: Program, stop: threading.Event, rendezvous: Rendezvous) -> tuple[bool, Any]:
     """Run the program as one rank: True and its value, or False and its error."""
     try:
-        with process_group(place):
+        with process_group(rendezvous):
             value = program(stop)
     except Exception as error:  # noqa: BLE001 - the edge of a process: whatever it is has to reach the other side
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            error = StageFailed(f"rank {place.rank}: {type(error).__name__}: {error}")
+            error = StageFailed(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
-    return True, value if place.rank == 0 else None
+    return True, value if rendezvous.rank == 0 else None
 
 
-def _local_main(pipe: Connection, program: Program, place: Place) -> None:
+def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous) -> None:
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    pipe.send(_answer(program, stop, place))
+    pipe.send(_outcome(program, stop, rendezvous))
 
 
 def _listen(pipe: Connection, stop: threading.Event) -> None:
     try:
         pipe.recv()
-    except EOFError:  # the other side is gone, and nobody waits for an answer
+    except EOFError:  # the other side is gone, and nobody waits for it
         os._exit(1)
     stop.set()
 
@@ -116,41 +117,41 @@ def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        place = Place(rank, size, "127.0.0.1", store.port, rank)
-        process = context.Process(target=_local_main, args=(theirs, program, place))
+        rendezvous = Rendezvous(rank, size, "127.0.0.1", store.port, rank)
+        process = context.Process(target=_local_main, args=(theirs, program, rendezvous))
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    answers: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
     asked = False
     try:
-        while len(answers) < size:
+        while len(outcomes) < size:
             if should_stop() and not asked:
                 asked = True
                 for pipe in pipes:
                     pipe.send("stop")
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers], _POLL_SECONDS)
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], _POLL_SECONDS)
             for rank in [rank for rank, pipe in enumerate(pipes) if pipe in ready]:
-                answers[rank] = _value(_received(pipes[rank], rank))
-        return answers[0]
+                outcomes[rank] = _value(_received(pipes[rank], rank))
+        return outcomes[0]
     finally:
         for process in processes:
-            process.join(5 if len(answers) == size else 0)
+            process.join(5 if len(outcomes) == size else 0)
             process.kill()
             process.join()
 
 
 def _received(pipe: Connection, rank: int) -> tuple[bool, Any]:
     try:
-        answer: tuple[bool, Any] = pipe.recv()
+        outcome: tuple[bool, Any] = pipe.recv()
     except (EOFError, ConnectionResetError):
         return False, StageFailed(f"rank {rank} died")
-    return answer
+    return outcome
 
 
-def _value(answer: tuple[bool, Any]) -> Any:
-    done, value = answer
+def _value(outcome: tuple[bool, Any]) -> Any:
+    done, value = outcome
     if not done:
         raise value
     return value
@@ -162,9 +163,9 @@ class _Member:
     def __init__(self) -> None:
         self._stop = threading.Event()
 
-    def run(self, program: Program, place: Place) -> tuple[bool, Any]:
-        """The program's answer on this rank."""
-        return _answer(program, self._stop, place)
+    def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
+        """Return what the program returned or raised on this rank."""
+        return _outcome(program, self._stop, rendezvous)
 
     def stop(self) -> None:
         """Ask the program to stop."""
@@ -177,17 +178,18 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    gpus = 1 if torch.cuda.is_available() else 0
     on_stop = signal.getsignal(signal.SIGTERM)
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": _variables()})
+        ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
+        num_gpus = size if torch.cuda.is_available() else 0
         ray.init(
-            address="local", num_cpus=size, num_gpus=size * gpus, include_dashboard=False,
+            address="local", num_cpus=size, num_gpus=num_gpus, include_dashboard=False,
             logging_level=logging.WARNING, object_store_memory=128 << 20, log_to_driver=True,
         )  # fmt: skip
     signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
     try:
+        gpus = _gpus_per_rank(ray, size)
         group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="PACK")
         ray.get(group.ready())
         remote: Any = ray.remote  # its types know functions alone
@@ -201,12 +203,26 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
         address = ray.util.get_node_ip_address()
         store = open_store(address, size)
         calls = [
-            member.run.remote(program, Place(rank, size, address, store.port, 0))  # Ray shows it one GPU
+            member.run.remote(program, Rendezvous(rank, size, address, store.port, 0))  # Ray shows it one GPU
             for rank, member in enumerate(members)
         ]
         return _followed(ray, members, calls, should_stop)
     finally:
         ray.shutdown()
+
+
+def _gpus_per_rank(ray: Any, size: int) -> int:
+    """Return 1 where the cluster has GPUs, else 0; the machine that this process is on may have none or others.
+
+    Raises:
+        ConfigError: it has too few, and Ray would wait for more without end.
+    """
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < there < size:
+        raise ConfigError(
+            f"the mesh takes {size} GPUs, of {there} that the Ray cluster has; make policy.parallelism smaller"
+        )
+    return min(there, 1)
 
 
 def _followed(ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool]) -> Any:
@@ -223,9 +239,3 @@ def _followed(ray: Any, members: list[Any], calls: list[Any], should_stop: Calla
                 raise StageFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
             first = value if call is calls[0] else first
     return first
-
-
-def _variables() -> dict[str, str]:
-    """What ranks on other machines need of this process's environment."""
-    names = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_OFFLINE", "PYTHONPATH")
-    return {name: os.environ[name] for name in names if name in os.environ}

@@ -24,8 +24,9 @@ from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Where, with_places
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.target import absolute_target
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import is_import_path, suggestion
+from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
 
 STAGE_PREFIX = "stage:"
@@ -378,8 +379,8 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
         return str(found.resolve()) if found else text
 
     def placed(where: Where, text: str) -> str:
-        if where is Where.PUBLISHED and text and not is_import_path(text.removeprefix("file://")):
-            return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+        if where is Where.PUBLISHED:
+            return absolute_target(text, absolute)
         file, colon, thing = text.rpartition(":")
         if where is not Where.PATH and file.endswith(".py"):
             return f"{absolute(file)}{colon}{thing}"

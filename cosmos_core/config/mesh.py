@@ -7,7 +7,6 @@ is not checked here.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
@@ -18,6 +17,7 @@ from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
+from cosmos_core.facts import facts_of_workers
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -65,12 +65,12 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with dp_shard_size = -1 of such stages as a number: what the other sizes leave of
-    `pipeline.gpus`, or of the GPUs of this machine; without GPUs it stays, and means 1.
+    `pipeline.gpus`, or of the GPUs where the stages will run; without GPUs it stays, and means 1.
 
     Raises:
         ConfigError: the other sizes do not divide that.
     """
-    gpus = pipeline.config.gpus or visible_gpus()
+    gpus = pipeline.config.gpus or _gpus_of_workers(pipeline)
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
         if pipeline.kind_of(stage).has_mesh:
@@ -81,13 +81,12 @@ def on_these_gpus(pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, recipes=recipes)
 
 
-def visible_gpus() -> int | None:
-    """Return how many there are, without importing torch: the driver's own list; None: no GPU."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in {"", "-1"}]) or None
-    cards = Path("/proc/driver/nvidia/gpus")
-    return len(list(cards.iterdir())) or None if cards.is_dir() else None
+def _gpus_of_workers(pipeline: Pipeline) -> int | None:
+    """Return how many GPUs the machine or cluster has that will run the stages; None: none, or nobody has to know."""
+    meshes = [pipeline.recipes[s.name].policy.parallelism for s in pipeline.stages if pipeline.kind_of(s).has_mesh]
+    if all(mesh.dp_shard_size != -1 for mesh in meshes):
+        return None
+    return len(facts_of_workers(python=pipeline.config.python, is_group=True).gpus) or None
 
 
 def filled(recipe: Recipe, gpus: int | None) -> Recipe:

@@ -13,7 +13,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.launch.worker import Launch, run
+from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.fingerprint import threads
 from cosmos_core.run.manifest import Result
 
@@ -47,7 +47,7 @@ def look(
     data: str = "",
     recipe: Recipe | None = None,
 ) -> Result:
-    """What a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
+    """Return what a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
@@ -63,7 +63,7 @@ def look(
         "stage": stage.model_dump(),
         "recipe": recipe.model_dump(),
     }
-    with tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
+    with stoppable(), tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
         (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
@@ -78,7 +78,7 @@ def look(
 
 
 def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
-    """The stage that has to run before this one can be looked at; prepared rows are looked at where they are made."""
+    """Return the stage that has to run before this one can be looked at; rows are looked at where they are made."""
     model = source_of(stage.model)
     data = source_of(stage.data)
     if data and pipeline.kind_of(pipeline.stage(data)).makes == "data":

@@ -60,7 +60,7 @@ class Child:
         self.started = start_time(self.pid)
 
     def poll(self) -> int | None:
-        """Exit code of the command, or None while it runs. Cleans up when the supervisor itself was killed."""
+        """Return the exit code of the command, or None while it runs; clean up after a killed supervisor."""
         code = self._process.poll()
         if code is not None and self._writer >= 0:
             os.close(self._writer)
@@ -69,18 +69,18 @@ class Child:
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self) -> None:
-        """SIGTERM to the command; the supervisor adds SIGKILL after the grace."""
+        """Send SIGTERM to the command; the supervisor adds SIGKILL after the grace."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to everything of it, now."""
+        """Send SIGKILL to all of its processes."""
         kill_marked(self.attempt)
         self._process.wait()
         self.poll()
 
     def wait(self) -> int:
-        """Block until the end; the exit code."""
+        """Wait for the end; return the exit code."""
         self._process.wait()
         code = self.poll()
         assert code is not None

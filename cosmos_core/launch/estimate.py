@@ -1,6 +1,6 @@
 """`cosmos plan --estimate`: parameters, memory per GPU, tokens, steps and GPUs of every training stage, before a run.
 
-The figures come from workers (`cosmos_core.train.estimate`). Here: which model and rows a stage will see; a table.
+The estimates come from workers (`cosmos_core.train.estimate`). Here: which model and rows a stage will see; a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Found = dict[str, Any] | str
 
 
 def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, Found]]:
-    """Each training stage in turn: its name and what it will need. `decisions` say what is made already.
+    """Look at each training stage in turn; give its name and what it will need. `decisions` say what is made already.
 
     Raises:
         ConfigError, DataError, ModelError: the first mistake.
@@ -47,7 +47,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
 
 
 def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
-    """The estimates as a table, with what is unknown, and why, below it; `gpus` by stage."""
+    """Return the estimates as a table, with what is unknown, and why, below it; `gpus` by stage."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
     for column in ("weights", "gradients", "optimizer", "activations", "peak", "rollout"):
@@ -94,7 +94,7 @@ def _gib(size: int | None) -> str:
 
 
 def _short(count: int) -> str:
-    """8,190,735,360 as 8.19B."""
+    """Return a count in short: 8,190,735,360 as 8.19B."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if count >= limit:
             return f"{count / limit:.2f}{unit}"
@@ -102,7 +102,7 @@ def _short(count: int) -> str:
 
 
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
-    """The model that the stage starts from, or one of the same architecture: training and export do not change it.
+    """Return the model that the stage starts from, or one of its architecture, which training and export do not change.
     Empty: another kind of stage will make it."""
     while (name := source_of(stage.model)) is not None:
         if made := _made(stage.model, "model", decisions):
@@ -114,7 +114,7 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
 
 
 def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
-    """The folder behind `stage:NAME`, or the folder written there; empty: that stage has not been run."""
+    """Return the folder behind `stage:NAME`, or the folder written there; empty: that stage has not been run."""
     name = source_of(reference)
     if name is None:
         return reference
@@ -125,7 +125,7 @@ def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
 
 
 def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
-    """The stage's recipe with the rows of its `prepare` stage, which may have a recipe of its own."""
+    """Return the stage's recipe with the rows of its `prepare` stage, which may have a recipe of its own."""
     recipe = pipeline.recipes[stage.name]
     prepare = pipeline.stage(source_of(stage.data) or stage.name)
     source = pipeline.recipes[prepare.name]

@@ -7,12 +7,17 @@ gets SIGTERM (time to save a checkpoint), after the grace, at most ten seconds o
 itself is killed, the kernel kills the command. When the command has ended, whatever it left behind is killed, and its
 exit code is passed on (128 + signal number where a signal ended it).
 
-It imports nothing but the standard library: it has to be up before anything can go wrong.
+It is our own because nothing portable ends a whole tree of processes with a parent that was killed: the kernel's
+parent-death signal does not reach grandchildren, and systemd is not in every container.
+
+Until the command runs it imports nothing but the standard library: it has to be up before anything can go wrong, and
+the command must not wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import select
 import signal
@@ -20,8 +25,7 @@ import subprocess
 import sys
 import time
 
-from cosmos_core.launch.processes import ATTEMPT, die_with_parent, kill_marked
-
+_PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
 _ORPHAN_GRACE_SECONDS = 10.0  # nobody waits any more, and the next attempt wants the machine
 
@@ -44,6 +48,8 @@ class Supervisor:
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
+        from cosmos_core.launch.processes import ATTEMPT, kill_marked
+
         if self.kill_at is not None:  # asked to stop before there was anything to stop
             self.child.terminate()
         while self.child.poll() is None:
@@ -76,8 +82,15 @@ class Supervisor:
             self.stop()
 
 
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends. Call in a fresh child whose parent's only thread started it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request was made
+        os._exit(1)
+
+
 def main() -> int:
-    """Command line of the supervisor."""
+    """Run the command line of the supervisor."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)

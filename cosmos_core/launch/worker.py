@@ -20,6 +20,7 @@ from typing import Any
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import is_alive, kill_marked, start_time
+from cosmos_core.observe.tail import Tail
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.progress import PHASE_SECONDS
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 LOCK_DESCRIPTORS = "COSMOS_LOCK_DESCRIPTORS"
 _POLL_SECONDS = 0.1
 _STATE_SECONDS = 2.0
-_MAX_LINES_A_SECOND = 10
+_MAX_LINES_PER_SECOND = 10
 
 
 class _Live:
@@ -39,7 +40,20 @@ class _Live:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: set[Child] = set()
+        self._num_runs = 0
         self.stopping = threading.Event()
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        with self._lock:
+            if self._num_runs == 0:  # at the beginning of a run: what is left of a cancelled one shall still see it
+                self.stopping.clear()
+            self._num_runs += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_runs -= 1
 
     @contextmanager
     def following(self, child: Child) -> Iterator[None]:
@@ -63,13 +77,20 @@ class _Live:
 _live = _Live()
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
+    with _live.stoppable():
+        yield
+
+
 def stop_all() -> None:
-    """Ask every worker of this process to save and end; new ones are not started."""
+    """Ask every worker of this process to save and end; this run starts no new ones."""
     _live.stop_all()
 
 
 def is_stopping() -> bool:
-    """Whether `stop_all` was called."""
+    """Return whether `stop_all` was called."""
     return _live.stopping.is_set()
 
 
@@ -81,7 +102,7 @@ def sleep_unless_stopping(seconds: float) -> None:
 
 @dataclass
 class Launch:
-    """How one attempt of a stage is to be run."""
+    """How to run one attempt of a stage."""
 
     stage_path: Path
     python: str = ""
@@ -96,7 +117,7 @@ class Launch:
 
 
 def run(launch: Launch) -> Result:
-    """Run one attempt to its end; the manifest that it committed.
+    """Run one attempt to its end; return the manifest that it committed.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
@@ -136,7 +157,7 @@ def run(launch: Launch) -> Result:
 
 
 def reap(stage_path: Path) -> bool:
-    """End what a dead launcher left of an earlier attempt; False when that launcher is alive and owns the stage."""
+    """End what a dead launcher left of an earlier attempt; return False when that launcher is alive."""
     state = read_state(stage_path)
     if is_alive(state.get("launcher_pid"), state.get("launcher_started")) and state.get("launcher_pid") != os.getpid():
         return False
@@ -163,10 +184,10 @@ def _environment(launch: Launch) -> dict[str, str]:
 
 
 def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
-    """Wait for the end; (exit code, why we ended it ourselves or empty)."""
+    """Wait for the end; return the exit code, and why we ended it ourselves or an empty string."""
     reason = ""
-    began_monotonic = time.monotonic()
-    lines = _NewLines(log)
+    began = time.monotonic()
+    lines, pulse = _LogLines(log), _Pulse()
     last_state = 0.0
     while (code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
@@ -174,28 +195,46 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
         progress = read_json(launch.stage_path / "progress.json")
         if isinstance(progress, dict):
             _tell(launch.on_progress, progress)
-        silent, deadline, phase = _silence(progress, began_monotonic)
-        if silent > deadline and not reason:
-            reason = f"no sign of life for {silent:.0f} s in phase {phase!r}: it hangs"
+            pulse.feel(progress)
+        if pulse.has_stopped() and not reason:
+            reason = f"no sign of life for {pulse.silent_seconds:.0f} s in phase {pulse.phase!r}: it hangs"
             child.kill()
-        if launch.timeout_seconds and time.monotonic() - began_monotonic > launch.timeout_seconds and not reason:
+        if launch.timeout_seconds and time.monotonic() - began > launch.timeout_seconds and not reason:
             reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
             child.stop()
-        if time.time() - last_state > _STATE_SECONDS:
-            last_state = time.time()
+        if time.monotonic() - last_state > _STATE_SECONDS:
+            last_state = time.monotonic()
             _tell(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
-    lines.forward(launch.on_line, everything=True)
+    lines.forward(launch.on_line, is_last=True)
     return code, reason
 
 
-def _silence(progress: Any, began: float) -> tuple[float, float, str]:
-    """Seconds since the worker's last sign of life, what its phase allows, and the phase.
+class _Pulse:
+    """How long a worker has been silent, on this process's clock: any change of its progress is a sign of life.
 
-    By the monotonic clock, which all processes of a machine share: a step of the wall clock is no hang.
+    The worker's clocks are never read: it may run on another machine, and its wall clock may step.
     """
-    if not isinstance(progress, dict):
-        return time.monotonic() - began, PHASE_SECONDS["start"], "start"
-    return time.monotonic() - progress["alive"], progress["deadline_seconds"], progress["phase"]
+
+    def __init__(self) -> None:
+        self.phase = "start"
+        self._deadline_seconds: float = PHASE_SECONDS["start"]
+        self._seen: dict[str, Any] = {}
+        self._since = time.monotonic()
+
+    def feel(self, progress: dict[str, Any]) -> None:
+        """Take what `progress.json` says now."""
+        if progress != self._seen:
+            self._seen, self._since = progress, time.monotonic()
+            self.phase, self._deadline_seconds = progress["phase"], progress["deadline_seconds"]
+
+    @property
+    def silent_seconds(self) -> float:
+        """Return seconds since the last change."""
+        return time.monotonic() - self._since
+
+    def has_stopped(self) -> bool:
+        """Return whether the silence is longer than the phase allows."""
+        return self.silent_seconds > self._deadline_seconds
 
 
 def _tell(receiver: Callable[[Any], object], value: Any) -> None:
@@ -207,7 +246,7 @@ def _tell(receiver: Callable[[Any], object], value: Any) -> None:
 
 
 def _position(path: Path) -> dict[str, Any]:
-    """What the worker last said of itself, for `state.json`."""
+    """Return what the worker last said of itself, for `state.json`."""
     progress = read_json(path / "progress.json")
     if not isinstance(progress, dict):
         return {}
@@ -237,31 +276,20 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
     raise StageFailed(message or f"stage {path.name!r} crashed ({ended}); log: {log}")
 
 
-class _NewLines:
+class _LogLines:
     """Lines appended to a log since the last look, at a bounded rate: what is skipped stays in the file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._rest = ""
-        self._allowance = float(_MAX_LINES_A_SECOND)
+        self._tail = Tail(path)
+        self._allowance = float(_MAX_LINES_PER_SECOND)
         self._last = time.monotonic()
 
-    def forward(self, receiver: Callable[[str], None], *, everything: bool = False) -> None:
+    def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
+        """Pass the new lines on."""
         now = time.monotonic()
-        self._allowance = min(_MAX_LINES_A_SECOND, self._allowance + (now - self._last) * _MAX_LINES_A_SECOND)
+        self._allowance = min(_MAX_LINES_PER_SECOND, self._allowance + (now - self._last) * _MAX_LINES_PER_SECOND)
         self._last = now
-        try:
-            with open(self._path, encoding="utf-8", errors="replace") as file:
-                file.seek(self._offset)
-                text = self._rest + file.read()
-                self._offset = file.tell()
-        except FileNotFoundError:
-            return
-        *lines, self._rest = text.split("\n")
-        if everything and self._rest:
-            lines.append(self._rest)
-        for line in filter(None, lines):
+        for line in filter(None, self._tail.lines(is_last=is_last)):
             if self._allowance >= 1:
                 self._allowance -= 1
                 _tell(receiver, line)

@@ -122,7 +122,7 @@ class Display:
         words = [line.state] if has_changed else []
         if line.state in {"waiting", "reused"} or (has_changed and line.state in _ACTIVE):
             return words
-        words += [part for part in (_phase(line), _steps(line), *_figures(line)) if part]
+        words += [part for part in (_phase(line), _steps(line), *_numbers(line)) if part]
         if line.state in _ACTIVE:
             eta = _eta_seconds(line)
             return [*words, f"eta {wording.duration(eta)}"] if eta is not None else words
@@ -149,19 +149,19 @@ class Display:
                     Text(_phase(line) or line.state if line.state == "running" else line.state, style=style),
                     bar,
                     _steps(line).removeprefix("step "),
-                    Text("  ".join(_figures(line))),
+                    Text("  ".join(_numbers(line))),
                     Text(clock if elapsed is not None else "", style="dim"),
                 )
         return table
 
 
 def summary_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """The end of a run: each stage with state, wall time and key metrics; `rows` as `record.rows` makes them."""
+    """Return the table at the end of a run: each stage with state, time and metrics; `rows` are those of `record`."""
     return _make_table(rows, title, {"stage": _name, "state": _state, "time": _time, "metrics": _metrics})
 
 
 def status_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """`cosmos status`: stage, kind, state, attempt, step, time, metrics (`rows` as `record.rows` makes them)."""
+    """Return the table of `cosmos status`: stage, kind, state, attempt, step, time, metrics; `rows` as there."""
     columns: dict[str, Callable[[dict[str, Any]], str | Text]] = {
         "stage": _name,
         "kind": lambda row: str(row.get("kind", "")),
@@ -221,8 +221,8 @@ def _make_table(
 ) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
-        is_figure = name in {"attempt", "step", "time"}
-        table.add_column(name, justify="right" if is_figure else "left", header_style="dim", no_wrap=name != "metrics")
+        is_number = name in {"attempt", "step", "time"}
+        table.add_column(name, justify="right" if is_number else "left", header_style="dim", no_wrap=name != "metrics")
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
@@ -267,11 +267,11 @@ def _steps(line: _Line) -> str:
     return f"step {ratio}" if ratio else ""
 
 
-def _figures(line: _Line) -> list[str]:
+def _numbers(line: _Line) -> list[str]:
     metrics = line.progress.get("metrics") or {}
     found, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
-    figures = [f"{found[0]} {wording.number(found[1])}"] if found else []
-    return [*figures, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in _ACTIVE else figures
+    numbers = [f"{found[0]} {wording.number(found[1])}"] if found else []
+    return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in _ACTIVE else numbers
 
 
 def _bar(line: _Line, width: int, now: float) -> ProgressBar:
@@ -293,7 +293,7 @@ def _set_anchor(line: _Line) -> None:
 
 
 def _eta_seconds(line: _Line) -> float | None:
-    """Seconds to the last step at the pace since the first step that was seen; None: not known yet."""
+    """Return seconds to the last step at the pace since the first step that was seen; None: not known yet."""
     step, total, heartbeat = (line.progress.get(key) for key in ("step", "total", "heartbeat"))
     if line.anchor is None or not step or not total or not heartbeat:
         return None

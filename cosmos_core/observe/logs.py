@@ -57,7 +57,7 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
 
 
 def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `env` with `NO_PHONE_HOME` added; what the user has set stays."""
+    """Return a copy of `env` with `NO_PHONE_HOME` added; what the user has set stays."""
     return {**NO_PHONE_HOME, **env}
 
 
@@ -73,7 +73,7 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:
-        """Where the next record goes."""
+        """Return where the next record goes."""
         return sys.stderr if self._given is None else self._given
 
 

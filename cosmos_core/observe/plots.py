@@ -1,7 +1,7 @@
 """Curves of `metrics.jsonl`, drawn by matplotlib: a PNG for Prefect's artifacts, SVG for the report.
 
-One panel a family of metrics (`train/loss` and `validation/loss` share one), x is the step. Which metrics there are
-is read from the lines; nothing here knows an algorithm.
+One panel for each family of metrics (`train/loss` and `validation/loss` share one), x is the step. Which metrics there
+are is read from the lines; nothing here knows an algorithm.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Series = dict[str, tuple[list[float], list[float]]]
 
 
 def curves(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
-    """A PNG with one panel for each family in `keys` that the metrics have; a note where they have none.
+    """Return a PNG with one panel for each family in `keys` that the metrics have; a note where they have none.
 
     `source` is a `metrics.jsonl` or its lines. NaN and infinities leave a gap.
     """
@@ -66,7 +66,7 @@ def curves(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS
 
 
 def curves_svg(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
-    """One `<svg>` a panel, to stand inside an html page; empty when there is nothing to draw.
+    """Return one `<svg>` for each panel, to stand inside an html page; empty when there is nothing to draw.
 
     Colours are the page's CSS variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
     follow its light or dark mode.

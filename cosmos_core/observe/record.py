@@ -37,12 +37,12 @@ class StageRecord:
 
     @property
     def status(self) -> str:
-        """waiting, running, retrying, done, reused, failed or stopped."""
+        """Return `waiting`, `running`, `retrying`, `done`, `reused`, `failed` or `stopped`."""
         return str(self.state["state"])
 
     @property
     def seconds(self) -> float | None:
-        """Wall time from its first attempt to its end, or to now while it runs; None: it did not run here."""
+        """Return the time from its first attempt to its end, or to now while it runs; None: it did not run here."""
         started, ended = self.state.get("started"), self.state.get("ended")
         if not started or self.status in {"waiting", "reused"}:
             return None
@@ -50,33 +50,39 @@ class StageRecord:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Final metrics of a finished stage, else the newest of a running one."""
+        """Return final metrics of a finished stage, else the newest of a running one."""
         return dict(self.result.get("metrics") or self.progress.get("metrics") or {})
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the stage left beside metrics: its model, checks, conditions."""
+        """Return what the stage left beside metrics: its model, checks, conditions."""
         return dict(self.result.get("info") or {})
 
     @cached_property
     def best(self) -> dict[str, Any]:
-        """The best step by validation so far: `step`, `metric`, `value`; empty: none was validated."""
+        """Return the best step by validation so far: `step`, `metric`, `value`; empty: none was validated."""
         found = self.info.get("best") or _read_dict(self.path / "best.json")
         return found if isinstance(found, dict) and {"step", "metric", "value"} <= found.keys() else {}
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
-        """Lines of `metrics.jsonl`."""
+        """Return the lines of `metrics.jsonl`."""
         return [line for line in read_metrics(self.path / "metrics.jsonl") if isinstance(line, dict)]
 
     @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return the facts that each rank reported where it ran."""
+        found = read_json(self.path / "facts.json")
+        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+    @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """Lines of `events.jsonl`."""
+        """Return the lines of `events.jsonl`."""
         return _json_lines(self.path / "events.jsonl")
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Lines of `samples.jsonl`."""
+        """Return the lines of `samples.jsonl`."""
         return [line for line in _json_lines(self.path / "samples.jsonl") if "prompt" in line]
 
 
@@ -93,7 +99,8 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """`failed` or `stopped` when a stage is, `done` when all are finished, else `running`; reports do not count."""
+        """Return `failed` or `stopped` when a stage is, `done` when all are finished, else `running`."""
+        # The page that shows the outcome is not a part of it.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "stopped"):
             if state in states:
@@ -102,13 +109,13 @@ class RunRecord:
 
     @property
     def ended(self) -> float:
-        """Unix time of the last thing that happened, or now while something runs or waits to."""
+        """Return the unix time of the last thing that happened, or now while something runs or waits to."""
         ends = [float(stage.state["ended"]) for stage in self.stages if stage.state.get("ended")]
         return max(ends) if ends and self.outcome != "running" else time.time()
 
     @property
     def model(self) -> Path | None:
-        """Folder of the model that the run ends with: the last export, else the last model of any stage."""
+        """Return the folder of the model that the run ends with: the last export, else the last model of any stage."""
         made = [stage for stage in self.stages if isinstance(stage.info.get("model"), str)]
         exports = [stage for stage in made if stage.kind.makes == "model" and not stage.kind.trains] or made
         return exports[-1].path / exports[-1].info["model"] if exports else None
@@ -130,7 +137,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def rows(run: RunRecord) -> list[dict[str, Any]]:
-    """One dict a stage for the tables of `console`: name, kind, state, position, seconds, metrics, best step."""
+    """Return a dict for each stage for the tables of `console`: name, kind, state, step, seconds, metrics, best."""
     return [
         {
             "stage": stage.name,
@@ -148,7 +155,7 @@ def rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:
-    """Seconds after `since` (unix time) in which at least one worker ran; parallel stages are not counted twice.
+    """Return seconds after `since` (unix time) in which a worker ran; parallel stages are not counted twice.
 
     A stage with several attempts is taken as one block of its worker seconds: when exactly the pauses fell is not kept.
     """
@@ -169,7 +176,7 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 
 
 def loading_line(model: Path) -> str:
-    """The Python line that loads the model with the public library."""
+    """Return the Python line that loads the model with the public library."""
     loader = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 

@@ -1,159 +1,186 @@
-"""The parts of `report.html` below its head, each a function from the record of a run to html; empty when there is
-nothing to say. The page around them is `report`.
+"""What the report says, as plain values: which stages, prompts, metrics and files; `templates/` has the looks.
+
+Each function takes the record of a run or of one of its stages.
 """
 
 from __future__ import annotations
 
-import json
-import time
+from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from cosmos_core.observe import wording
-from cosmos_core.observe.dag import label
 from cosmos_core.observe.plots import curves_svg
-from cosmos_core.observe.record import RunRecord, StageRecord, loading_line
+from cosmos_core.observe.record import RunRecord, StageRecord, busy_seconds
 
 NUM_PROMPTS = 12
 """Prompts that are shown side by side; the rest is in `samples.jsonl`."""
-_NUM_ROLLOUTS = 4  # of the first and of the last logged step of an rl stage
+_NUM_ROLLOUTS = 4  # of the first and of the last logged step of a stage that trains on rollouts
 _NUM_FILES = 40  # of a stage's outputs
-_MORE_LETTERS = 1200  # of one completion; longer ones are cut
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:
-    """An html table; header (none: no head) and cells are html already, a cell from `<td` on brings its own tag."""
-    head = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr></thead>" if header else ""
-    body = "".join(f"<tr>{''.join(c if c.startswith('<td') else f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="{css}">{head}<tbody>{body}</tbody></table></div>'
-
-
-def section(title: str, body: str, note: str = "") -> str:
-    """A titled part of the page; nothing for an empty body."""
-    hint = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{hint}{body}</section>" if body else ""
-
-
-def badge(state: str, text: str = "") -> str:
-    """A coloured word."""
-    return f'<span class="badge state-{escape(state)}">{escape(text or state)}</span>'
-
-
-def clock(unix: Any) -> str:
-    """Local date and time."""
-    if not isinstance(unix, int | float) or not unix:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix))
+_LOGPROB_DIFFERENCE = "rollout/logprob_difference_max"
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
-    """The stages whose validation figures are compared: those that only measure, else whichever have some."""
+    """Return the stages whose validation metrics are compared: those that only measure, else whichever have some."""
     found = [stage for stage in run.stages if any(key.startswith("validation/") for key in stage.metrics)]
     return [stage for stage in found if stage.kind.makes == "metrics"] or found
 
 
-def before_and_after(run: RunRecord) -> str:
-    """Validation metrics: a column a stage in order, and the change from the first to the last."""
+def cards(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the few values at the top: metrics from the first to the last stage, times, stages that are finished."""
+    shown = []
+    metrics = [wording.table_metrics(stage.metrics) for stage in measured(run)]
+    for name in metrics[-1] if metrics else ():
+        values = [wording.number(each[name]) for each in metrics if name in each]
+        shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
+    differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
+    shown += [("log-prob difference", f"≤ {max(differences):.1e}")] if differences else []
+    started = run.facts.get("started")
+    if isinstance(started, int | float):
+        wall, inside = max(0.0, run.ended - started), busy_seconds(run, started)
+        shown += [
+            ("wall time", wording.duration(wall)),
+            ("inside stage workers", wording.duration(inside)),
+            ("overhead", wording.duration(max(0.0, wall - inside))),
+        ]
+    counted = [stage for stage in run.stages if stage.kind.makes != "page"]
+    finished = sum(stage.status in {"done", "reused"} for stage in counted)
+    return [*shown, ("stages finished", f"{finished} of {len(counted)}")]
+
+
+def comparison(run: RunRecord) -> list[dict[str, Any]]:
+    """Return each validation metric: its value by stage, and the change from the first to the last."""
     stages = measured(run)
     keys = dict.fromkeys(key for stage in stages for key in stage.metrics if key.startswith("validation/"))
     rows = []
     for key in keys:
         values = [stage.metrics.get(key) for stage in stages]
-        cells = [f'<td class="figure">{escape(wording.number(value))}</td>' for value in values]
-        name = f'<td class="key">{escape(key.removeprefix("validation/"))}</td>'
-        rows.append([name, *cells, _change(key, values)] if len(stages) > 1 else [name, *cells])
-    heads = ["metric", *(escape(stage.name) for stage in stages)]
-    table_html = table([*heads, "change"] if len(stages) > 1 else heads, rows, "figures") if rows else ""
-    return section("Before and after", table_html, "Held-out measurements, in the order of the pipeline.")
+        known = [float(value) for value in values if isinstance(value, int | float)]
+        change = known[-1] - known[0] if len(known) > 1 else None
+        verdict = ""
+        if change and wording.is_judged(key):
+            verdict = "better" if (change < 0) == wording.lower_is_better(key) else "worse"
+        shown = "" if change is None else f"{change:+.3f}"
+        rows.append({"name": key.removeprefix("validation/"), "values": values, "change": shown, "verdict": verdict})
+    return rows
 
 
-def samples(run: RunRecord) -> str:
-    """The answers to the same prompts by each validate stage, side by side."""
+def samples(run: RunRecord) -> dict[str, Any]:
+    """Return the completions of the same prompts by each stage that measures, side by side."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
-    answers = [_newest_by_prompt(stage) for stage in stages]
-    everywhere = [prompt for prompt in answers[0] if all(prompt in other for other in answers)] if answers else []
-    prompts = everywhere or list(dict.fromkeys(prompt for other in answers for prompt in other))
+    completions = [_newest_by_prompt(stage) for stage in stages]
+    everywhere = [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
+    prompts = everywhere or list(dict.fromkeys(prompt for each in completions for prompt in each))
     rows = []
     for prompt in prompts[:NUM_PROMPTS]:
-        found = [other.get(prompt) for other in answers]
-        reference = next((str(line["reference"]) for line in found if line and line.get("reference")), "")
-        rows.append([_prompt_cell(prompt, reference), *(_answer_cell(line) for line in found)])
-    shown = f"The first {len(rows)} of {len(prompts)} prompts" if len(prompts) > len(rows) else "All logged prompts"
-    heads = ["prompt", *(escape(stage.name) for stage in stages)]
-    return section("Samples", table(heads, rows, "samples") if rows else "", f"{shown}, in the order of the data.")
+        lines = [each.get(prompt) for each in completions]
+        reference = next((str(line["reference"]) for line in lines if line and line.get("reference")), "")
+        rows.append({"prompt": prompt, "reference": reference, "lines": lines})
+    return {"stages": stages, "rows": rows, "total": len(prompts)}
 
 
-def gates(run: RunRecord) -> str:
-    """Every condition of every gate with what was measured."""
+def gates(run: RunRecord) -> list[tuple[StageRecord, dict[str, Any]]]:
+    """Return every condition of every gate with what was measured."""
+    return [(stage, condition) for stage in run.stages for condition in _dicts(stage.info.get("conditions"))]
+
+
+def lineage(run: RunRecord) -> list[dict[str, Any]]:
+    """Return what each stage was made from and what it made, by digest."""
     rows = []
-    for stage in run.stages:
-        for condition in _dicts(stage.info.get("conditions")):
-            verdict = badge("done", "passed") if condition.get("passed") else badge("failed", "not met")
-            value = escape(wording.number(condition.get("value")))
-            rows.append([escape(stage.name), _code(condition.get("condition", "")), value, verdict])
-    return section("Gates", table(["gate", "condition", "measured", ""], rows) if rows else "")
+    for stage in (stage for stage in run.stages if stage.result):
+        inputs, files = stage.result.get("inputs"), _dicts(stage.result.get("outputs"))
+        made_from = inputs.items() if isinstance(inputs, dict) else ()
+        rows.append({
+            "stage": stage,
+            "reused_from": stage.result.get("reused_from"),
+            "inputs": [(name, entry.get("digest")) for name, entry in made_from if isinstance(entry, dict)],
+            "digest": stage.result.get("digest"),
+            "files": files[:_NUM_FILES],
+            "num_files": len(files),
+            "size": sum(file["size"] for file in files if isinstance(file.get("size"), int)),
+        })  # fmt: skip
+    return rows
 
 
-def model(run: RunRecord) -> str:
-    """Where the exported model is and how it is loaded."""
-    if run.model is None:
-        return ""
-    line = loading_line(run.model).replace("; ", "\n")
-    return section("Model", f'<p class="path">{_code(run.model)}</p><pre>{escape(line)}</pre>')
-
-
-def stages(run: RunRecord) -> str:
-    """One block a stage: times, attempts, metrics, curves, rollouts, events."""
-    return section("Stages", "".join(_stage(stage) for stage in run.stages))
-
-
-def lineage(run: RunRecord) -> str:
-    """What each stage was made from and what it made, by digest."""
-    rows = []
-    for stage in run.stages:
-        result = stage.result
-        if not result:
-            continue
-        inputs = result.get("inputs")
-        parts = [
-            f"{escape(name)} {_digest(entry.get('digest'))}"
-            for name, entry in (inputs.items() if isinstance(inputs, dict) else ())
-            if isinstance(entry, dict)
-        ]
-        reused = result.get("reused_from")
-        origin = f'<div class="note">reused from {_code(reused)}</div>' if reused else ""
-        rows.append([f"{escape(stage.name)}{origin}", "<br>".join(parts) or "–", _outputs(stage)])
-    note = "Inputs and outputs by the first characters of their sha256; result.json of each stage has them in full."
-    return section("Lineage", table(["stage", "made from", "made"], rows, "lineage") if rows else "", note)
-
-
-def setting(run: RunRecord) -> str:
-    """Command, host, commit, seeds and versions."""
+def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
+    """Return command, host, commit, seeds and versions: name, value, and whether it is code."""
     facts = run.facts
     command = facts.get("command")
-    words = " ".join(map(str, command)) if isinstance(command, list) else str(command or "")
-    rows = [
-        ["command", _code(words) if words else ""],
-        ["run directory", _code(run.path)],
-        ["host", escape(str(facts.get("host") or ""))],
-        ["git commit", _code(facts["git_commit"]) if facts.get("git_commit") else ""],
-        ["python", escape(str(facts.get("python") or ""))],
-        ["seeds", escape(_pairs(facts.get("seeds")))],
-        ["versions", escape(_pairs(facts.get("versions")))],
+    return [
+        ("command", " ".join(map(str, command)) if isinstance(command, list) else command, True),
+        ("run directory", run.path, True),
+        ("host", facts.get("host"), False),
+        ("git commit", facts.get("git_commit"), True),
+        ("python", facts.get("python"), False),
+        ("seeds", _pairs(facts.get("seeds")), False),
+        ("versions", _pairs(facts.get("versions")), False),
     ]
-    body = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows if value)
-    return section("How it was run", f'<dl class="facts">{body}</dl>')
 
 
-def _change(key: str, values: Sequence[Any]) -> str:
-    known = [float(value) for value in values if isinstance(value, int | float)]
-    if len(known) < 2:
-        return '<td class="figure"></td>'
-    change = known[-1] - known[0]
-    is_good = (change < 0) == wording.lower_is_better(key)
-    css = "" if change == 0 or not wording.is_judged(key) else " better" if is_good else " worse"
-    return f'<td class="figure{css}">{change:+.3f}</td>'
+def label(stage: StageRecord) -> str:
+    """Return the state as people read it; the report that is being written cannot know its own end."""
+    return "this page" if stage.kind.makes == "page" and stage.status == "running" else stage.status
+
+
+def headline(stage: StageRecord) -> str:
+    """Return the one metric that stands in the title of a stage."""
+    found = wording.key_metrics(stage.metrics, most=1).items()
+    return " ".join(f"{wording.family(key)} {wording.number(value)}" for key, value in found)
+
+
+def times(stage: StageRecord) -> list[tuple[str, str]]:
+    """Return when, how often and where a stage ran; what is not known is left out."""
+    attempt = stage.state["attempt"]
+    pairs = [
+        ("started", wording.clock(stage.state.get("started"))),
+        ("ended", wording.clock(stage.state.get("ended"))),
+        ("wall time", wording.duration(stage.seconds)),
+        ("in the worker", wording.duration(stage.state.get("worker_seconds") or None)),
+        ("attempts", str(attempt) if attempt else ""),
+        ("after", ", ".join(stage.after)),
+        ("on", _machines(stage.ranks)),
+    ]
+    return [(name, value) for name, value in pairs if value not in {"", "–"}]
+
+
+def metrics(stage: StageRecord) -> list[tuple[str, str]]:
+    """Return the metrics of a stage that are not bookkeeping."""
+    return [(key, wording.number(value)) for key, value in wording.key_metrics(stage.metrics, most=100).items()]
+
+
+def info(stage: StageRecord) -> dict[str, Any]:
+    """Return what a stage left beside metrics; the conditions of a gate have a table of their own."""
+    return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
+
+
+def curves(stage: StageRecord) -> str:
+    """Return the curves of a stage as SVG; empty: fewer than two steps were logged."""
+    return curves_svg(stage.curves) if len(stage.curves) > 1 else ""
+
+
+def rollouts(stage: StageRecord) -> list[dict[str, Any]]:
+    """Return a few rollouts of the first and of the last logged step of a stage that trains on them."""
+    if stage.kind.feed != "rollouts":
+        return []
+    steps = sorted({_step(line) for line in stage.samples})
+    chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
+    return [
+        {**line, "step": f"{step:g}"}
+        for step in chosen
+        for line in [line for line in stage.samples if _step(line) == step][:_NUM_ROLLOUTS]
+    ]
+
+
+def _machines(ranks: Sequence[dict[str, Any]]) -> str:
+    """Return the machines of a stage's ranks: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
+    count = Counter(
+        (str(each.get("host", "")), ", ".join(dict.fromkeys(each.get("gpus") or ["cpu"])), each.get("threads", 0))
+        for each in ranks
+    )
+    return "; ".join(
+        f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
+        for (host, device, threads), num in count.items()
+    )
 
 
 def _newest_by_prompt(stage: StageRecord) -> dict[str, dict[str, Any]]:
@@ -168,126 +195,6 @@ def _newest_by_prompt(stage: StageRecord) -> dict[str, dict[str, Any]]:
 def _step(line: dict[str, Any]) -> float:
     step = line.get("step")
     return step if isinstance(step, int | float) else 0
-
-
-def _prompt_cell(prompt: str, reference: str) -> str:
-    wanted = f'<div class="reference">reference: {escape(reference)}</div>' if reference else ""
-    return f'<td class="prompt"><div class="text">{_cut(prompt)}</div>{wanted}</td>'
-
-
-def _answer_cell(line: dict[str, Any] | None) -> str:
-    if line is None:
-        return "<td>–</td>"
-    reward = line.get("reward")
-    css, said = "invalid", "no valid reward"
-    if isinstance(reward, int | float):
-        css, said = "good" if reward > 0 else "bad", f"reward {wording.number(reward)}"
-    text = _cut(str(line.get("completion", ""))) or '<span class="note">(empty)</span>'
-    return f'<td><div class="text">{text}</div><div class="reward {css}">{escape(said)}</div></td>'
-
-
-def _cut(text: str) -> str:
-    return escape(text if len(text) <= _MORE_LETTERS else f"{text[:_MORE_LETTERS]}…")
-
-
-def _stage(stage: StageRecord) -> str:
-    attempt = stage.state["attempt"]
-    facts = [
-        ("started", clock(stage.state.get("started"))),
-        ("ended", clock(stage.state.get("ended"))),
-        ("wall time", wording.duration(stage.seconds) if stage.seconds is not None else ""),
-        ("in the worker", wording.duration(stage.state.get("worker_seconds") or None)),
-        ("attempts", str(attempt) if attempt else ""),
-        ("after", ", ".join(stage.after)),
-    ]
-    figures = wording.key_metrics(stage.metrics, most=100)
-    error = stage.state.get("error")
-    drawn = curves_svg(stage.curves) if len(stage.curves) > 1 else ""
-    body = [
-        f'<p class="error">{escape(str(error))}</p>' if error else "",
-        _facts(facts),
-        _facts([(key, wording.number(value)) for key, value in figures.items()], "metrics"),
-        f'<div class="curves">{drawn}</div>' if drawn else "",
-        _info(stage),
-        _rollouts(stage) if stage.kind.feed == "rollouts" else "",
-        _events(stage),
-    ]
-    found = wording.key_metrics(stage.metrics, most=1).items()
-    headline = " ".join(f"{wording.family(key)} {wording.number(value)}" for key, value in found)
-    seconds = wording.duration(stage.seconds) if stage.seconds is not None else ""
-    is_open = " open" if drawn or stage.status in {"failed", "stopped"} else ""
-    return (
-        f"<details{is_open}><summary><b>{escape(stage.name)}</b> <i>{escape(stage.kind.name)}</i> "
-        f'{badge(stage.status, label(stage))}<span class="right">{escape(headline)}</span>'
-        f'<span class="right">{escape(seconds)}</span></summary>{"".join(body)}</details>'
-    )
-
-
-def _facts(pairs: Sequence[tuple[str, str]], css: str = "") -> str:
-    cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in pairs if v and v != "–")
-    return f'<dl class="grid {css}">{cells}</dl>' if cells else ""
-
-
-def _info(stage: StageRecord) -> str:
-    shown = {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
-    rows = [[escape(key), _value(value)] for key, value in shown.items()]
-    return table([], rows, "info") if rows else ""
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return "<br>".join(_value(item) for item in value)
-    return escape(value if isinstance(value, str) else json.dumps(value))
-
-
-def _rollouts(stage: StageRecord) -> str:
-    steps = sorted({_step(line) for line in stage.samples})
-    chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
-    rows = []
-    for step in chosen:
-        for line in [line for line in stage.samples if _step(line) == step][:_NUM_ROLLOUTS]:
-            rows.append(
-                [f"{step:g}", _prompt_cell(str(line["prompt"]), str(line.get("reference") or "")), _answer_cell(line)]
-            )
-    return table(["step", "prompt", "rollout"], rows, "samples") if rows else ""
-
-
-def _events(stage: StageRecord) -> str:
-    rows = [
-        [
-            f'<td class="when">{escape(clock(event.get("time")))}</td>',
-            escape(str(event.get("event", ""))),
-            escape(str(event.get("detail") or "")),
-        ]
-        for event in stage.events
-    ]
-    return table(["time", "event", "detail"], rows, "events") if rows else ""
-
-
-def _outputs(stage: StageRecord) -> str:
-    files = _dicts(stage.result.get("outputs"))
-    size = sum(file["size"] for file in files if isinstance(file.get("size"), int))
-    rows = [
-        f"<li>{_code(file.get('path', ''))} {_digest(file.get('sha256'))}"
-        f' <span class="note">{_bytes(file.get("size"))}</span></li>'
-        for file in files[:_NUM_FILES]
-    ]
-    more = f'<li class="note">and {len(files) - _NUM_FILES} more</li>' if len(files) > _NUM_FILES else ""
-    total = f"{_digest(stage.result.get('digest'))} {len(files)} file{'' if len(files) == 1 else 's'}, {_bytes(size)}"
-    return f"<details><summary>{total}</summary><ul>{''.join(rows)}{more}</ul></details>" if files else total
-
-
-def _bytes(size: Any) -> str:
-    text = wording.count(size) if isinstance(size, int) else "?"
-    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
-
-
-def _digest(value: Any) -> str:
-    return f'<code title="{escape(str(value))}">{escape(str(value)[:10])}</code>' if value else ""
-
-
-def _code(value: Any) -> str:
-    return f"<code>{escape(str(value))}</code>"
 
 
 def _pairs(value: Any) -> str:

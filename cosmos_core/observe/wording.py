@@ -1,8 +1,9 @@
-"""How figures are said to people, on the console and in the report alike: durations, numbers, which metric is which."""
+"""How numbers are said to people, on the console and in the report alike: durations, numbers, which metric is which."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ _LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "trun
 
 
 def duration(seconds: float | None) -> str:
-    """`3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
+    """Return a time as `3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 9.95:
@@ -31,9 +32,22 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def clock(unix: Any) -> str:
+    """Return local date and time; empty for what is no time."""
+    if not isinstance(unix, int | float) or not unix:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix))
+
+
+def size(num_bytes: Any) -> str:
+    """Return a size as `850 B`, `3.2 kB`, `1.4 MB`."""
+    text = count(num_bytes) if isinstance(num_bytes, int) else "?"
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
+
+
 def number(value: Any) -> str:
-    """A metric with three decimals, a whole or large one as people count, a tiny one with three digits; a dash for
-    None."""
+    """Return a metric with three decimals, a whole or large one as people count, a tiny one with three digits, None as
+    a dash."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):
@@ -47,7 +61,7 @@ def number(value: Any) -> str:
 
 
 def count(value: float) -> str:
-    """`850`, `3.2k`, `1.4M`."""
+    """Return a count as `850`, `3.2k`, `1.4M`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.1f}{letter}"
@@ -55,24 +69,24 @@ def count(value: float) -> str:
 
 
 def family(key: str) -> str:
-    """What a metric is about: `loss` for `train/loss`, `reward` for `validation/reward` and `reward/mean`."""
+    """Return what a metric is about: `loss` for `train/loss`, `reward` for `validation/reward` and `reward/mean`."""
     for suffix in _SUFFIXES:
         key = key.removesuffix(suffix)
     return key.rpartition("/")[2]
 
 
 def lower_is_better(key: str) -> bool:
-    """Whether a falling value of this metric is good news."""
+    """Return whether a falling value of this metric is good news."""
     return any(word in key.lower() for word in _LOWER_IS_BETTER)
 
 
 def is_judged(key: str) -> bool:
-    """Whether a change of this metric is good or bad news; a length or a count is neither."""
+    """Return whether a change of this metric is good or bad news; a length or a count is neither."""
     return family(key) in _HEADLINES or lower_is_better(key)
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The one figure of a progress line: the reward if there is one, else the loss, else the accuracy."""
+    """Return the one metric of a progress line: the reward if there is one, else the loss, else the accuracy."""
     for wanted in _HEADLINES:
         for key, value in metrics.items():
             if family(key) == wanted and isinstance(value, int | float):
@@ -81,7 +95,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """The throughput among the metrics of a step; None when it is not measured."""
+    """Return the throughput among the metrics; None when it is not measured."""
     for key, value in metrics.items():
         if family(key) == "tokens_per_second" and isinstance(value, int | float):
             return float(value)
@@ -89,7 +103,7 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 
 
 def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
-    """The figures that a table has room for: validation first, then reward, loss, accuracy, then the rest."""
+    """Return the metrics that a table has room for: validation first, then reward, loss, accuracy, then the rest."""
 
     def rank(key: str) -> int:
         if key.startswith("validation/"):
@@ -101,8 +115,8 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The few figures of a line in a table, by short name: held-out ones before those of training; if none of the
-    well-known is there, the first three."""
+    """Return the few metrics of a line in a table, by short name: held-out ones before those of training; if none of
+    the well-known is there, the first three."""
     known = key_metrics(metrics, most=len(metrics))
     found: dict[str, float] = {}
     for wanted, name in _IN_TABLES.items():

@@ -23,7 +23,7 @@ from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
 from cosmos_core.run.files import SHARED, read_json, write_json, write_text
-from cosmos_core.run.fingerprint import threads, versions
+from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
@@ -92,7 +92,7 @@ def create_run(
         "host": socket.gethostname(),
         "git_commit": _git_commit(),
         "python": sys.version.split()[0],
-        "versions": versions(),
+        "versions": stage_facts(pipeline).versions,
         "seeds": seeds,
         "kinds": {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
         "fixed": {key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,8 @@ from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import result_values
+from cosmos_core.config.target import split_target
+from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
@@ -33,7 +33,6 @@ from cosmos_core.run.inputs import (
     reward_names,
 )
 from cosmos_core.run.libraries import LIBRARIES
-from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
@@ -80,6 +79,8 @@ def fingerprint(
     labels = _labels(recipe)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
     patterns, media = (("*",), ("*",)) if stage.entry else (DATA_FILES, IMAGES)  # a user's function may read any file
+    world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
+    facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
@@ -88,9 +89,9 @@ def fingerprint(
         "model": _model_digest(model, recipe, kind, digests),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
-        "device": device() if kind.in_worker and kind.is_numeric else None,
-        "world_size": recipe.policy.parallelism.world_size if kind.has_mesh else None,
-        "versions": versions(pipeline.config.python, kind.libraries) if kind.in_worker else {},
+        "device": facts.device if kind.in_worker and kind.is_numeric else None,
+        "world_size": world_size,
+        "versions": {name: facts.versions[name] for name in kind.libraries if name in facts.versions},
     }
     if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
         ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
@@ -104,7 +105,9 @@ def fingerprint(
     if kind.trains and (adapter := adapter_source(recipe)):
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
-        ingredients["kernels"] = installed(tuple(packages), pipeline.config.python)
+        ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
+    if is_import_path(target := split_target(stage.target)[0]):
+        ingredients["target"] = {target.rpartition(":")[2]: code_digest(target)}
     if stage.checkpoint:
         ingredients["checkpoint"] = stage.checkpoint
     if stage.require:
@@ -115,17 +118,16 @@ def fingerprint(
 
 def threads(pipeline: Pipeline) -> int:
     """Return the number of CPU threads of a worker."""
-    return pipeline.config.threads or len(os.sched_getaffinity(0))
+    return pipeline.config.threads or stage_facts(pipeline).threads
 
 
-@cache
-def versions(python: str = "", libraries: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
-    """Return the versions of libraries that are installed in the workers' interpreter; empty: in this one.
+def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
+    """Return what is known of the machine and interpreter that run a stage, with the libraries that compute.
 
     Raises:
-        ConfigError: that interpreter does not run.
+        ConfigError, StageFailed: as `facts_of_workers`.
     """
-    return installed(sorted(set(libraries)), python)
+    return facts_of_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
 def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.media import media_of
+from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
-from cosmos_core.registry import code_file, is_import_path, offered_names, suggestion
+from cosmos_core.facts import facts_of_workers
+from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
-from cosmos_core.run.packages import device, installed
 from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
-SINK_PACKAGES = ("wandb", "tensorboard")
-"""Of the same name as the sink, and as the extra of ours that brings it."""
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -33,13 +33,13 @@ def check_inputs(pipeline: Pipeline) -> None:
         ModelError, DataError, RewardError, ConfigError: something is not; the message names stage and key.
     """
     recipes = pipeline.recipes.values()
-    asked = {name for recipe in recipes for name in recipe.logging.logger}.intersection(SINK_PACKAGES)
+    asked = {package for recipe in recipes for package in _sink_packages(recipe).values()}
     asked |= {package for recipe in recipes for package in kernel_packages(recipe)}
-    missing = asked - installed(sorted(asked), pipeline.config.python).keys() if asked else set()
+    missing = asked - facts_of_workers(sorted(asked), pipeline.config.python).versions.keys() if asked else set()
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
-            _check_sinks(missing.intersection(recipe.logging.logger))
+            _check_sinks(recipe, missing)
             if isinstance(model := model_source(stage, recipe, kind), Path):
                 files_of_model(model)
             data_sources(stage, recipe, kind)
@@ -52,6 +52,8 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_reward(key, name)
             if stage.entry:
                 code_file(stage.entry)
+            if is_import_path(target := split_target(stage.target)[0]):
+                code_file(target)
         except (ConfigError, DataError, ModelError, RewardError) as error:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
 
@@ -208,14 +210,26 @@ def _check_reward(key: str, name: str) -> None:
         )
 
 
-def _check_sinks(missing: set[str]) -> None:
-    for name in sorted(missing):
-        raise ConfigError(_not_installed(f"logging.logger {name!r}", name))
+def _sink_packages(recipe: Recipe) -> dict[str, str]:
+    """Return the package that each sink of ours needs, which is also the extra that brings it."""
+    names = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
+    return {name: load_named(name, SINKS_FOLDER, "Sink").package for name in names}
+
+
+def _check_sinks(recipe: Recipe, missing: set[str]) -> None:
+    for name in filter(is_import_path, recipe.logging.logger):
+        try:
+            code_file(name)
+        except ConfigError as error:
+            raise ConfigError(f"logging.logger: {error}") from error
+    for name, package in sorted(_sink_packages(recipe).items()):
+        if package in missing:
+            raise ConfigError(_not_installed(f"logging.logger {name!r}", package))
 
 
 def _check_kernels(recipe: Recipe, missing: set[str]) -> None:
     for key in _gpu_kernels(recipe).values():
-        if device() == "cpu":
+        if facts_of_workers(is_group=True).device == "cpu":
             raise ConfigError(f"{key}: these kernels need an NVIDIA GPU, and this machine has none; leave it out")
     for package, key in kernel_packages(recipe).items():
         if package in missing:

@@ -1,7 +1,7 @@
 """What a worker says about itself while it runs: `progress.json` (now) and `metrics.jsonl` (the whole story).
 
-Only the worker writes these. The launcher reads the heartbeat in `progress.json` to tell a hung collective from a
-long compilation: each phase has a deadline of its own.
+Only the worker writes these. The launcher tells a hung collective from a long compilation by them: each phase has a
+deadline of its own, and what counts is that `progress.json` changes, never what its clock says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Progress:
         self._state: dict[str, Any] = {
             "pid": os.getpid(), "phase": "start", "deadline_seconds": PHASE_SECONDS["start"], "step": 0, "total": None,
             "checkpoint_step": None, "metrics": {}, "started": time.time(), "heartbeat": time.time(),
-            "alive": time.monotonic(),
+            "beats": 0,
         }  # fmt: skip
         self._write(force=True)
 
@@ -66,7 +66,7 @@ class Progress:
     def _write(self, *, force: bool) -> None:
         now = time.monotonic()
         with self._lock:
-            self._state.update(heartbeat=time.time(), alive=now)
+            self._state.update(heartbeat=time.time(), beats=self._state["beats"] + 1)
             if force or now - self._last_write >= self._min_interval:
                 self._last_write = now
                 write_json(self._path, self._state, durable=False)

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.errors import ConfigError
-from cosmos_core.upload.local import LocalTarget
+from cosmos_core.registry import load_named
 
 
 class Target(Protocol):
-    """A place that holds published versions of one model."""
+    """What `target` names: a class that is called with the place behind `NAME://`, and holds versions of one model.
+
+    One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://PLACE`.
+    """
 
     def published(self) -> dict[str, Any] | None:
-        """The record of the version that the pointer names; None: nothing was published yet."""
+        """Return the record of the version that the pointer names; None: nothing was published yet."""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Store `folder` as `version`, verify what arrived, then move the pointer; the place of the version.
+        """Store `folder` as `version`, verify what arrived, then move the pointer; return where the version is.
 
         Safe to repeat after a crash at any point: a complete version is not sent again, a part of one is replaced.
+        `record["files"]` has the sha256 of each file, `record["metrics"]` what a gate compares with.
 
         Raises:
             UploadError: the target refused, lost or altered something; the pointer was not moved.
         """
 
 
-def target_of(url: str) -> Target:
-    """The target that a URL or folder names.
+def open_target(target: str) -> Target:
+    """Return the target that a stage names.
 
     Raises:
-        ConfigError: this version cannot publish there.
+        ConfigError: there is none of this name, or a user's file cannot be imported.
     """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return LocalTarget(Path(url))
-    if scheme == "file":
-        return LocalTarget(Path(rest))
-    raise ConfigError(f"target = {url!r}: this version publishes to local folders only; give a path or file:///...")
+    name, place = split_target(target)
+    try:
+        opener: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")
+    except ConfigError as error:
+        raise ConfigError(f"target = {target!r}: {error}") from error
+    return opener(place)

@@ -25,6 +25,13 @@ def total(stop: threading.Event) -> float:
     return value.item() - 100 * dist.get_rank()
 
 
+def own_gpus(stop: threading.Event) -> str:
+    """The GPUs that each rank was given, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return " ".join(map(str, found))
+
+
 def refuse(stop: threading.Event) -> None:
     """The last rank refuses while the others wait for it."""
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +21,12 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
+from cosmos_core.facts import facts_of_workers, measure
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
+from tests.conftest import wait_until
 from tests.distributed import members
 
 
@@ -109,6 +116,42 @@ def test_all_ranks_stop_at_the_same_step(launcher: Any, tmp_path: Path) -> None:
     started = tmp_path / "started"
     first, second = WorkerGroup(2, launcher).run(partial(members.stop_together, started), started.exists)
     assert first == second >= 3
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray cluster that says it has two GPUs, which this machine has not; its address is in `RAY_ADDRESS`."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of this cluster alone
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "start", "--head", f"--port={port}", "--num-cpus=4", "--num-gpus=2", "--include-dashboard=false",
+               "--disable-usage-stats", "--object-store-memory=100000000", "--block"]  # fmt: skip
+    head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    try:
+        wait_until(lambda: _is_open(port), 60, "the cluster answers")
+        time.sleep(5)  # its node registers after its port is open
+        yield
+    finally:
+        head.terminate()
+        head.wait(30)
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
+    assert measure().gpus == (), "this machine has none"
+    found = facts_of_workers(["torch"], is_group=True)
+    assert len(found.gpus) == 2 and found.versions == measure(["torch"]).versions
+    assert WorkerGroup(2).run(members.own_gpus) in {"0 1", "1 0"}
+    with pytest.raises(ConfigError, match="the mesh takes 3 GPUs, of 2 that the Ray cluster has"):
+        WorkerGroup(3).run(members.own_gpus)
 
 
 def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.observe.sinks import attached
+from cosmos_core.observe.sinks.base import attached
 from tests.effects.change import SFT, Change, changes, stage_of
 
 WITH_WANDB = {**SFT, "logging.logger": ["wandb"]}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.errors import DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run, create_run
+from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
@@ -19,6 +22,7 @@ from tests.conftest import PROGRAMS, processes_below
 def make_run(folder: Path, function: str, settings: str = "") -> Run:
     from cosmos_core.config.compose import load_pipeline
 
+    folder.mkdir(exist_ok=True)
     file = folder / "p.toml"
     file.write_text(
         f'[pipeline]\noutput_dir = "{folder / "outputs"}"\ngrace_seconds = 2\n'
@@ -55,6 +59,37 @@ def test_a_stage_that_hangs_past_the_deadline_of_its_phase_is_killed(tmp_path: P
     assert not processes_below(tmp_path)
 
 
+@pytest.mark.parametrize("offset", [-3e8, 3e8], ids=["ten years behind", "ten years ahead"])
+def test_a_worker_with_another_clock_is_neither_killed_nor_does_it_hide_a_hang(tmp_path: Path, offset: float) -> None:
+    healthy = make_run(tmp_path / "healthy", "on_another_clock", f"arguments = {{ offset = {offset}, hangs = false }}")
+    perform(healthy, "s")
+    hung = make_run(tmp_path / "hung", "on_another_clock", f"arguments = {{ offset = {offset}, hangs = true }}")
+    with pytest.raises(StageFailed, match=r"no sign of life for [23] s in phase 'collective'"):
+        perform(hung, "s")
+    assert read_state(hung.stage_path("s"))["phase"] == "collective"
+
+
+def test_a_run_after_a_cancelled_one_in_the_same_process_is_not_stopped(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count")
+    with worker.stoppable():
+        worker.stop_all()
+        with pytest.raises(Preempted):
+            perform(run, "s")
+    with worker.stoppable():
+        result, _ = perform(run, "s")
+    assert result["metrics"] == {"count": 10.0}
+
+
+def test_a_run_that_begins_beside_a_cancelled_one_leaves_it_stopped() -> None:
+    with worker.stoppable():
+        worker.stop_all()
+        with worker.stoppable():
+            assert worker.is_stopping()
+    assert worker.is_stopping(), "a thread of it may still have to learn"
+    with worker.stoppable():
+        assert not worker.is_stopping()
+
+
 def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", 'timeout = "1s"\narguments = { steps = 1000 }')
     with pytest.raises(StageFailed, match="longer than timeout = 1 s"):
@@ -88,6 +123,8 @@ def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_p
     run = make_run(tmp_path, "count")
     assert worker.reap(run.stage_path("s")), "a stage that nobody started has no owner"
     perform(run, "s")
+    (facts,) = read_json(run.stage_path("s") / "facts.json")
+    assert facts["host"] == platform.node() and facts["versions"]["torch"] == version("torch")
     result, was_reused = perform(run, "s")
     assert was_reused
     assert result["metrics"] == {"count": 10.0}

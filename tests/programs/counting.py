@@ -54,3 +54,16 @@ def leaves_a_child(stage):
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     (stage.path / "out.txt").write_text("done")
     return Outcome(outputs=("out.txt",))
+
+
+def on_another_clock(stage, offset, hangs):
+    """Beats, or hangs, for longer than its deadline of two seconds, on a clock that is `offset` seconds off."""
+    wall, monotonic = time.time, time.monotonic
+    time.time, time.monotonic = lambda: wall() + offset, lambda: monotonic() + offset
+    stage.progress.phase("collective", deadline_seconds=2)
+    end = monotonic() + (60 if hangs else 4)
+    while monotonic() < end:
+        time.sleep(0.3)
+        if not hangs:
+            stage.progress.beat()
+    return Outcome()

@@ -15,6 +15,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 from tests.unit.test_config_load import SFT, load
+from tests.unit.test_facts import machine_with
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "num_hidden_layers": 28}
 MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_hidden_layers": 48}
@@ -121,17 +122,17 @@ def test_the_facts_are_those_of_the_text_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "visible", "size"),
-    [("pipeline.gpus=4", "0", 4), ("pipeline.name=p", "0,1,2", 3), ("pipeline.name=p", "", -1)],
+    [("pipeline.gpus=4", "0", 4), ("pipeline.name=p", "0,2,3", 3), ("pipeline.name=p", "", -1)],
     ids=["said", "seen", "none"],
 )
 def test_the_whole_world_is_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, visible: str, size: int
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     (tmp_path / "a.toml").write_text(
         '[policy.parallelism]\ndp_shard_size = -1\n[train]\ntrain_policy = { type = "sft" }\n'
     )
-    pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", [setting], all_kinds()))
+    with machine_with(["H100"] * 8, monkeypatch, visible):
+        pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", [setting], all_kinds()))
     assert {name: recipe.policy.parallelism.dp_shard_size for name, recipe in pipeline.recipes.items()} == {
         "prepare": -1, "sft": size, "export": -1,
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import math
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -196,7 +196,7 @@ def test_the_page_of_a_finished_run_is_well_formed_and_loads_nothing(tmp_path: P
 
 def test_a_completion_with_a_script_is_shown_and_not_run(tmp_path: Path) -> None:
     source = report.build(finished_run(tmp_path))
-    assert "<script" not in source and html.escape(HOSTILE) in source
+    assert "<script" not in source and str(escape(HOSTILE)) in source
     assert 'alert("no")</script> & <b>4</b>' in Page(source).text
 
 
@@ -267,6 +267,16 @@ def test_the_report_stage_writes_the_page_into_the_stage_and_the_run(tmp_path: P
     assert outcome.outputs == ("report.html",) and outcome.info == {"report": str(run / "report.html")}
     assert (path / "report.html").read_text() == (run / "report.html").read_text()
     assert "this page" in Page((run / "report.html").read_text()).text
+
+
+def test_the_page_says_on_which_machines_the_ranks_ran(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    ranks = [{"host": f"node-{i // 2}", "gpus": ["H100", "H100"], "threads": 16, "versions": {}} for i in range(4)]
+    write(run / "stages" / "grpo" / "facts.json", ranks)
+    write(run / "stages" / "sft" / "facts.json", [{"host": "head", "gpus": [], "threads": 2, "versions": {}}])
+    text = Page(report.build(run)).text
+    assert "on node-0 (2 ranks, H100, 16 threads); node-1 (2 ranks, H100, 16 threads)" in text
+    assert "on head (1 rank, cpu, 2 threads)" in text
 
 
 def test_worker_time_of_parallel_stages_is_not_counted_twice(tmp_path: Path) -> None:

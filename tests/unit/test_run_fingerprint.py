@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core import facts
 from cosmos_core.errors import ModelError
-from cosmos_core.run import fingerprint as fingerprints
 from cosmos_core.run.inputs import check_inputs
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
@@ -163,7 +163,7 @@ def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = load_recipe(folder)
     before = {name: fingerprint_of(pipeline, name).value for name in STAGES}
-    fingerprints.versions.cache_clear()
+    facts._facts.cache_clear()
     site = folder / "site"  # a newer torch in front of the installed one
     (site / "torch-99.0.dist-info").mkdir(parents=True)
     (site / "torch-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
@@ -172,7 +172,7 @@ def test_another_version_of_a_library_changes_what_workers_make(folder: Path, mo
         after = {name: fingerprint_of(pipeline, name) for name in STAGES}
     finally:
         monkeypatch.undo()
-        fingerprints.versions.cache_clear()
+        facts._facts.cache_clear()
     for name in STAGES:
         assert after[name].value != before[name]
         assert after[name].ingredients["versions"]["torch"] == "99.0"

@@ -18,8 +18,8 @@ import pytest
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe import sinks
-from cosmos_core.observe.sinks import attached
+from cosmos_core.observe.sinks import base as sinks
+from cosmos_core.observe.sinks.base import attached, find_sink
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -41,7 +41,7 @@ def loss(step: int) -> float:
 
 def train(stage: Stage, first: int, last: int, **openers: Any) -> None:
     """One attempt that goes on behind the checkpoint of step `first - 1`."""
-    with attached(stage, openers or sinks.OPENERS):
+    with attached(stage, openers.__getitem__ if openers else find_sink):
         stage.metrics.cut_back(first - 1)
         for step in range(first, last + 1):
             stage.metrics.log(step, {"loss": loss(step), "reward/mean": step / 2})
@@ -329,8 +329,9 @@ def without(package: str, folder: Path) -> str:
         "        raise m.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "m.version = version\n"
+        "import runpy\n"
         "sys.argv = sys.argv[2:]\n"
-        "exec(sys.argv[0])\n"
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
     )
     (folder / "program.py").write_text(program)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/program.py "$@"\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -14,13 +15,14 @@ import pytest
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.target import absolute_target, split_target
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.manifest import commit, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
-from cosmos_core.upload.base import target_of
-from cosmos_core.upload.local import LocalTarget
-from tasks import upload
+from cosmos_core.upload.base import open_target
+from cosmos_core.upload.file import FileTarget
+from tasks import gate, upload
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 
@@ -45,7 +47,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def test_a_published_version_holds_every_file_and_latest_points_to_it(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     assert target.published() is None
     record = record_of(source, accuracy=0.5)
     assert target.publish(source, "v1", record) == str(tmp_path / "published" / "v1")
@@ -58,7 +60,7 @@ def test_a_published_version_holds_every_file_and_latest_points_to_it(tmp_path: 
 
 
 def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     record = record_of(source)
     file = Path(target.publish(source, "v1", record)) / "model.safetensors"
     inode = file.stat().st_ino
@@ -74,7 +76,7 @@ def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_pat
 
 @pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"metrics": 3}'])
 def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path: Path, damage: str | None) -> None:
-    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     record = Path(target.publish(source, "v1", record_of(source))) / "published.json"
     record.unlink()
     if damage is not None:
@@ -86,7 +88,7 @@ def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path
 
 
 def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_path: Path) -> None:
-    target = LocalTarget(tmp_path / "published")
+    target = FileTarget(tmp_path / "published")
     for version in ("v1", "v2", "v1"):
         source = model(tmp_path / version, version)
         target.publish(source, version, record_of(source))
@@ -94,7 +96,7 @@ def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_p
 
 
 def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), LocalTarget(tmp_path / "published")
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     target.publish(source, "v1", record_of(source))
     record = record_of(source)
     (source / "model.safetensors").write_text("altered meanwhile")
@@ -110,7 +112,7 @@ def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) 
 def test_read_only_files_are_published(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
     (source / "model.safetensors").chmod(0o444)
-    LocalTarget(tmp_path / "published").publish(source, "v1", record_of(source))
+    FileTarget(tmp_path / "published").publish(source, "v1", record_of(source))
     assert (tmp_path / "published" / "v1" / "model.safetensors").read_text() == "weights"
 
 
@@ -119,7 +121,7 @@ def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, below: str,
     source = model(tmp_path / "model")
     (tmp_path / "file").write_text("")
     with pytest.raises(UploadError) as caught:
-        LocalTarget(tmp_path / below).publish(source, "v1", record_of(source))
+        FileTarget(tmp_path / below).publish(source, "v1", record_of(source))
     assert str(caught.value) == (f"target {tmp_path / below} cannot be written: {reason}; the pointer was not moved")
 
 
@@ -129,35 +131,95 @@ def test_a_file_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UploadError, match=r"cannot be written: .*No such file.*model/link.*; the pointer was not moved$"
     ) as caught:
-        LocalTarget(tmp_path / "published").publish(source, "v1", {"files": {}})
+        FileTarget(tmp_path / "published").publish(source, "v1", {"files": {}})
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_is_a_folder_or_a_file_url() -> None:
+def test_a_target_is_a_folder_or_the_name_of_a_file_of_ours() -> None:
     for url in ("/models/mine", "file:///models/mine"):
-        target = target_of(url)
-        assert isinstance(target, LocalTarget)
+        target = open_target(url)
+        assert isinstance(target, FileTarget)
         assert target.folder == Path("/models/mine")
     with pytest.raises(ConfigError) as caught:
-        target_of("s3://bucket/models")
-    assert str(caught.value) == (
-        "target = 's3://bucket/models': this version publishes to local folders only; give a path or file:///..."
-    )
+        open_target("ftp://host/models")
+    assert str(caught.value) == "target = 'ftp://host/models': there is no 'ftp'; known: file"
+
+
+USERS_TARGET = """
+import json
+from pathlib import Path
+
+class Shelf:
+    def __init__(self, place):
+        self.file = Path(place) / "shelf.json"
+
+    def published(self):
+        return json.loads(self.file.read_text())["record"] if self.file.exists() else None
+
+    def publish(self, folder, version, record):
+        names = sorted(path.name for path in Path(folder).iterdir())
+        self.file.write_text(json.dumps({"version": version, "names": names, "record": record}))
+        return f"shelf:{version}"
+"""
+
+
+def test_a_users_class_is_a_target_for_the_upload_and_for_the_gate(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(USERS_TARGET)
+    stage = upload_stage(tmp_path)
+    target = f"{code}:Shelf://{tmp_path}"
+    stage.config = stage.config.model_copy(update={"target": target})
+    assert upload.run(stage).info == {
+        "model": "shelf:20250101000000-abcdef01", "published": "shelf:20250101000000-abcdef01",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "shelf.json").read_text())["names"] == ["model.safetensors", "sub"]
+    settings = {"name": "gate", "kind": "gate", "after": ("export",), "target": target}
+    stage.config = StageConfig(**settings, require=("validation/accuracy >= published",))
+    (condition,) = gate.run(stage).info["conditions"]
+    assert condition["bound"] == 0.75 and condition["passed"], "the gate reads what the class published"
+
+
+def test_a_users_target_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text("import json\nraise RuntimeError('not\\ntoday')\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:Shelf' cannot be imported: RuntimeError: not") as caught:
+        open_target(f"{code}:Shelf")
+    assert str(caught.value).startswith(f"target = '{code}:Shelf': ") and f"({code}:2)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "kept", "parts"),
+    [
+        ("models", "HERE/models", ("file", "HERE/models")),
+        ("file://models", "HERE/models", ("file", "HERE/models")),
+        ("mine.py:Shelf", "HERE/mine.py:Shelf", ("HERE/mine.py:Shelf", "")),
+        ("mine.py:Shelf://s/x", "HERE/mine.py:Shelf://s/x", ("HERE/mine.py:Shelf", "s/x")),
+        ("my.shelves:Shelf", "my.shelves:Shelf", ("my.shelves:Shelf", "")),
+        ("s3://bucket/x", "s3://bucket/x", ("s3", "bucket/x")),
+    ],
+)
+def test_a_target_is_kept_so_that_a_run_can_be_resumed_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, kept: str, parts: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = absolute_target(written, os.path.abspath)
+    assert found == kept.replace("HERE", str(tmp_path))
+    assert split_target(found) == tuple(part.replace("HERE", str(tmp_path)) for part in parts)
 
 
 PUBLISH = """
 import sys
 from pathlib import Path
-from cosmos_core.upload.local import LocalTarget
+from cosmos_core.upload.file import FileTarget
 from tests.unit.test_upload import record_of
 folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-LocalTarget(target).publish(folder, "v2", record_of(folder))
+FileTarget(target).publish(folder, "v2", record_of(folder))
 """
 
 
 def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(tmp_path: Path) -> None:
     old, new, target = model(tmp_path / "old", "old"), model(tmp_path / "new", "new"), tmp_path / "published"
-    LocalTarget(target).publish(old, "v1", record_of(old))
+    FileTarget(target).publish(old, "v1", record_of(old))
     before = tree(target / "latest")
     for number in range(1500):
         (new / f"{number:04}").write_text("x" * 1000)
@@ -167,7 +229,7 @@ def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(
     assert process.wait() == -signal.SIGKILL, "it was killed in the middle"
     assert os.readlink(target / "latest") == "v1"
     assert tree(target / "latest") == before
-    LocalTarget(target).publish(new, "v2", record_of(new))
+    FileTarget(target).publish(new, "v2", record_of(new))
     assert os.readlink(target / "latest") == "v2"
     assert len(tree(target / "v2")) == 1503
     assert sorted(path.name for path in target.iterdir()) == ["latest", "v1", "v2"], "nothing half-written stays"
@@ -199,7 +261,7 @@ def test_the_upload_stage_publishes_under_run_and_fingerprint_with_the_metrics_o
     place = tmp_path / "published" / "20250101000000-abcdef01"
     assert outcome.info == {"model": str(place), "published": str(place)}
     assert outcome.metrics == {"validation/accuracy": 0.75}
-    published = LocalTarget(tmp_path / "published").published()
+    published = FileTarget(tmp_path / "published").published()
     assert published is not None
     assert published["metrics"] == {"validation/accuracy": 0.75}
     assert published["run_id"] == "20250101000000"

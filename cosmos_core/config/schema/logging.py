@@ -18,9 +18,11 @@ from cosmos_core.config.schema.table import (
     no_effect,
     planned,
 )
-from cosmos_core.registry import is_import_path
+from cosmos_core.registry import is_import_path, offered_names
 
-SINKS = ("console", "wandb", "tensorboard")
+CONSOLE = "console"
+"""The terminal of the command, which shows every run."""
+SINKS_FOLDER = "cosmos_core.observe.sinks"
 
 
 class LoggingConfig(Table):
@@ -29,7 +31,7 @@ class LoggingConfig(Table):
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
     something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
-    `path/file.py:Class`."""
+    `path/file.py:Class`, with the methods of `Sink`."""
     log_interval: Annotated[
         PositiveInt, Unit("train steps"), no_effect("every step is logged; Cosmos-RL never reads it either"), LATER
     ] = 100
@@ -52,8 +54,9 @@ class LoggingConfig(Table):
     @field_validator("logger")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = (CONSOLE, *offered_names(SINKS_FOLDER, "Sink"))
         lowered = tuple(name if is_import_path(name) else name.lower() for name in names)
         for name in lowered:
-            if name not in SINKS and not is_import_path(name):
-                raise ValueError(f"logger {name!r} is not known; known: {', '.join(SINKS)}")
+            if name not in known and not is_import_path(name):
+                raise ValueError(f"logger {name!r} is not known; known: {', '.join(known)}")
         return lowered

@@ -20,7 +20,8 @@ from cosmos_core.config.schema.table import (
     Where,
     planned,
 )
-from cosmos_core.registry import offered_names
+from cosmos_core.config.target import TARGETS_FOLDER, split_target
+from cosmos_core.registry import is_import_path, offered_names
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
@@ -77,14 +78,14 @@ class StageConfig(Table):
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     target: Annotated[str, Where.PUBLISHED] = ""
-    """Kinds upload and gate: where models are published, a folder, `file:///...`, or a class of your own,
-    `path/file.py:Class`."""
+    """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
+    `path/file.py:Class://PLACE`, with the methods of `Target`."""
 
     def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
         """See `Table.refusals`."""
-        scheme, separator, _ = self.target.partition("://")
-        known = ["file", *offered_names("cosmos_core.upload", "Target")]
-        if separator and scheme not in known:
+        name, _ = split_target(self.target)
+        known = offered_names(TARGETS_FOLDER, "Target")
+        if not is_import_path(name) and name not in known:
             yield (
                 f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
                 f"{', '.join(known)}, or a class of your own, path/file.py:Class"

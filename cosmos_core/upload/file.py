@@ -1,4 +1,4 @@
-"""Publish to a folder: `<target>/<version>/`, and `<target>/latest`, a symbolic link that moves last."""
+"""Target `file`: publish to a folder, `<target>/<version>/`, and `<target>/latest`, a symbolic link that moves last."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cosmos_core.run.files import files_below, read_json, replaced_folder, sha25
 RECORD = "published.json"
 
 
-class LocalTarget:
-    """Versions side by side in one folder."""
+class FileTarget:
+    """Holds versions side by side in one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, place: str) -> None:
+        self.folder = Path(place)
 
     def published(self) -> dict[str, Any] | None:
-        """The record of what `latest` points to; None: nothing was published yet.
+        """Return the record of what `latest` points to; None: nothing was published yet.
 
         Raises:
             UploadError: something was, but its record cannot be read.
@@ -34,31 +34,31 @@ class LocalTarget:
         return record
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Copy, verify, move the pointer.
+        """Copy, verify, move the pointer; return the folder of the version.
 
         Raises:
             UploadError: the folder cannot be written, or a copy differs from its source.
         """
-        place = self.folder / version
+        path = self.folder / version
         try:
-            if self._damage(place, record):
-                with replaced_folder(place) as building:
+            if self._damage(path, record):
+                with replaced_folder(path) as building:
                     shutil.copytree(folder, building, dirs_exist_ok=True)
                     write_json(building / RECORD, record)
-            if damage := self._damage(place, record):
-                raise UploadError(f"{place}: {damage} after the copy; the pointer was not moved")
+            if damage := self._damage(path, record):
+                raise UploadError(f"{path}: {damage} after the copy; the pointer was not moved")
             self._point_to(version)
         except OSError as error:
             # copytree collects (source, copy, reason) of every file in one error without a reason of its own
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
-        return str(place)
+        return str(path)
 
-    def _damage(self, place: Path, record: dict[str, Any]) -> str:
-        """Why a version is not complete; empty when every file has the recorded digest."""
-        if read_json(place / RECORD) is None:
+    def _damage(self, path: Path, record: dict[str, Any]) -> str:
+        """Return why a version is not complete; empty when every file has the recorded digest."""
+        if read_json(path / RECORD) is None:
             return "no record"
-        found = {str(file.relative_to(place)): file for file in files_below(place)}
+        found = {str(file.relative_to(path)): file for file in files_below(path)}
         for name, digest in record["files"].items():
             if name not in found or sha256(found[name]) != digest:
                 return f"{name} is missing or altered"

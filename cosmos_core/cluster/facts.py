@@ -1,0 +1,42 @@
+"""`python -m cosmos_core.cluster.facts LIBRARY ...`: what the Ray cluster of `RAY_ADDRESS` has, as one line of JSON.
+
+The facts are those of a machine that a rank would get: one with a GPU where the cluster has any.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from cosmos_core.facts import Facts, measure
+
+
+def measure_cluster(libraries: Sequence[str]) -> Facts:
+    """Return the facts of a machine of the cluster, with the GPUs of all of them."""
+    import ray
+
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
+    try:
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        remote: Any = ray.remote  # its types know functions alone
+        ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
+        found: Facts = ray.get(ask.remote(list(libraries)))
+    finally:
+        ray.shutdown()
+    model = found.gpus[0] if found.gpus else "GPU"
+    return replace(found, gpus=(model,) * num_gpus)
+
+
+def variables_of_ranks() -> dict[str, str]:
+    """Return what processes on other machines need of this one's environment."""
+    names = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_OFFLINE", "PYTHONPATH")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(measure_cluster(sys.argv[1:]))) + "\n")

@@ -1,0 +1,32 @@
+"""Where a model is published: a folder, `NAME://PLACE`, or a user's `file.py:Class` or `file.py:Class://PLACE`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+TARGETS_FOLDER = "cosmos_core.upload"
+FOLDER = "file"
+"""The name of the target that publishes to a folder, meant when none is given."""
+_USER_CODE = re.compile(r".+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """Return the name or import path of a target, and the place that it is given."""
+    name, separator, place = target.partition("://")
+    if separator:
+        return name, place
+    return (target, "") if _USER_CODE.fullmatch(target) else (FOLDER, target)
+
+
+def absolute_target(target: str, located: Callable[[str], str]) -> str:
+    """Return the target with its folder made absolute, or the file of its code, which `located` finds."""
+    if not target:
+        return ""
+    name, place = split_target(target)
+    if name == FOLDER:
+        return os.path.abspath(os.path.expanduser(place))
+    file, colon, thing = name.rpartition(":")
+    name = f"{located(file)}{colon}{thing}" if file.endswith(".py") else name
+    return f"{name}://{place}" if place else name

@@ -1,0 +1,35 @@
+"""TensorBoard: event files in the stage's folder `tensorboard/`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosmos_core.observe.sinks.base import numbers
+from cosmos_core.run.stage import Stage
+
+
+class TensorboardSink:
+    """Event files in `tensorboard/`; readers drop what an earlier attempt wrote from `first_step` on."""
+
+    package = "tensorboard"
+
+    def __init__(self, stage: Stage, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.starting_step = first_step
+        self._writer = EventFileWriter(str(stage.path / "tensorboard"))
+        self._writer.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Take one line of `metrics.jsonl`; it is in the file at once, for a kill to leave it there."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers(line).items()]
+        self._writer.add_event(Event(step=line["step"], wall_time=line["time"], summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self, exit_code: int) -> None:
+        """Close the file."""
+        self._writer.close()

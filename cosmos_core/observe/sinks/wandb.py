@@ -1,0 +1,61 @@
+"""Weights & Biases: a run for each stage that measures something. Samples, code and machine statistics are not sent."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.observe.sinks.base import numbers
+from cosmos_core.run.files import read_json, write_text
+from cosmos_core.run.stage import Stage
+
+_INIT_SECONDS = 30.0
+
+
+class WandbSink:
+    """A run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` say whose, where and whether.
+
+    A stage that is resumed goes on in its run, from the step that the server has. Without a server each attempt
+    leaves a folder with all steps so far: `wandb sync` the newest.
+    """
+
+    package = "wandb"
+
+    def __init__(self, stage: Stage, first_step: int) -> None:
+        import wandb
+
+        config = stage.recipe.logging
+        facts = read_json(stage.run_path / "run.json") or {}
+        title = f"{config.experiment_name or facts.get('pipeline') or 'cosmos'}-{stage.run_path.name}"
+        self._run = wandb.init(
+            project=config.project_name,
+            group=config.group_name or title,
+            job_type=stage.kind.name,
+            name=f"{title}-{stage.name}",
+            id=_wandb_id(stage.path / "wandb" / "id"),
+            resume="allow",
+            config=stage.recipe.model_dump(),
+            dir=str(stage.path),
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
+                x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
+            ),
+        )  # fmt: skip
+        self.starting_step = int(self._run.starting_step)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Take one line of `metrics.jsonl`."""
+        self._run.log(numbers(line), step=line["step"])
+
+    def close(self, exit_code: int) -> None:
+        """Wait until everything is sent."""
+        self._run.finish(exit_code=exit_code)
+
+
+def _wandb_id(path: Path) -> str:
+    """Return the same id for all attempts, and another once the stage is made anew: its folder is moved aside then."""
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8")

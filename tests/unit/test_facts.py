@@ -1,0 +1,145 @@
+"""Facts of the machine that executes: which GPUs CUDA would show, what another interpreter has, asked once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core import facts
+from cosmos_core.errors import ConfigError
+from cosmos_core.facts import Facts, facts_of_workers, measure
+from cosmos_core.run.digests import Digests
+from cosmos_core.run.fingerprint import fingerprint
+from tasks.kinds import all_kinds
+from tests.unit.run_folder import load_recipe, make_inputs
+
+
+class FakeNvml:
+    """The driver's library on a machine with these GPUs; the card N has the id GPU-NNN..."""
+
+    class NVMLError(Exception):
+        """What the library raises."""
+
+    def __init__(self, names: list[str], *, has_driver: bool = True) -> None:
+        self.names, self.has_driver, self.num_open = names, has_driver, 0
+
+    def nvmlInit(self) -> None:
+        if not self.has_driver:
+            raise self.NVMLError
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.num_open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid != "MIG-77":
+            raise self.NVMLError
+        return 0
+
+    def nvmlDeviceGetName(self, card: int) -> str:
+        return self.names[card]
+
+    def nvmlDeviceGetUUID(self, card: int) -> str:
+        return f"GPU-{str(card) * 8}"
+
+
+@contextmanager
+def machine_with(names: Sequence[str], monkeypatch: pytest.MonkeyPatch, visible: str | None = None) -> Iterator[None]:
+    """Inside, this process is on a machine with these GPUs, and has not asked for them before."""
+    facts._facts.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pynvml", FakeNvml(list(names)))  # type: ignore[arg-type]
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        yield
+    facts._facts.cache_clear()
+
+
+def see(monkeypatch: pytest.MonkeyPatch, nvml: Any, visible: str | None) -> Facts:
+    """The facts of this process with such a driver and such a variable."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return measure()
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, ("A100", "H100", "H100")),
+        ("", ()),
+        ("-1", ()),
+        ("2,0", ("H100", "A100")),
+        ("1,7,2", ("H100",)),
+        ("GPU-1111", ("H100",)),
+        ("GPU-11111111,0", ("H100", "A100")),
+        ("GPU-9", ()),
+        ("MIG-77", ("A100",)),
+        ("MIG-78", ()),
+    ],
+)
+def test_the_gpus_are_those_that_cuda_shows_in_its_order(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: tuple[str, ...]
+) -> None:
+    nvml = FakeNvml(["A100", "H100", "H100"])
+    assert see(monkeypatch, nvml, visible).gpus == gpus
+    assert nvml.num_open == 0
+
+
+def test_the_device_names_each_model_once_and_is_cpu_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert see(monkeypatch, FakeNvml(["H100", "A100", "H100"]), None).device == "A100, H100"
+    assert see(monkeypatch, FakeNvml([]), None).device == "cpu"
+    assert see(monkeypatch, FakeNvml(["H100"], has_driver=False), None).device == "cpu"
+    assert see(monkeypatch, None, None).device == "cpu", "without the package"
+
+
+def test_the_versions_are_those_of_the_interpreter_that_is_asked(tmp_path: Path) -> None:
+    assert measure(["pydantic", "nothing-of-the-kind"]).versions == {"pydantic": version("pydantic")}
+    other = tmp_path / "python"
+    lines = ("import importlib.metadata as m, runpy, sys", "m.version = lambda name: '9.9'", "sys.argv = sys.argv[2:]",
+             "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)")  # fmt: skip
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    other.write_text(f'#!/bin/sh\necho one >> {tmp_path}/asked\nexec {sys.executable} {tmp_path}/program.py "$@"\n')
+    other.chmod(0o755)
+    for _ in range(3):
+        assert facts_of_workers(["pydantic"], str(other)).versions == {"pydantic": "9.9"}
+    assert (tmp_path / "asked").read_text() == "one\n", "an interpreter is started once, not for every stage"
+    assert facts_of_workers(["pydantic"]).versions == {"pydantic": version("pydantic")}
+
+
+def test_an_interpreter_that_does_not_run_is_told_in_one_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^pipeline\.python = '/no/python' does not run: .*; name a Python"
+    ) as caught:
+        facts_of_workers(python="/no/python")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fingerprint_is_made_of_the_gpus_of_the_machine_that_runs_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs(tmp_path)
+    pipeline = load_recipe(tmp_path)
+
+    def device(*names: str) -> Any:
+        with machine_with(names, monkeypatch):
+            kind, digests = all_kinds()["sft"], Digests(tmp_path / "digests.json")
+            found = fingerprint(pipeline, pipeline.stage("sft"), kind, {"prepare": "d"}, digests)
+        return found.ingredients["device"]
+
+    assert [device(), device("H100"), device("H100", "H100")] == ["cpu", "H100", "H100"]

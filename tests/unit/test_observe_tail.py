@@ -1,0 +1,80 @@
+"""Following a file that grows: whole characters, whole lines, and no byte read twice."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.observe.tail import Tail, print_log
+from cosmos_core.run.state import update_state
+
+TEXT = "größer 🎉\n"
+
+
+def append(file: Path, data: bytes) -> None:
+    with open(file, "ab") as opened:
+        opened.write(data)
+
+
+@pytest.mark.parametrize("cut", range(1, len(TEXT.encode())))
+def test_a_character_that_is_split_between_two_reads_is_one_character(tmp_path: Path, cut: int) -> None:
+    file, data = tmp_path / "log", TEXT.encode()
+    tail = Tail(file)
+    assert tail.text() == ""
+    append(file, data[:cut])
+    first = tail.text()
+    append(file, data[cut:])
+    assert first + tail.text() == TEXT
+
+
+def test_bytes_that_are_no_text_become_marks_and_a_cut_character_at_the_end_too(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_bytes(b"a\xffb" + "ü".encode()[:1])
+    tail = Tail(file)
+    assert tail.text() == "a\ufffdb"
+    assert tail.text(is_last=True) == "\ufffd"
+
+
+def test_lines_are_given_once_they_are_whole(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("one\ntw")
+    tail = Tail(file)
+    assert tail.lines() == ["one"]
+    append(file, b"o\nthree")
+    assert tail.lines() == ["two"]
+    assert tail.lines(is_last=True) == ["three"]
+
+
+def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("1\n2\n3\n")
+    tail = Tail(file)
+    assert tail.lines() == ["1", "2", "3"] and not tail.was_replaced
+    shorter = tmp_path / "shorter"
+    shorter.write_text("1\n")
+    shorter.replace(file)
+    append(file, b"4\n5\n")
+    assert tail.lines() == ["1", "4", "5"] and tail.was_replaced
+    assert tail.lines() == [] and not tail.was_replaced
+
+
+def test_a_followed_log_shows_a_character_that_is_written_in_two_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, data = tmp_path / "stages" / "sft", TEXT.encode()
+    log = stage / "logs" / "attempt_1.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(data[:3])
+    update_state(stage, state="running")
+
+    def go_on() -> None:
+        append(log, data[3:])
+        update_state(stage, state="done")
+
+    timer = threading.Timer(0.5, go_on)
+    timer.start()
+    print_log(tmp_path, "sft", follow=True)
+    timer.join()
+    assert capsys.readouterr().out == TEXT
