@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.hf import named_weights
 from cosmos_core.models.recompute import Recompute, recompute
 from cosmos_core.parallel.fsdp import blocks_of
@@ -88,7 +88,7 @@ def _measured(options: argparse.Namespace, device: torch.device, length: int, se
     generator = np.random.default_rng(0)
     num_tokens = options.micro_batches * num_rows * length
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(CausalLM(model, train, 0), train, Progress(Path(folder) / "progress.json"))
+        trainer = Trainer(CausalLM(model, train, Reading(0)), train, Progress(Path(folder) / "progress.json"))
         began = 0.0
         for step in range(WARM_UP + options.steps):
             if step == WARM_UP:

@@ -140,7 +140,7 @@ def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> tupl
     from cosmos_core.algorithms.sft import Sft
     from cosmos_core.config.schema.train import TrainConfig
     from cosmos_core.data.sample import Sample
-    from cosmos_core.models.causal_lm import CausalLM
+    from cosmos_core.models.causal_lm import CausalLM, Reading
     from cosmos_core.models.hf import load_model
     from cosmos_core.run.progress import Progress
     from cosmos_core.train.trainer import Trainer
@@ -155,7 +155,7 @@ def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> tupl
     before_model()
     model = load_model(options.folder, dtype=torch.float32, gradient_checkpointing=options.checkpointing)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(CausalLM(model, train, 1), train, Progress(Path(options.folder) / "progress.json"))
+    trainer = Trainer(CausalLM(model, train, Reading(1)), train, Progress(Path(options.folder) / "progress.json"))
     rows = [Sample(np.array(ids), np.ones(len(ids), np.uint8)) for ids in _rows(options)]
     began, tokens, loss = 0.0, 0, 0.0
     for step in range(options.steps + WARM_UP):

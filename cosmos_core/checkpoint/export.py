@@ -1,12 +1,7 @@
-"""Write a model as a Hugging Face folder, and the stage kind `export`: write, prove, describe.
-
-An adapter is written twice: merged into the model, and as it is in the folder `lora/`. Models that are not causal
-language models are left out.
-"""
+"""The program of kind `export`: the published form of a trained model, proven, with a model card."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
 from collections.abc import Mapping
@@ -14,50 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.checkpoint.disk import saving
 from cosmos_core.checkpoint.pinned import pinned_model, pinned_step
-from cosmos_core.checkpoint.prove import auto_class, prove_export
 from cosmos_core.errors import Preempted, StageFailed
+from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.lora import FOLDER, is_adapted, merged, plain_state, save_adapter
+from cosmos_core.models.lora import FOLDER
 from cosmos_core.models.processor import processor_files
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.models.prove import auto_class, prove_export
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
-
-
-def export_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    *,
-    dtype: torch.dtype | None,
-    max_shard_size: str = "4GB",
-    extra_files: Mapping[str, bytes] = {},
-) -> None:
-    """Write weights, config, generation config, tokenizer and `extra_files` (by relative path) to `target`, in one
-    rename.
-
-    Floating-point weights are cast to `dtype` (None: as they are); the model itself is not changed. Tied weights are
-    written once, several shards get an index, as transformers does it.
-
-    Raises:
-        StageFailed: the disk is full or broken.
-    """
-    with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
-        with merged(model):
-            model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
-        _exported_config(model, dtype).save_pretrained(building)
-        tokenizer.save_pretrained(building)
-        if is_adapted(model):
-            save_adapter(model, building / FOLDER)
-        for name, content in extra_files.items():
-            (building / name).parent.mkdir(exist_ok=True)
-            (building / name).write_bytes(content)
 
 
 def run(stage: Stage) -> Outcome:
@@ -160,26 +123,3 @@ def _prove_copy(files: Mapping[str, bytes], target: Path) -> str:
     if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
         raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")
     return "adapter: bytes"
-
-
-def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the state dict in `dtype` with ties kept as ties, so that transformers writes them once."""
-    weights = plain_state(model)
-    if dtype is None:
-        return weights
-    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    for tensor in weights.values():
-        if (key := (tensor.data_ptr(), tensor.shape)) not in cast:
-            cast[key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
-    return {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
-
-
-def _exported_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
-    config = copy.deepcopy(model.config)
-    for each in [config, *(getattr(config, name) for name in config.sub_configs)]:
-        if dtype is not None:
-            each.dtype = dtype
-        # Training with recomputation turns the cache off; whoever loads an export wants to generate.
-        if hasattr(each, "use_cache"):
-            each.use_cache = True
-    return config

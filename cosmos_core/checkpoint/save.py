@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BEST, Best
-from cosmos_core.checkpoint.disk import saving
 from cosmos_core.checkpoint.parts import LocalTensor, own_tensors, write_rank
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
+from cosmos_core.models.disk import saving
 from cosmos_core.parallel.mesh import broadcast_object, is_alone, is_first
 from cosmos_core.run.files import replaced_folder, write_json
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +84,16 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written and how it was proven."""
+
+    checks: tuple[str, ...]
+    """The checks that ran, by name."""
+    adapter: str = ""
+    """The folder of the adapter inside; empty: there is none."""
+
+
 class ModelAdapter(Protocol):
     """A model, split over the mesh, and what it does with samples. It alone knows tokens, images or latents."""
 
@@ -106,6 +117,15 @@ class ModelAdapter(Protocol):
 
     def whole_model(self) -> Any:
         """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
+        ...
+
+    def export(self, target: Path) -> Export | None:
+        """Write the model to a folder in the dtype that it was trained in, and prove that it loads and computes the
+        same; all ranks call it, and the first writes. None: another rank did.
+
+        Raises:
+            StageFailed: the disk is full, or the folder does not equal the model.
+        """
         ...
 
     def cost(self, sample: Any) -> int:

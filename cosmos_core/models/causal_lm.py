@@ -6,10 +6,11 @@ Shapes: B samples, T tokens, S = T - 1 predicted tokens, N learned tokens of a m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +21,16 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
-from cosmos_core.models.base import Batch, MicroBatch
+from cosmos_core.models.base import Batch, Export, MicroBatch
+from cosmos_core.models.export import export_model
+from cosmos_core.models.kernels import without_fp8
+from cosmos_core.models.lora import FOLDER as ADAPTER
+from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.pipelined import Pipelined
 from cosmos_core.models.processor import Vision
+from cosmos_core.models.prove import prove_export
 from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.models.sequential import Sequential
 from cosmos_core.models.shapes import kernel_length
@@ -54,6 +60,19 @@ class TokenBatch(Batch):
     """Derivative of the loss by the log-probability of each token that this rank scores; None: unknown."""
 
 
+class Reading(NamedTuple):
+    """How text and images become inputs of a model."""
+
+    pad_id: int
+    """Stands where a row has no token; masks are built from positions, so which id it is does not matter."""
+    vision: Vision | None = None
+    """Reads the images of samples; None: no sample shows one."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """For engines and exports; None: there will be none."""
+    files: Mapping[str, bytes] = {}
+    """Files of the processor, which exports carry, by their path in the folder."""
+
+
 class CausalLM:
     """A `models.base.ModelAdapter`: a causal language model, split over the mesh."""
 
@@ -61,33 +80,39 @@ class CausalLM:
         self,
         model: PreTrainedModel,
         train: TrainConfig,
-        pad_id: int,
+        reading: Reading,
         mesh: Mesh | None = None,
-        vision: Vision | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """`vision` reads the images of samples; None: no sample shows one. `tokenizer` is for engines and exports."""
         self.model = model
-        self._tokenizer = tokenizer
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.whole = without_weights(model) if mesh else None
-        self._train, self._pad_id, self._vision = train, pad_id, vision
+        self._train, self._reading = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
-        self._is_packed = (train.sequence_packing and vision is None) or bool(mesh and mesh.context)
-        if train.sequence_packing and vision is not None:
+        self._is_packed = (train.sequence_packing and reading.vision is None) or bool(mesh and mesh.context)
+        if train.sequence_packing and reading.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner: Sequential | Pipelined = self._parallelize()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model."""
-        assert self._tokenizer is not None, "opened without a tokenizer"
-        return self._tokenizer
+        assert self._reading.tokenizer is not None, "opened without a tokenizer"
+        return self._reading.tokenizer
 
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
         return self.model if self.whole is None else fill(self.whole, self.model)
+
+    def export(self, target: Path) -> Export | None:
+        """See `ModelAdapter.export`."""
+        model = self.whole_model()
+        if model is None:
+            return None
+        without_fp8(model)
+        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._reading.files)
+        checks = prove_export(model, target, dtype=None, tokenizer=self.tokenizer)
+        return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def cost(self, sample: Sample) -> int:
         """See `ModelAdapter.cost`: tokens, because rows of like length need little padding."""
@@ -99,7 +124,7 @@ class CausalLM:
 
     def group(self, sample: Sample) -> int:
         """See `ModelAdapter.group`: rows with images go apart."""
-        return self._vision.group(sample) if self._vision else 0
+        return self._reading.vision.group(sample) if self._reading.vision else 0
 
     def planned(self, sample: Sample) -> Hashable | None:
         """See `ModelAdapter.planned`."""
@@ -109,14 +134,14 @@ class CausalLM:
         """See `ModelAdapter.collate`."""
         own, device = samples or [_unlearned(filler)], self.device
         ids = [sample.input_ids for sample in own]
-        rows = rows_of(ids, self._pad_id, packed=self._is_packed, filled=self._row_length)
+        rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
         inputs = to_device(rows.inputs, device)
         if own[0].images:
-            assert self._vision is not None
+            assert self._reading.vision is not None
             del inputs["position_ids"]  # some families place images in two dimensions
-            shown = self._vision.inputs(own, rows.inputs["input_ids"])
+            shown = self._reading.vision.inputs(own, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in shown.items()}
         chosen = torch.from_numpy(positions).to(device)
         if not (self.mesh and self.mesh.context):

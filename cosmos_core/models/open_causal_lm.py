@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from cosmos_core.config.media import media_of
 from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_fp8, use_liger
 from cosmos_core.models.meta_device import reads_base
-from cosmos_core.models.processor import Vision, load_processor
+from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import blocks_of, move_buffers
 from cosmos_core.parallel.mesh import open_mesh
@@ -62,7 +62,8 @@ def open_causal_lm(stage: Stage) -> CausalLM:
             use_fp8(model, train.fp8)
     if train.compile:
         _compile_blocks(model)
-    return CausalLM(model, train, int(tokenizer.pad_token_id), mesh, vision, tokenizer)
+    files = processor_files(stage.model, policy.model_revision)
+    return CausalLM(model, train, Reading(int(tokenizer.pad_token_id), vision, tokenizer, files), mesh)
 
 
 def _vision(stage: Stage) -> Vision | None:

@@ -23,7 +23,7 @@ from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.prepared import Pairs, Sequences, open_pairs, open_sequences
 from cosmos_core.data.rows import load_rows, split_rows
-from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.recompute import Recompute
@@ -210,7 +210,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
         try:
             # What torchao compiles cannot be traced; its moments are counted.
             wide = train.derived(optm_name=train.optm_name.removesuffix("8bit"))
-            trainer = Trainer(CausalLM(built, wide, 0), wide, progress)
+            trainer = Trainer(CausalLM(built, wide, Reading(0)), wide, progress)
             for name in named:
                 trainer.named.add(name)
             memory = step_memory(trainer, make_algorithm(recipe), wide, length)

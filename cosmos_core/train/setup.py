@@ -11,19 +11,14 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
-from cosmos_core.checkpoint.export import export_model
-from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
-from cosmos_core.models.kernels import without_fp8
-from cosmos_core.models.lora import FOLDER, is_adapted
+from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.open_causal_lm import open_causal_lm
-from cosmos_core.models.processor import processor_files
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.stage import Stage
@@ -43,9 +38,7 @@ from cosmos_core.types import JsonValue, Outcome
 class Trained(NamedTuple):
     """What a training leaves in memory."""
 
-    model: PreTrainedModel | None
-    """With all its weights; None: another rank has it."""
-    tokenizer: PreTrainedTokenizerBase
+    adapter: ModelAdapter
     step: int
     metrics: dict[str, float]
     best: Best | None = None
@@ -77,8 +70,7 @@ def train(stage: Stage) -> Trained:
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
-    adapter = trainer.adapter
-    return Trained(adapter.whole_model(), adapter.tokenizer, loop.step, metrics, loop.best)
+    return Trained(trainer.adapter, loop.step, metrics, loop.best)
 
 
 def open_trainer(stage: Stage) -> Trainer:
@@ -92,21 +84,18 @@ def open_trainer(stage: Stage) -> Trainer:
 
 def hand_over(stage: Stage, trained: Trained) -> Outcome:
     """Write the trained model in the dtype that it was trained in, prove it, and name it for the stages behind."""
-    if trained.model is None:
-        return Outcome()
     stage.progress.phase("export")
-    place = f"safetensors/step_{trained.step}"
-    extra_files = processor_files(stage.model, stage.recipe.policy.model_revision)
-    without_fp8(trained.model)
-    export_model(trained.model, trained.tokenizer, stage.path / place, dtype=None, extra_files=extra_files)
-    checks = prove_export(trained.model, stage.path / place, dtype=None, tokenizer=trained.tokenizer)
+    folder = f"safetensors/step_{trained.step}"
+    export = trained.adapter.export(stage.path / folder)
+    if export is None:
+        return Outcome()
     others = [name for name in (SAMPLES, REFERENCE) if (stage.path / name).exists()]
-    info: dict[str, JsonValue] = {"model": place, "step": trained.step, "checks": list(checks)}
-    if is_adapted(trained.model):
-        info["adapter"] = f"{place}/{FOLDER}"
+    info: dict[str, JsonValue] = {"model": folder, "step": trained.step, "checks": list(export.checks)}
+    if export.adapter:
+        info["adapter"] = f"{folder}/{export.adapter}"
     if trained.best is not None:
         info["best"] = asdict(trained.best)
-    return Outcome(outputs=(place, *others), metrics=trained.metrics, info=info)
+    return Outcome(outputs=(folder, *others), metrics=trained.metrics, info=info)
 
 
 def _feed(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> Feed:

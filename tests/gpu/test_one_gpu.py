@@ -21,7 +21,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
-from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.recompute import recompute
 from cosmos_core.models.scorer import Scorer, Wants
@@ -174,7 +174,7 @@ def trained(folder: Path, *, stop: int = 6, **settings: Any) -> tuple[PreTrained
         "compile": False, "optm_lr": 1e-3, "sequence_packing": True, "deterministic": True,
         "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
     })  # fmt: skip
-    trainer = Trainer(CausalLM(make(), train, 0), train, Progress(folder / "progress.json"))
+    trainer = Trainer(CausalLM(make(), train, Reading(0)), train, Progress(folder / "progress.json"))
     checkpointer = Checkpointer(folder / "checkpoints", fingerprint="f" * 64, max_keep=-1, asynchronous=False)
     state = TrainState(trainer.adapter.model, trainer.optimizer)
     losses = []

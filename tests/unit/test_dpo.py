@@ -236,9 +236,9 @@ def test_stopped_and_resumed_ends_with_the_same_bits(
             train(at)
         torch.manual_seed(999)
     found = train(stage(inputs, tmp_path / "cut", **settings))
-    assert expected.model is not None and found.model is not None
-    weights = found.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
+    assert expected.adapter.model is not None and found.adapter.model is not None
+    weights = found.adapter.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
     assert found.metrics["loss"] == expected.metrics["loss"]
 
 

@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from cosmos_core.checkpoint import export, prove
-from cosmos_core.checkpoint.export import export_model
-from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
+from cosmos_core.models.export import export_model
+from cosmos_core.models.prove import prove_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 
@@ -184,7 +184,7 @@ import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_export import make_model, make_tokenizer
-from cosmos_core.checkpoint.export import export_model
+from cosmos_core.models.export import export_model
 from cosmos_core.errors import StageFailed
 model, tokenizer = make_model("qwen3", tied=True), make_tokenizer()
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -206,8 +206,8 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_export import make_model, make_tokenizer
-from cosmos_core.checkpoint.export import export_model
-from cosmos_core.checkpoint.prove import prove_export
+from cosmos_core.models.export import export_model
+from cosmos_core.models.prove import prove_export
 model, target = make_model("qwen3", tied=True), Path(sys.argv[1]) / "m"
 export_model(model, make_tokenizer(), target, dtype=None)
 while True:

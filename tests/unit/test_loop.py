@@ -183,7 +183,7 @@ def averaged(at: Stage, stops: Sequence[int] = ()) -> dict[str, torch.Tensor]:
         at.stop_requested = False
         torch.manual_seed(999)  # another process would have other random states
     at.__dict__.pop("progress", None)
-    return {name: tensor.clone() for name, tensor in train_stage(at).model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in train_stage(at).adapter.model.state_dict().items()}
 
 
 def stops_at(at: Stage, stop: int) -> Callable[..., None]:
@@ -241,9 +241,9 @@ def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_ha
     later.progress.step = lambda step, *_, **__: steps.append(step)  # type: ignore[method-assign]
     found = train_stage(later)
     assert steps == [3, 4, 5, 6]
-    assert found.model is not None and expected.model is not None
-    weights = found.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
+    assert found.adapter.model is not None and expected.adapter.model is not None
+    weights = found.adapter.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
     assert found.best == expected.best
     assert curve(later) == curve(whole)
     shutil.rmtree(earlier.path)
@@ -300,7 +300,7 @@ def test_a_named_checkpoint_is_gone_on_from_with_other_settings(inputs: Path, tm
     policy = earlier.path / "checkpoints/step_3/policy"
     later = stage(tmp_path / "second/out/stages/sft", inputs, resume=str(policy), rate=1e-30)
     later.fingerprint = "0" * 64
-    left = train_stage(later).model
+    left = train_stage(later).adapter.model
     assert left is not None
     saved = {k: v for file in policy.glob("*.safetensors") for k, v in load_file(file).items()}
     for name, tensor in left.named_parameters():  # a rate of 1e-30 moves nothing
@@ -313,7 +313,7 @@ def test_a_named_checkpoint_without_an_average_begins_it_at_its_weights(inputs: 
     earlier = stopped(stage(tmp_path / "first/out/stages/sft", inputs), 3)
     policy = str(earlier.path / "checkpoints/step_3/policy")
     left = [
-        train_stage(stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)).model
+        train_stage(stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)).adapter.model
         for name, settings in (("plain", {}), ("average", {"average": True}))
     ]
     for plain, average in zip(*(model.parameters() for model in left if model is not None), strict=True):

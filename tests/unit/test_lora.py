@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel, Qwen3Config
 
 from cosmos_core.checkpoint import export
-from cosmos_core.checkpoint.export import export_model
-from cosmos_core.checkpoint.prove import prove_export
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
@@ -25,9 +23,11 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import arithmetic, prepare
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
+from cosmos_core.models.export import export_model
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
 from cosmos_core.models.lora import add_adapter, merged, plain_state, save_adapter
+from cosmos_core.models.prove import prove_export
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.run.progress import Progress, read_metrics
@@ -304,10 +304,10 @@ def test_stopped_and_resumed_ends_with_the_same_bits(task: Path, tmp_path: Path,
     torch.manual_seed(999)
     resumed = make_stage(tmp_path / "cut", kind, config, model, data)
     found = program(resumed)
-    assert found.model is not None and expected.model is not None
-    weights = found.model.state_dict()
+    assert found.adapter.model is not None and expected.adapter.model is not None
+    weights = found.adapter.model.state_dict()
     assert weights[QUERIES.replace("weight", "lora_B.default.weight")].any()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
     assert curve(resumed) == curve(whole)
 
 
@@ -315,7 +315,7 @@ def test_rollouts_follow_the_adapter(task: Path, tmp_path: Path) -> None:
     policy = {**GRPO, "reward_function": str(task / "reward.py:parity")}
     config = adapted(recipe(policy, train_batch_per_replica=16, max_num_steps=3, optm_lr=1e-2), r=4)
     stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
-    model = train(stage).model
+    model = train(stage).adapter.model
     assert model is not None
     trained, base = dict(named_weights(model))[QUERIES], load_file(task / "task/model/model.safetensors")[QUERIES]
     assert (trained - base).abs().max() > 1e-3

@@ -219,8 +219,8 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     resumed = make_stage(path, kind, config, task / "task/model", data)
     found = train(resumed)
     assert found.metrics.keys() == expected.metrics.keys()
-    weights = found.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.model.state_dict().items())
+    weights = found.adapter.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
     assert curve(resumed) == curve(whole)
 
 

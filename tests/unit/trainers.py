@@ -16,7 +16,7 @@ from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.causal_lm import CausalLM
+from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.scorer import LOGPROBS, Wants
 from cosmos_core.parallel.mesh import Mesh
@@ -33,7 +33,7 @@ def trainer_of(
     mesh: Mesh | None = None,
     vision: Vision | None = None,
 ) -> Trainer:
-    return Trainer(CausalLM(model, train, pad_id, mesh, vision), train, progress)
+    return Trainer(CausalLM(model, train, Reading(pad_id, vision), mesh), train, progress)
 
 
 def logprobs(trainer: Trainer, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Proof that an export is what was trained: its keys, its bytes, and a load by a fresh interpreter.
 
 A check is named in the result only when it ran. The fresh interpreter runs this same file as a program:
-`python -m cosmos_core.checkpoint.prove FOLDER PROBE`, and knows nothing but the folder and the probe tokens. Where
+`python -m cosmos_core.models.prove FOLDER PROBE`, and knows nothing but the folder and the probe tokens. Where
 memory does not hold the model a second time, both sides compute with the first layers alone, as many as fit; keys and
 bytes are those of all layers, read again one tensor at a time.
 
@@ -39,8 +39,8 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from cosmos_core.checkpoint.first_layers import FirstLayers, cut_config, cut_to, first_layers, fitting, is_beyond
 from cosmos_core.errors import StageFailed
+from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, first_layers, fitting, is_beyond
 from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
 
 _INDEX = "model.safetensors.index.json"
@@ -233,7 +233,7 @@ def _run_fresh_interpreter(target: Path, probe: Path) -> None:
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
-    command = [sys.executable, "-m", "cosmos_core.checkpoint.prove", str(target), str(probe)]
+    command = [sys.executable, "-m", "cosmos_core.models.prove", str(target), str(probe)]
     try:
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_RELOAD_SECONDS)
     except subprocess.TimeoutExpired:
