@@ -24,7 +24,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.run.progress import Progress
-from tests.unit.trainers import likelihood, trainer_of
+from tests.unit.trainers import likelihood, score_in, trainer_of
 
 VOCABULARY = 260
 _ADAPTER = {"r": 4, "init_lora_weights": False}  # not at zero, where half of the gradients are
@@ -126,7 +126,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
         loaded.set_experts_implementation("eager")  # the grouped product knows no float64
     choose_trained(loaded, trained)
     rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
-    rank.adapter._dtype = getattr(torch, case.dtype)
+    score_in(rank, getattr(torch, case.dtype))
     rank.adapter.prove()
     policy = config.train_policy
     batch = samples(case.masked)

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from tests.unit.test_visual_families import loaded, make_rank, samples
-from tests.unit.trainers import NoView, likelihood, sft
+from tests.unit.trainers import NoView, likelihood, score_in, sft
 
 
 def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, A
     whole, processor = loaded(model)
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu")
     rank = make_rank(whole.double(), processor, data, scratch, mesh=sizes)
-    rank.adapter._dtype = torch.float64
+    score_in(rank, torch.float64)
     rows = samples(data)
     evaluated = likelihood(rank, rows, size=2)
     (update,) = sft().updates(rows, NoView())

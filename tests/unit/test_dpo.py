@@ -29,7 +29,7 @@ from cosmos_core.train.feeds import PairFeed
 from cosmos_core.train.setup import open_trainer, run, train
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
-from tests.unit.trainers import NoView, micro_batch, trainer_of
+from tests.unit.trainers import NoView, micro_batch, score_in, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -105,7 +105,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         }  # fmt: skip
         config = recipe(split)
         rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
-        rank.adapter._dtype = torch.float64
+        score_in(rank, torch.float64)
         rank.named.add("reference")
         feed = PairFeed(pairs, config)
         feed.reference = reference.pair_logprobs(rank, pairs, np.arange(len(pairs)), 3)

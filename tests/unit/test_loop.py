@@ -313,7 +313,9 @@ def test_a_named_checkpoint_without_an_average_begins_it_at_its_weights(inputs: 
     earlier = stopped(stage(tmp_path / "first/out/stages/sft", inputs), 3)
     policy = str(earlier.path / "checkpoints/step_3/policy")
     left = [
-        train_stage(stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)).adapter.model
+        train_stage(
+            stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)
+        ).adapter.model
         for name, settings in (("plain", {}), ("average", {"average": True}))
     ]
     for plain, average in zip(*(model.parameters() for model in left if model is not None), strict=True):

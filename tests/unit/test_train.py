@@ -26,7 +26,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import train
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tasks.kinds import all_kinds
-from tests.unit.trainers import NoView, logprobs, sft, trainer_of
+from tests.unit.trainers import NoView, logprobs, score_in, sft, trainer_of
 
 BASE: dict[str, Any] = {
     "policy": {"model_max_length": 32, "model_gradient_checkpointing": False},
@@ -108,7 +108,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
         )
         model = load_model(str(task / "task/model"), dtype=torch.float64)
         rank = trainer_of(model, config.train, 0, Progress(tmp_path / "p.json"))
-        rank.adapter._dtype = torch.float64
+        score_in(rank, torch.float64)
         (update,) = sft().updates(samples(task, 10), NoView())
         rank.update(update)
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -125,7 +125,7 @@ def test_what_the_feed_put_together_goes_through_the_model_together(task: Path, 
     def run(batch: list[Sample]) -> tuple[list[int], dict[str, torch.Tensor]]:
         model = load_model(str(task / "task/model"), dtype=torch.float64)
         rank = trainer_of(model, config.train, 0, Progress(tmp_path / "p.json"))
-        rank.adapter._dtype = torch.float64
+        score_in(rank, torch.float64)
         logprobs(rank, batch[:1], 1.0)  # the first call looks at the head too
         passes: list[int] = []
         model.base_model.register_forward_pre_hook(

@@ -30,7 +30,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
 from tests.unit.tiny_vlms import MIXED, PARTS, VLMS, picture, save_vlm
-from tests.unit.trainers import NoView, likelihood, sft, trainer_of
+from tests.unit.trainers import NoView, likelihood, score_in, sft, trainer_of
 
 END = 258
 """The token that closes a turn."""
@@ -200,7 +200,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_forward(
     stage = prepared(folder, tmp_path)
     model, processor = loaded(folder)
     rank = make_rank(model.double(), processor, stage.path / "data", tmp_path)
-    rank.adapter._dtype = torch.float64
+    score_in(rank, torch.float64)
     (update,) = sft().updates(samples(stage.path / "data"), NoView())
     figures = rank.update(update)
     ours = gradients(model)

@@ -36,6 +36,13 @@ def trainer_of(
     return Trainer(CausalLM(model, train, Reading(pad_id, vision), mesh), train, progress)
 
 
+def score_in(trainer: Trainer, dtype: torch.dtype) -> None:
+    """Compute log-probabilities in a dtype that no recipe may ask for, such as float64."""
+    adapter: Any = trainer.adapter
+    for part in (adapter, *adapter.runner.roots):
+        part._dtype = dtype
+
+
 def logprobs(trainer: Trainer, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
     return [row["logprobs"] for row in trainer.evaluate(samples, Wants(temperature))]
 
