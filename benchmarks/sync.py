@@ -88,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
+    parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES // _MIB)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", choices=("copy", "vllm"), default="copy")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -102,8 +103,10 @@ def _run(options: argparse.Namespace, ranks: int) -> list[list[str]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
         free.close()
-        command = [sys.executable, "-m", "benchmarks.sync", "--gib", str(options.gib), "--rounds", str(options.rounds),
-                   "--engine", options.engine, "--size", str(ranks), "--port", port, "--out", folder]  # fmt: skip
+        passed = {"gib": options.gib, "rounds": options.rounds, "bucket-mib": options.bucket_mib,
+                  "engine": options.engine, "size": ranks, "port": port, "out": folder}  # fmt: skip
+        arguments = [text for name, value in passed.items() for text in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "benchmarks.sync", *arguments]
         children = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(ranks)]
         codes = [child.wait() for child in children]
         assert not any(codes)
@@ -115,7 +118,9 @@ def _run(options: argparse.Namespace, ranks: int) -> list[list[str]]:
         most = max(max(each[way]["bytes"][1:]) for each in found)
         first = max(each[way]["bytes"][0] for each in found)
         times = [f"{seconds:.2f}", f"{seconds / plain:.2f}", f"{work / plain_work:.2f}"]
-        rows.append([way, *times, f"{most / _MIB:.0f}", f"{most / BUCKET_BYTES:.2f}", f"{first / _MIB:.0f}"])
+        rows.append(
+            [way, *times, f"{most / _MIB:.0f}", f"{most / _MIB / options.bucket_mib:.2f}", f"{first / _MIB:.0f}"]
+        )
     return rows
 
 
@@ -137,16 +142,20 @@ def _rank(options: argparse.Namespace) -> None:
     if options.engine == "vllm":
         ways["publish to vLLM"] = _vllm(options, model)
     else:
-        ways |= _published(engine, model, whole)
+        ways |= _published(engine, model, whole, options.bucket_mib * _MIB)
         ways["before: a copy, and sha256"] = _before(model)
     found = {name: _measured(way, options.rounds) for name, way in ways.items()}
     Path(options.out, f"{options.rank}.json").write_text(json.dumps(found))
 
 
-def _published(engine: Any, model: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, Callable[[], object]]:
+def _published(
+    engine: Any, model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int
+) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {}
     for name in ("publish", "publish, collectives") if whole else ("publish",):
-        publisher = WeightPublisher(engine, model, lambda ids: torch.zeros(1), torch.float32, whole=whole)
+        publisher = WeightPublisher(
+            engine, model, lambda ids: torch.zeros(1), torch.float32, whole=whole, bucket_bytes=bucket_bytes
+        )
         publisher._is_proven = True  # what is measured is the transfer
         ways[name] = _by_collectives(publisher) if "collectives" in name else partial(publisher.publish, 1)
     return ways

@@ -47,7 +47,7 @@ def problems(
         rank = split(copy.deepcopy(whole), mesh, scratch)
         wrong: list[str] = []
         for is_shared in (True, False):
-            weights = publish._Weights(rank.model, rank.skeleton, BUCKET_BYTES)
+            weights = publish._Weights(rank.adapter.model, rank.adapter.whole, BUCKET_BYTES)
             assert weights._gatherer is not None and weights._gatherer._is_shared
             weights._gatherer._is_shared = is_shared
             for form in ("checkpoint", "module"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.train.setup import _publisher
+from cosmos_core.train.generation import Generation
 from tests.effects.change import GRPO, Change, changes
 from tests.unit.tiny_model import save_tiny_model
 
@@ -36,12 +37,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @changes(Change("rollout.probe_interval", 3, GRPO))
 def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Change) -> None:
-    rank: Any = SimpleNamespace(model=None, skeleton=None)
+    adapter = SimpleNamespace(model=None, whole=None)
 
     def interval(recipe: Recipe) -> int:
         stage: Any = SimpleNamespace(recipe=recipe)
-        engine: Any = None
-        return _publisher(stage, engine, rank).probe_interval
+        trainer: Any = SimpleNamespace(adapter=adapter)
+        generation = Generation(stage, trainer, ExitStack())
+        generation.__dict__["engine"] = None  # it is not asked for anything
+        return generation._publisher.probe_interval
 
     assert (interval(change.before), interval(change.after)) == (50, 3)
 

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_core.algorithms.grpo import Grpo
+from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.models.hf import load_model, load_tokenizer, sequence_logprobs
+from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.scorer import sequence_logprobs
 from cosmos_core.rollout import publish
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, generate
 from cosmos_core.rollout.groups import Sync
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import samples_of
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.tiny_model import save_tiny_model
 
@@ -41,7 +43,8 @@ def test_a_tool_result_is_seen_by_the_model_and_not_learned() -> None:
     short = Completion((turn((9,), 5),), "length", "y")
     group = Group(Prompt(0, (1, 2), "", ""), (spoken, short), 5)
     assert group.version == 3
-    [sample, other], _ = samples_of([ScoredGroup(group, (Score(1.0), Score(0.0)))], normalise_std=False)
+    credited = Grpo(GrpoConfig(unbiased_advantage=True)).credit([ScoredGroup(group, (Score(1.0), Score(0.0)))])
+    [sample, other], _ = credited
     assert sample.input_ids.tolist() == [1, 2, 4, 5, 90, 91, 92, 6]
     assert sample.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 1] and sample.num_learned == 3
     assert sample.rollout_logprobs is not None
