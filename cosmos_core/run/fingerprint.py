@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import result_values
+from cosmos_core.config.schema.table import Where, affects_result, mark, result_values, set_fields
 from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
@@ -95,7 +97,7 @@ def fingerprint(
     }
     if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
         ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
-    if kind.scores:
+    if kind.scores or kind.trains:
         ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
@@ -155,14 +157,26 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(recipe: Recipe) -> dict[str, str]:
-    """What stands for each of a user's rewards here: where its file lies does not matter, what is in it does."""
-    names = sorted({name for name in reward_names(recipe).values() if is_import_path(name)})
+    """What stands here for each reward, algorithm and engine of a user's own: where its file lies does not matter, what
+    is in it does."""
+    named = [value for _, field, value, _ in set_fields(recipe) if affects_result(field) and _is_code(field)]
+    named += reward_names(recipe).values()
+    texts = [text for value in named if value for text in ([value] if isinstance(value, str) else value)]
+    names = sorted({text for text in texts if is_import_path(text)})
     labels = {name: name.rpartition("/")[2] for name in names}
     return labels if len(set(labels.values())) == len(labels) else {name: name for name in names}
 
 
+def _is_code(field: FieldInfo) -> bool:
+    return mark(field, Where) is Where.CODE
+
+
 def _renamed(values: Any, labels: Mapping[str, str]) -> Any:
-    """The values with the rewards among the keys under their labels."""
+    """The values with a user's own code, named by a key or a value, under its label."""
+    if isinstance(values, str):
+        return labels.get(values, values)
+    if isinstance(values, list):
+        return [_renamed(value, labels) for value in values]
     if not isinstance(values, dict):
         return values
     return {labels.get(key, key): _renamed(value, labels) for key, value in values.items()}

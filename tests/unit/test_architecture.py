@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit import named
+
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = ("torch", "transformers", "diffusers", "vllm", "ray", "peft", "accelerate", "datasets")
 FRONT = (
@@ -128,3 +130,32 @@ def test_the_front_half_loads_none_of_the_back_halfs_libraries() -> None:
 )
 def test_the_command_answers_without_prefect_and_matplotlib(imports: str) -> None:
     assert loaded_after(imports) & {*FORBIDDEN, "prefect", "matplotlib"} == set()
+
+
+def test_nothing_that_is_added_as_one_file_is_named_elsewhere() -> None:
+    kept = named.allowed()
+    too_many = {
+        thing: f"{count} times, {kept.get(thing, 0)} are allowed"
+        for thing, count in named.counted().items()
+        if count > kept.get(thing, 0)
+    }
+    assert too_many == {}, (
+        "ask the algorithm, adapter, kind or engine; see them with: python -m tests.unit.named [PATH]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "things"),
+    [
+        ("cosmos_core/train/x.py", 'if policy.trainer_type == "dpo": pass', ["algorithm"]),
+        ("cosmos_core/algorithms/x.py", 'if policy.trainer_type == "dpo": pass', []),
+        ("cosmos_core/train/x.py", "from cosmos_core.config.schema.grpo import GrpoConfig", ["algorithm"]),
+        ("cosmos_core/run/x.py", 'KINDS = ("gate", "validate")', ["stage kind", "stage kind"]),
+        ("cosmos_core/train/x.py", 'progress.phase("validate")', []),
+        ("cosmos_core/train/x.py", '"sft"\n"""Or gate."""', []),
+        ("flows/x.py", 'backend = "vllm"', ["engine"]),
+        ("tasks/x.py", 'target = "s3"', ["upload target"]),
+    ],
+)
+def test_a_name_is_found_where_it_does_not_belong(path: str, text: str, things: list[str]) -> None:
+    assert [use.thing for use in named.in_text(path, text)] == things

@@ -262,3 +262,15 @@ def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(fold
         ModelError, match=r"lora_path = '.*second': no adapter; give a folder with adapter_config\.json"
     ):
         check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))
+
+
+@pytest.mark.parametrize("key", ["train.train_policy.trainer_type", "rollout.backend"])
+def test_code_of_the_users_counts_by_what_is_in_it_and_not_by_where_it_lies(folder: Path, key: str) -> None:
+    found = []
+    for name, text in (("a", "Mine = 1\n"), ("b", "Mine = 1\n"), ("a", "Mine = 2\n")):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "mine.py").write_text(text)
+        pipeline = load_recipe(folder, f"{key}='{folder}/{name}/mine.py:Mine'")
+        found.append({stage: fingerprint_of(pipeline, stage).value for stage in STAGES})
+    assert found[0] == found[1]
+    assert {stage for stage in STAGES if found[0][stage] != found[2][stage]} == {"sft", "validate"}

@@ -1,0 +1,185 @@
+"""What a user adds in a file of his own, without an edit here: a reward, an algorithm, an engine, a stage, an upload
+target and a metric sink, all of them in one pipeline that `cosmos run` brings to its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.run.files import sha256
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.state import read_state
+from tests.conftest import Workspace
+
+STEPS, GROUPS = 4, 2
+PIPELINE = f"""
+[pipeline]
+name = "extension"
+threads = 1
+
+[policy]
+model_max_length = 40
+model_gradient_checkpointing = false
+
+[train]
+param_dtype = "float32"
+compile = false
+epoch = 100
+max_num_steps = {STEPS}
+train_batch_per_replica = {4 * GROUPS}
+optm_lr = 1e-3
+optm_warmup_steps = 0
+ckpt = {{ enable_checkpoint = true, save_freq = 1, save_mode = "sync" }}
+
+[train.train_policy]
+type = "grpo"
+trainer_type = "user/algorithm.py:VarianceWeighted"
+reward_function = "user/reward.py:variety"
+mini_batch = 4
+
+[rollout]
+backend = "user/engine.py:Plain"
+n_generation = 4
+batch_size = {GROUPS}
+max_response_length = 6
+
+[logging]
+logger = ["user/sink.py:Lines"]
+
+[custom]
+epsilon = 1e-6
+
+[[pipeline.stages]]
+name = "task"
+kind = "custom"
+entry = "user/stage.py:make"
+arguments = {{ num_prompts = 12 }}
+
+[[pipeline.stages]]
+name = "prompts"
+kind = "prepare"
+after = ["task"]
+model = "stage:task"
+data = "stage:task"
+
+[[pipeline.stages]]
+name = "whole"
+kind = "rl"
+after = ["prompts"]
+model = "stage:task"
+data = "stage:prompts"
+
+[[pipeline.stages]]
+name = "killed"
+kind = "rl"
+after = ["prompts", "whole"]
+model = "stage:task"
+data = "stage:prompts"
+overrides.custom = {{ kill_at_step = 2, kill_mark = "MARK" }}
+
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = ["killed"]
+model = "stage:killed"
+target = "user/target.py:Shelf://SHELF"
+"""
+MADE = ("task", "prompts", "whole", "killed")
+"""Stages that are reused."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The pipeline after `cosmos run`; its stage `killed` died by SIGKILL in its third step, and was made by two
+    attempts."""
+    workspace = Workspace(tmp_path_factory.mktemp("extension"))
+    shutil.copytree(Path(__file__).parent / "user", workspace.path / "user")
+    text = PIPELINE.replace("MARK", str(workspace.path / "mark")).replace("SHELF", str(workspace.path / "shelf"))
+    workspace.write("p.toml", text)
+    workspace.cosmos("run", "p.toml", timeout=600)
+    return workspace
+
+
+def lines(run: Workspace, stage: str) -> list[dict[str, Any]]:
+    """The metrics of a stage but those of a clock."""
+    found = read_metrics(run.stage(stage) / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k.partition("/")[0] not in {"time", "throughput"}} for line in found]
+
+
+def weights(run: Workspace, stage: str) -> str:
+    return sha256(run.stage(stage) / f"safetensors/step_{STEPS}/model.safetensors")
+
+
+def planned(run: Workspace) -> dict[str, bool]:
+    """Whether `cosmos plan` would reuse each stage."""
+    table = run.cosmos("plan", "p.toml").stdout
+    found = re.findall(r"│ (\w+) +│ \w+ +│[^│]*│ (be reused|run)", table)
+    return {stage: will == "be reused" for stage, will in found}
+
+
+def test_a_reward_an_algorithm_and_an_engine_of_the_users_train(run: Workspace) -> None:
+    found = lines(run, "whole")
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert [line["variance/groups"] for line in found] == [GROUPS * step for step in range(1, STEPS + 1)]
+    for line in found:
+        assert line["variance/average"] > 0
+        assert line["variance/surprise"] > 0
+        assert line["reward/variety"] == pytest.approx(line["reward/mean"])
+        assert line["reward/variety/length"] > 0
+        assert line["grad_norm"] > 0
+    assert weights(run, "whole") != sha256(run.stage("task") / "model/model.safetensors")
+
+
+def test_a_killed_training_goes_on_from_its_checkpoint_with_the_state_of_the_algorithm(run: Workspace) -> None:
+    assert (run.path / "mark").exists()
+    assert read_state(run.stage("killed"))["attempt"] == 2
+    assert lines(run, "killed") == lines(run, "whole")
+    assert weights(run, "killed") == weights(run, "whole")
+
+
+@pytest.mark.parametrize("stage", ["whole", "killed"])
+def test_a_sink_is_told_every_line_of_metrics(stage: str, run: Workspace) -> None:
+    folder = run.stage(stage)
+    told = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+    assert {line["step"]: line for line in told} == {
+        line["step"]: line for line in read_metrics(folder / "metrics.jsonl")
+    }
+    assert (folder / "lines.done").read_text() == "0"
+
+
+def test_a_target_has_the_model_and_its_record(run: Workspace) -> None:
+    (record,) = [json.loads(line) for line in (run.path / "shelf/versions.jsonl").read_text().splitlines()]
+    assert record["run_id"] == run.run.name
+    assert record["files"]["model.safetensors"] == weights(run, "killed")
+    assert sha256(run.path / "shelf" / record["version"] / "model.safetensors") == weights(run, "killed")
+
+
+def test_nothing_is_made_again_while_no_file_of_the_users_changes(run: Workspace) -> None:
+    assert planned(run) == {stage: stage in MADE for stage in (*MADE, "publish")}
+
+
+@pytest.mark.parametrize(
+    ("name", "made_again"),
+    [
+        ("stage", MADE),
+        ("reward", ("whole", "killed")),
+        ("algorithm", ("whole", "killed")),
+        ("engine", ("whole", "killed")),
+        ("sink", ()),  # changes no result
+    ],
+)
+def test_a_changed_file_of_the_users_is_another_result(name: str, made_again: tuple[str, ...], run: Workspace) -> None:
+    file = run.path / "user" / f"{name}.py"
+    text = file.read_text()
+    file.write_text(f"{text}\n# another version\n")
+    try:
+        found = planned(run)
+    finally:
+        file.write_text(text)
+    first = {stage for stage in MADE if not found.get(stage, False)}
+    assert first == set(made_again)
