@@ -73,15 +73,18 @@ kind = "{kind}"
 retries = 0
 after = {after}
 {lines}"""
-SFT = """overrides.train.train_policy = { type = "sft", mini_batch = 3, conversation_column_name = "messages", \
+SFT = """overrides.train.train_policy = { type = "sft", dataloader_seed = 0, mini_batch = 3, \
+conversation_column_name = "messages", \
 dataset = { name = "chat.jsonl", test_size = 6 } }
 """
-DPO = """overrides.train.train_policy = { type = "sft", trainer_type = "dpo", mini_batch = 2, dpo.beta = 0.05, \
+DPO = """overrides.train.train_policy = { type = "sft", trainer_type = "dpo", dataloader_seed = 0, \
+mini_batch = 2, dpo.beta = 0.05, \
 dataset = { name = "pairs.jsonl", test_size = 6 } }
 """
 GRPO = """overrides.rollout = { backend = "BACKEND", n_generation = 4, batch_size = 4, max_response_length = 12 }
 [pipeline.stages.overrides.train.train_policy]
 type = "grpo"
+dataloader_seed = 0
 dataset.name = "prompts.jsonl"
 reward_function = "reward.py:variety"
 mini_batch = 4

@@ -36,7 +36,7 @@ from cosmos_core.types import Prompt, Sampling
 from tests.unit.test_train import GRPO, SFT, _StopsAt, curve, make_stage, recipe
 from tests.unit.tiny_families import save_family
 from tests.unit.tiny_model import save_tiny_model
-from tests.unit.trainers import NoView, sft, trainer_of
+from tests.unit.trainers import NoView, score_in, sft, trainer_of
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 250
 MASK = np.array([0, 0, 0] + [1] * 9, dtype=np.uint8)
@@ -111,7 +111,7 @@ def step(model: PreTrainedModel, path: Path, **train: Any) -> None:
         "param_dtype": "float32", "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft", "mini_batch": 2}, **train,
     }  # fmt: skip
     rank = trainer_of(model, TrainConfig.model_validate(settings), 0, Progress(path / "p.json"))
-    rank._dtype = model.dtype
+    score_in(rank, model.dtype)
     rank.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     (update,) = sft().updates(SAMPLES, NoView())
     rank.update(update)
@@ -285,7 +285,7 @@ def adapted(base: Any, **lora: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "start"), [("sft", True), ("sft", "pissa"), ("rl", True)])
 def test_stopped_and_resumed_ends_with_the_same_bits(task: Path, tmp_path: Path, kind: str, start: bool | str) -> None:
-    program, size = (train, 8) if kind == "sft" else (train, 16)
+    size = 8 if kind == "sft" else 16
     policy = SFT if kind == "sft" else {**GRPO, "reward_function": str(task / "reward.py:parity")}
     config = adapted(
         recipe(policy, train_batch_per_replica=size, max_num_steps=4, optm_lr=1e-2, ckpt={"save_mode": "sync"}),
@@ -293,17 +293,17 @@ def test_stopped_and_resumed_ends_with_the_same_bits(task: Path, tmp_path: Path,
     )  # fmt: skip
     data, model = task / f"{kind}-data/data", task / "task/model"
     whole = make_stage(tmp_path / "whole", kind, config, model, data)
-    expected = program(whole)
+    expected = train(whole)
     base = make_stage(tmp_path / "cut", kind, config, model, data)
-    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint)
+    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
     stage.stop_at = 2
     with pytest.raises(Preempted, match="checkpoint saved"):
-        program(stage)
+        train(stage)
     (file,) = base.path.glob("checkpoints/step_2/policy/*.safetensors")
     assert all(".lora_" in name for name in load_file(file))
     torch.manual_seed(999)
     resumed = make_stage(tmp_path / "cut", kind, config, model, data)
-    found = program(resumed)
+    found = train(resumed)
     assert found.adapter.model is not None and expected.adapter.model is not None
     weights = found.adapter.model.state_dict()
     assert weights[QUERIES.replace("weight", "lora_B.default.weight")].any()
