@@ -23,6 +23,7 @@ from cosmos_core.errors import DataError, ModelError
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+
 Tools = list[Any] | None
 """What the chat template is told of the tools that may be called."""
 
