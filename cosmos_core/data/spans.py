@@ -16,7 +16,7 @@ Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
 """Messages, and whether to add the generation prompt, to text; raises TemplateError."""
 Head = tuple[str, str]
-"""A fixed part up to where the model goes on, and what it lacks of the generation prompt, which the completion may bring."""
+"""A fixed part up to where the model goes on, and what it lacks of the generation prompt: the completion may have it"""
 
 
 def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
@@ -150,7 +150,8 @@ def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
 def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
     """Return the beginning of the part after a completion that closes the turn.
 
-    It is what the part shares with the last turn's ending, and stops after a whole token: `<|end|><|user|>` shares `<|end|><|` with `<|end|><|endoftext|>`.
+    It is what the part shares with the last turn's ending, and stops after a whole token: `<|end|><|user|>` shares
+    `<|end|><|` with `<|end|><|endoftext|>`.
     """
     shared = next(
         (i for i, (a, b) in enumerate(zip(part, ending, strict=False)) if a != b), min(len(part), len(ending))
