@@ -71,7 +71,7 @@ def make(  # noqa: PLR0913 - keys of a stage's `arguments`, each with a default
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character and a role, ChatML, `<|im_end|>` as the end token."""
+    """Return a tokenizer with one token per character and per role, ChatML, `<|im_end|>` as the end token."""
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_ROLES, *_CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     # Not `.`, which would leave out line breaks.
@@ -91,7 +91,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A random Qwen3 in float32 with tied embeddings and four heads.
+    """Return a random Qwen3 in float32 with tied embeddings and four heads.
 
     Raises:
         ConfigError: the heads do not divide the width into even parts.
@@ -121,7 +121,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int
 
 
 def _sums(train_rows: int, heldout_rows: int, digits: int, seed: int) -> tuple[list[Sum], list[Sum]]:
-    """Pairs of summands to train on and, disjoint from them, to hold out; 34+12 and 12+34 are two sums."""
+    """Return pairs of summands to train on and, disjoint from them, to hold out; 34+12 and 12+34 are two sums."""
     smallest, count = 10 ** (digits - 1), _num_summands(digits)
     draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count**2)
     numbers = np.argsort(draws, kind="stable").tolist()

@@ -1,6 +1,6 @@
-"""Micro-batches filled to a budget of tokens in place of a number of rows, planned an epoch at a time.
+"""Micro-batches filled to a budget of tokens in place of a number of rows, planned one epoch at a time.
 
-As `order.py`: what a step reads is a pure function of seed, step and the lengths of the rows, each row once an epoch.
+As `order.py`: what a step reads is a pure function of seed, step and the lengths of the rows, each row once per epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Budget:
 
 
 def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
-    """The rows of `order` in micro-batches, each row once.
+    """Return the rows of `order` in micro-batches, each row once.
 
     A batch starts with the row that has waited longest; then always the row that makes it cheapest, while one fits.
     """
@@ -36,20 +36,20 @@ def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -
     batches = []
     while pool:
         batch = [pool.pop(0)]
-        while (place := _next_place(lengths, batch, pool, budget)) is not None:
-            batch.append(pool.pop(place))
+        while (position := _next_position(lengths, batch, pool, budget)) is not None:
+            batch.append(pool.pop(position))
         batches.append(batch)
         pool += islice(waiting, budget.pool_size - len(pool))
     return batches
 
 
-def _next_place(lengths: Sequence[int], batch: list[int], pool: list[int], budget: Budget) -> int | None:
+def _next_position(lengths: Sequence[int], batch: list[int], pool: list[int], budget: Budget) -> int | None:
     longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
     best: tuple[int, int, int] | None = None
-    for place, row in enumerate(pool):
+    for position, row in enumerate(pool):
         length = lengths[row]
         cost = total + length if budget.is_packed else max(longest, length) * (len(batch) + 1)
-        found = (cost, abs(longest - length) if budget.prefers_closest else 0, place)
+        found = (cost, abs(longest - length) if budget.prefers_closest else 0, position)
         if cost <= budget.max_tokens and (best is None or found < best):
             best = found
     return None if best is None else best[2]
@@ -83,13 +83,13 @@ class BalancedSteps:
         self.total_steps = min(self._starts[-1], max_steps)
 
     def micro_batches(self, step: int) -> list[list[int]]:
-        """Row numbers, a list for each micro-batch of step `step`, counted from 0 over all epochs."""
+        """Return row numbers, a list for each micro-batch of step `step`, counted from 0 over all epochs."""
         epoch = bisect_right(self._starts, step) - 1
         first = (step - self._starts[epoch]) * self._batches_per_step
         return self._batches(epoch)[first : first + self._batches_per_step]
 
     def epochs_done(self, step: int) -> float:
-        """Epochs that are complete after step `step`, with the share of the present one."""
+        """Return the epochs that are complete after step `step`, with the fraction of the present one."""
         epoch = bisect_right(self._starts, step) - 1
         start, end = self._starts[epoch : epoch + 2]
         return epoch + (step + 1 - start) / (end - start)

@@ -23,6 +23,7 @@ from cosmos_core.errors import DataError, ModelError
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+
 Tools = list[Any] | None
 """What the chat template is told of the tools that may be called."""
 
@@ -34,7 +35,7 @@ class RefusedRow(SkippedRow):
 def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, max_length: int, where: str
 ) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask, cut on the right to `max_length` tokens; see `conversation_tokens` and `cut`."""
+    """Return token ids and loss mask, cut on the right to `max_length` tokens; see `conversation_tokens` and `cut`."""
     return cut(conversation_tokens(tokenizer, conversation, where), max_length, where)
 
 
@@ -95,7 +96,7 @@ def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def last_turns(tokens: tuple[list[int], list[int]], count: int) -> tuple[list[int], list[int]]:
-    """The tokens with only the last `count` runs of learned ones still learned: an answer without its prompt."""
+    """Return the tokens with only the last `count` runs of learned ones learned: a completion, no prompt."""
     ids, mask = tokens
     starts = [i for i, bit in enumerate(mask) if bit and mask[i - 1 : i] != [1]]
     first = starts[-count]
@@ -103,17 +104,17 @@ def last_turns(tokens: tuple[list[int], list[int]], count: int) -> tuple[list[in
 
 
 def continued_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, where: str
+    tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, where: str
 ) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of plain text of which the answer, with the end token behind it, is learned.
+    """Return token ids and loss mask of plain text of which the completion, with the end token behind it, is learned.
 
-    A token that reaches from the prompt into the answer belongs to the answer.
+    A token that reaches from the prompt into the completion belongs to the completion.
 
     Raises:
         DataError: the tokenizer cannot say which characters a token covers, and tokens cross the border.
     """
-    plain, _ = _plain_tokens(tokenizer, prompt + answer)
-    ids, mask = _masked_tokens(tokenizer, prompt + answer, [(len(prompt), len(prompt) + len(answer))], where)
+    plain, _ = _plain_tokens(tokenizer, prompt + completion)
+    ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
     start = next(i for i in range(len(plain)) if plain[i : i + len(ids)] == ids)
     return plain, [0] * start + mask + [1] * (len(plain) - start - len(ids))
 
@@ -208,7 +209,7 @@ def check_tool_calls(messages: list[Message], text: str, where: str) -> None:
 
 
 def says_something(message: Message) -> bool:
-    """Whether a turn has words, or what else a chat template may render."""
+    """Return whether a turn has words, or what else a chat template may render."""
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
 
@@ -311,12 +312,12 @@ def _masked_piecewise(
     if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
         raise DataError(
             f"{where}: {type(tokenizer).__name__} cannot say which characters a token covers, and its tokens cross "
-            "the border between prompt and answer; save a fast tokenizer (tokenizer.json) beside the model"
+            "the border between prompt and completion; save a fast tokenizer (tokenizer.json) beside the model"
         )
     return ids, mask
 
 
 @lru_cache(maxsize=4)  # read for every row, and slow to gather
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Tokens that stand for themselves in the text, such as <|im_end|>."""
+    """Return tokens that stand for themselves in the text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -46,7 +46,7 @@ class ImageRef(NamedTuple):
 
 
 def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
-    """The turns with a bare part wherever they show an image, and the sources of the images in that order.
+    """Return the turns with a bare part wherever they show an image, and the sources of the images in that order.
 
     Raises:
         DataError: the turns do not show as many images as the row has, or show videos.
@@ -97,7 +97,7 @@ def refuse_images(row: Row, where: str) -> None:
 
 
 def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
-    """The image of a source and what prepared rows keep of it; `root` is the folder that paths are relative to.
+    """Return the image of a source and what prepared rows keep of it; `root` is the folder that paths are relative to.
 
     Raises:
         DataError: there is no such file, or it is no image that can be decoded as a whole.
@@ -114,7 +114,7 @@ def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
 
 
 def open_image(ref: ImageRef) -> Image:
-    """The image of a prepared row, whose path is absolute.
+    """Return the image of a prepared row, whose path is absolute.
 
     Raises:
         DataError: its file is not there any more, or is another one.
@@ -132,14 +132,14 @@ def open_image(ref: ImageRef) -> Image:
 
 
 def _listed(value: Any) -> list[Any]:
-    """What a column of images holds, as a list."""
+    """Return what a column of images holds, as a list."""
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _split(content: Any) -> Any:
-    """Parts of a text that says <image>; anything else as it is."""
+    """Return the parts of a text that says <image>; anything else as it is."""
     if not isinstance(content, str) or not IMAGE_MARK.search(content):
         return content
     parts: list[dict[str, Any]] = []
@@ -169,13 +169,13 @@ def _before_the_first_words(turns: list[Message], count: int, where: str) -> lis
 
 
 def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
-    """What a part names, or the next image of the row's column."""
+    """Return what a part names, or the next image of the row's column."""
     named = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
     return next(unused, None) if named is None else named
 
 
 def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
-    """The path of an image, or its bytes.
+    """Return the path of an image, or its bytes.
 
     Raises:
         DataError: neither is there.
@@ -221,7 +221,7 @@ def _digest(content: bytes) -> str:
 
 
 def _decoded(content: bytes, what: str) -> Image:
-    """As the processors of transformers read a file: upright, in RGB.
+    """Return the image as the processors of transformers read a file: upright, in RGB.
 
     Raises:
         DataError: it is no image, is cut off, or is larger than Pillow takes for safe.

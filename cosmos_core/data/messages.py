@@ -1,4 +1,4 @@
-"""What a row means: a conversation to learn, a prompt with its reference answer, or a prompt with two answers.
+"""What a row means: a conversation to learn, a prompt with its reference answer, or a prompt with two completions.
 
 Understood are OpenAI (`role`, `content`) and ShareGPT or LLaVA (`from`, `value`) turns, plain text, and two columns
 such as `question` and `answer`. Nothing is rendered or tokenised here (`conversation.py`).
@@ -46,7 +46,7 @@ class SkippedRow(DataError):
 
 
 class Preference(NamedTuple):
-    """Two answers to a prompt; all three are turns, or all are plain text."""
+    """Two completions of a prompt; all three are turns, or all are plain text."""
 
     prompt: list[Message] | str
     chosen: list[Message] | str
@@ -56,11 +56,11 @@ class Preference(NamedTuple):
 def read_conversation(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
-    """The conversation of a row; a string is plain text, which has no turns.
+    """Return the conversation of a row; a string is plain text, which has no turns.
 
     Args:
         row: one row of a data set.
-        where: its place, for messages.
+        where: its location, for messages.
         column: looked at first; a row without it may have another of the known columns.
         system_prompt: put first when there is no system turn.
         with_images: content may be a list of parts, `text` and `image`, and may say <image> (`images.py`).
@@ -91,7 +91,7 @@ def read_conversation(
 def read_prompt(
     row: Row, where: str, prompt_column: str = "", response_column: str = "", system_prompt: str = ""
 ) -> tuple[list[Message], str]:
-    """The prompt of a row as turns, and its reference answer ("" when there is none).
+    """Return the prompt of a row as turns, and its reference answer ("" when there is none).
 
     A prompt that is a conversation ends before its last assistant turn when that comes last; that turn is the
     reference where no column holds one.
@@ -113,7 +113,7 @@ def read_prompt(
 
 
 def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "") -> tuple[list[Message], str]:
-    """Prompt and reference answer of a row that is made to be learned: ask what the last assistant turn answers.
+    """Return prompt and reference answer of a row that is made to be learned: ask what the last assistant turn answers.
 
     Raises:
         DataError: the row is plain text, or not a conversation.
@@ -129,14 +129,14 @@ def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "
 
 
 def read_preference(row: Row, where: str, column: str = "", system_prompt: str = "") -> Preference:
-    """Prompt, chosen and rejected answer of a row, each as text or as turns.
+    """Return prompt, chosen and rejected completion of a row, each as text or as turns.
 
     Without a column of prompts the prompt is what `chosen` and `rejected` begin with alike: the same turns, or the same
     text, which then is plain and has no turns. Turns that begin with the prompt do not repeat it.
 
     Args:
         row: one row of a data set.
-        where: its place, for messages.
+        where: its location, for messages.
         column: of the prompt, looked at first; a row without it may have `prompt` or another of the known columns.
         system_prompt: put before turns that have no system turn.
 
@@ -201,7 +201,7 @@ def _answer_turns(answer: list[Message] | str) -> list[Message]:
 
 
 def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Turns, or characters, that both begin with."""
+    """Return how many turns, or characters, both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -233,7 +233,7 @@ def _as_turns(row: Row, column: str, role: str, where: str, with_images: bool = 
 
 
 def _decoded(value: Any) -> Any:
-    """A conversation that a format without lists, such as CSV, holds as JSON; anything else as it is."""
+    """Return a conversation that a format without lists, such as CSV, holds as JSON; anything else as it is."""
     if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
         return value
     try:
@@ -331,7 +331,7 @@ def _shows_image(part: Any) -> bool:
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    """A part of a turn: `{"type": "text", "text": ...}`, or `type` = `image` and what names the image."""
+    """Return a part of a turn: `{"type": "text", "text": ...}`, or `type` = `image` and what names the image."""
     if _shows_image(part):
         return {**part, "type": "image"}
     if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
@@ -340,14 +340,16 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def texts_of(message: Message) -> list[str]:
-    """The words of a turn, those between two images apart."""
+    """Return the words of a turn, those between two images apart."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def alternating(turns: list[Message]) -> Iterator[list[Message]]:
-    """The turns in the forms that a chat template may accept when it refuses their roles, the closest first: turns of
-    one role in a row as one turn; then the system's as a part of what the user says."""
+    """Yield the turns in forms that a chat template may accept when it refuses their roles.
+
+    The closest first: turns of one role in a row as one turn; then the system's as a part of what the user says.
+    """
     yield _merged(turns)
     yield _merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 

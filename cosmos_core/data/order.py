@@ -17,7 +17,7 @@ _WORD = 2**64
 
 @lru_cache(maxsize=2)  # a step asks for one epoch again and again; two, because an epoch's end may look ahead
 def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
-    """The row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
+    """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
     if shuffle:
         # Sorting raw draws, not Generator.permutation: NumPy keeps only the raw stream stable between versions.
         generator = np.random.PCG64(np.random.SeedSequence((seed % _WORD, epoch)))
@@ -29,7 +29,9 @@ def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarr
 
 
 def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) -> int:
-    """Optimizer steps in one pass over the rows; with `drop_last` the rows that fill no batch wait for another epoch.
+    """Return the optimizer steps in one pass over the rows.
+
+    With `drop_last` the rows that fill no batch wait for another epoch.
 
     Raises:
         DataError: the rows do not fill one batch.
@@ -45,7 +47,7 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 def batch_positions(
     seed: int, step: int, batch_size: int, num_rows: int, shuffle: bool, drop_last: bool = True
 ) -> np.ndarray:
-    """The row numbers of optimizer step `step`, counted from 0 over all epochs: int64, `batch_size` of them.
+    """Return the row numbers of optimizer step `step`, counted from 0 over all epochs: int64, `batch_size` of them.
 
     Without `drop_last` the last batch of an epoch may be smaller.
 

@@ -106,7 +106,7 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
 
 
 def _splits(stage: Stage) -> dict[str, Rows]:
-    """Rows to train on, and held-out rows when there are any."""
+    """Return rows to train on, and held-out rows when there are any."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     annotations = media_of(stage.recipe).annotation_path
     if stage.data is None and annotations:
@@ -170,7 +170,7 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
 
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
-    """Chunks in the order of the rows, made in this process or in several."""
+    """Yield chunks in the order of the rows, made in this process or in several."""
     model, revision = stage.model, job.recipe.policy.model_revision
     chunks = (
         [(rows.where(i), rows[i]) for i in range(start, min(start + _CHUNK_ROWS, len(rows)))]

@@ -1,6 +1,6 @@
-"""Reading what the `prepare` stage wrote: memory-mapped sequences to learn, pairs to compare, or prompts to answer.
+"""Reading what the `prepare` stage wrote: memory-mapped sequences to learn, pairs to compare, or prompts to complete.
 
-One Arrow IPC file a split, `train.arrow` and perhaps `validation.arrow`; the schema's metadata says which of these
+One Arrow IPC file per split, `train.arrow` and perhaps `validation.arrow`; the schema's metadata says which of these
 kinds of rows it holds. Making these files is `prepare.py`; batches and their order are elsewhere.
 """
 
@@ -55,17 +55,17 @@ _ROOT = b"images below"
 
 
 def visual_schema(root: Path) -> pa.Schema:
-    """Of sequences that may show images; `root` is what their paths are relative to."""
+    """Return the schema of sequences that may show images; `root` is what their paths are relative to."""
     return _VISUAL.with_metadata({b"rows": b"sequences", _ROOT: str(root).encode()})
 
 
 def split_path(folder: Path, split: str) -> Path:
-    """Where a split lies in the data folder of a `prepare` stage."""
+    """Return where a split lies in the data folder of a `prepare` stage."""
     return folder / f"{split}.arrow"
 
 
 def has_split(folder: Path, split: str) -> bool:
-    """Whether the data folder has this split."""
+    """Return whether the data folder has this split."""
     return split_path(folder, split).is_file()
 
 
@@ -99,7 +99,7 @@ class Sequences:
         return self._ids[batch][start:end].astype(np.int64), self._masks[batch][start:end].copy()
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
-        """The images of a row, in the order of their places in it; paths are absolute."""
+        """Return the images of a row, in the order in which it shows them; paths are absolute."""
         if not self.has_images:
             return ()
         batch, row = _locate(self._starts, index)
@@ -108,7 +108,7 @@ class Sequences:
 
 
 class Pairs:
-    """Answers to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, of which nothing is learned."""
+    """Completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, of which nothing is learned."""
 
     def __init__(self, batches: list[pa.RecordBatch], path: Path) -> None:
         self.path = path
@@ -120,7 +120,7 @@ class Pairs:
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts to answer; the id of a prompt is its row number."""
+    """Prompts to complete; the id of a prompt is its row number."""
 
     def __init__(self, batches: list[pa.RecordBatch]) -> None:
         self._batches = batches
@@ -147,7 +147,7 @@ class Prompts(Sequence[Prompt]):
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:
-    """The sequences of a split, memory-mapped.
+    """Return the sequences of a split, memory-mapped.
 
     Raises:
         DataError: there is no such split, the file is damaged, or it holds other rows.
@@ -157,7 +157,7 @@ def open_sequences(folder: Path, split: str) -> Sequences:
 
 
 def open_pairs(folder: Path, split: str) -> Pairs:
-    """The pairs of a split, memory-mapped.
+    """Return the pairs of a split, memory-mapped.
 
     Raises:
         DataError: there is no such split, the file is damaged, or it holds other rows.
@@ -167,7 +167,7 @@ def open_pairs(folder: Path, split: str) -> Pairs:
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
-    """The prompts of a split, memory-mapped.
+    """Return the prompts of a split, memory-mapped.
 
     Raises:
         DataError: there is no such split, the file is damaged, or it holds other rows.
@@ -176,7 +176,7 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 
 
 def shows_images(folder: Path) -> bool:
-    """Whether any row of any split shows an image.
+    """Return whether any row of any split shows an image.
 
     Raises:
         DataError: a file is damaged.
@@ -186,7 +186,7 @@ def shows_images(folder: Path) -> bool:
 
 
 def rows_kind(folder: Path, split: str) -> str:
-    """What a split holds, `sequences`, `pairs` or `prompts`, from the head of its file.
+    """Return what a split holds, `sequences`, `pairs` or `prompts`, from the head of its file.
 
     Raises:
         DataError: there is no such split, or the file is damaged.
@@ -216,7 +216,7 @@ def _open(path: Path, kind: RowKind) -> list[pa.RecordBatch]:
         written_for = {
             "sequences": "to learn (SFT)",
             "pairs": "to compare (DPO)",
-            "prompts": "to answer (RL, validation by reward)",
+            "prompts": "to complete (RL, validation by reward)",
         }
         raise DataError(
             f"{path} holds {found or 'unknown rows'}, but {kind} {written_for[kind]} are needed; "
@@ -240,12 +240,12 @@ def _values(batch: pa.RecordBatch, column: str) -> np.ndarray:
 
 
 def _row_starts(batches: list[pa.RecordBatch]) -> list[int]:
-    """First row of each batch, and the number of rows at the end."""
+    """Return the first row of each batch, and the number of rows at the end."""
     return np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
 
 
 def _locate(starts: list[int], index: int) -> tuple[int, int]:
-    """Batch and row in it. Negative numbers count from the end."""
+    """Return the batch and the row in it. Negative numbers count from the end."""
     if not -starts[-1] <= index < starts[-1]:
         raise IndexError(f"row {index} of {starts[-1]}")
     index %= starts[-1]

@@ -210,7 +210,7 @@ _Tokens = TypeVar("_Tokens")
 
 
 def _accepted(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
-    """The tokens of the turns, put together where the chat template refuses them as they are; whether it was so."""
+    """Return the tokens of the turns, put together where the chat template refuses them, and whether it did."""
     try:
         return tokenise(turns), False
     except RefusedRow:

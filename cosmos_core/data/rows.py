@@ -73,7 +73,7 @@ class Rows(Sequence[Row]):
 
 
 def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
-    """The rows of a data set, its splits one after another.
+    """Return the rows of a data set, its splits one after another.
 
     Args:
         dataset: where the rows come from.
@@ -99,12 +99,12 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
 
 
 def has_local_split(path: Path, split: str) -> bool:
-    """Whether a folder of data files has files named for this split."""
+    """Return whether a folder of data files has files named for this split."""
     return path.is_dir() and any(_is_of_split(file, split) for file in _data_files(path))
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
-    """Set rows aside: (train, held-out), both in the order of the file; the choice depends on the seed alone.
+    """Set rows aside and return (train, held-out), both in the order of the file; the choice depends on the seed alone.
 
     Args:
         rows: all rows.
@@ -140,7 +140,7 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
 
 
 def _read(file: Path) -> Part:
-    if re.search("[\0-\x1f\ud800-\udfff]", file.name):  # the place of each row, in messages and in prepared rows
+    if re.search("[\0-\x1f\ud800-\udfff]", file.name):  # the location of each row, in messages and in prepared rows
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
     return READERS[file.suffix](file)
 

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
 """Messages, and whether to add the generation prompt, to text; raises TemplateError."""
 Head = tuple[str, str]
-"""A fixed part up to where the model goes on, and what it lacks of the generation prompt: the answer may bring it."""
+"""A fixed part up to where the model goes on, and what it lacks of the generation prompt: the completion may have it"""
 
 
 def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
@@ -39,9 +39,9 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
 def skeleton_spans(
     render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
-    """Render with a unique word in place of each answer, and find the parts that stayed the same in the whole.
+    """Render with a unique word instead of each completion, and find the parts that stayed the same in the whole.
 
-    What the template puts between the generation prompt and an answer (an empty think block) counts as answer.
+    What the template puts between the generation prompt and a completion (an empty think block) counts as completion.
     """
     turns = _assistant_turns(messages)
     unused = _unused_word(messages)
@@ -64,7 +64,7 @@ def skeleton_spans(
 
 
 def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
-    """The span without the blanks that a template writes after the token that closes the turn."""
+    """Return the span without the blanks that a template writes after the token that closes the turn."""
     start, end = span
     body = text[start:end].rstrip()
     return (start, start + len(body)) if body.endswith(tuple(closing_tokens)) else span
@@ -82,7 +82,7 @@ def _unused_word(messages: list[Message]) -> str:
 
 
 def _split_at(text: str, words: list[str]) -> list[str] | None:
-    """The parts between the words; None unless each word occurs once and in order."""
+    """Return the parts between the words; None unless each word occurs once and in order."""
     parts = []
     for word in words:
         if text.count(word) != 1:
@@ -93,7 +93,7 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
 
 
 def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[Head]:
-    """The fixed parts before the answers."""
+    """Return the fixed parts before the completions."""
     first, last = (_invitation(render, messages[:i]) for i in (turns[0], turns[-1]))
     heads = []
     for number, i in enumerate(turns):
@@ -104,8 +104,10 @@ def _heads(render: Render, messages: list[Message], turns: list[int], fixed: lis
 
 
 def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None:
-    """What the template writes behind the last words before an answer: the end of their turn, and the generation
-    prompt; None: it writes these turns in another way when it asks."""
+    """Return what the template writes behind the last words before a completion.
+
+    These are the end of their turn, and the generation prompt; None: it writes the turns in another way when it asks.
+    """
     try:
         without, with_prompt = render(before, False), render(before, True)
     except TemplateError:
@@ -125,9 +127,9 @@ def _last_words(before: list[Message]) -> str:
 
 
 def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
-    """The fixed part up to the end of the generation prompt, or of as much of it as is there.
+    """Return the fixed part up to the end of the generation prompt, or of as much of it as is there.
 
-    A template that asks with `<think>` and renders an answer without thoughts keeps a beginning of the prompt only.
+    A template that asks with `<think>` and renders a completion without thoughts keeps a beginning of the prompt only.
     """
     invitation = asked + closing + prompt
     if invitation in part:
@@ -146,9 +148,10 @@ def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
 
 
 def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
-    """The beginning of the part after an answer that closes the turn: what it shares with the last turn's ending.
+    """Return the beginning of the part after a completion that closes the turn.
 
-    It stops after a whole token: `<|end|><|user|>` shares `<|end|><|` with `<|end|><|endoftext|>`.
+    It is what the part shares with the last turn's ending, and stops after a whole token: `<|end|><|user|>` shares
+    `<|end|><|` with `<|end|><|endoftext|>`.
     """
     shared = next(
         (i for i, (a, b) in enumerate(zip(part, ending, strict=False)) if a != b), min(len(part), len(ending))
@@ -158,7 +161,7 @@ def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
 
 
 def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[Span] | None:
-    """Spans between the fixed parts, each with what closes its turn."""
+    """Return spans between the fixed parts, each with what closes its turn."""
     parts = [part for part, _ in heads]
     if not full.startswith(parts[0]) or not full.endswith(tail):
         return None

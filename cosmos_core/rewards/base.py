@@ -1,4 +1,4 @@
-"""What a reward is: a function of an answer and its reference that returns a number, or a number and metrics.
+"""What a reward is: a function of a completion and its reference that returns a number, or a number and metrics.
 
     def gsm8k(to_be_evaluated: str, reference: str) -> float: ...
     def mine(to_be_evaluated, reference, prompt, num_tokens, **others) -> tuple[float, dict[str, float]]: ...
@@ -21,7 +21,7 @@ from cosmos_core.registry import import_thing, is_import_path, known_names, sugg
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
-    "num_tokens": "sampled tokens of the answer, the end token included",
+    "num_tokens": "sampled tokens of the completion, the end token included",
     "finish_reason": "'stop' or 'length'",
     "custom": "the recipe's [custom] table",
 }
@@ -54,7 +54,7 @@ class Reward:
 
 
 def load_reward(name: str) -> Reward:
-    """The reward `cosmos_core/rewards/<name>.py:<name>`, or a user's `module:function` or `path/file.py:function`.
+    """Return the reward `cosmos_core/rewards/<name>.py:<name>`, or a user's `module:function` or `file.py:function`.
 
     Raises:
         RewardError: it does not exist, cannot be imported, or wants a keyword that is not offered.
@@ -64,7 +64,7 @@ def load_reward(name: str) -> Reward:
 
 
 def known_rewards() -> list[str]:
-    """Names of the rewards that come with us."""
+    """Return the names of the rewards that come with us."""
     return [name for name in known_names(_FOLDER) if name not in _MACHINERY]
 
 
@@ -91,7 +91,7 @@ def _parts(reward: str) -> list[str]:
 
 
 def require_reference(reference: str) -> str:
-    """`reference` without surrounding blanks; an empty one is unknown: nothing can be right or wrong against it.
+    """Return `reference` without surrounding blanks; an empty one is unknown: nothing can be right or wrong against it.
 
     Raises:
         ValueError: there is no reference.
@@ -144,7 +144,7 @@ def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def one_line(error: BaseException) -> str:
-    """Class and message of an error on one line of bounded length."""
+    """Return class and message of an error on one line of bounded length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 500 else text[:497] + "..."
 

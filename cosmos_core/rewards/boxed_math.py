@@ -1,4 +1,4 @@
-"""The answer is mathematically equal to the reference, as math-verify sees it (`\\boxed{1/2}` is 0.5)."""
+"""The completion is mathematically equal to the reference, as math-verify sees it (`\\boxed{1/2}` is 0.5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
-    """1 if the answer's last LaTeX or plain expression equals the reference, else 0, also when it has none.
+    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also when it has none.
 
     The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. One that cannot be read is invalid.
     """

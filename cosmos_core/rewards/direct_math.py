@@ -33,7 +33,7 @@ _REWRITTEN = (
 
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
-    """+1 if the last `Answer: ...` line equals the reference after normalisation, else -1; no such line is -1.
+    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1; no such line is -1.
 
     A reference of which normalisation leaves nothing (`ways`) is invalid.
     """

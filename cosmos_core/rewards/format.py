@@ -1,4 +1,4 @@
-"""The answer has the shape `<think>...</think>`, a blank line, `<answer>...</answer>`, and nothing else."""
+"""The completion has the shape `<think>...</think>`, a blank line, `<answer>...</answer>`, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>
 
 
 def format(to_be_evaluated: str, reference: str) -> float:
-    """1 if the answer has exactly that shape, else 0.
+    """Return 1 if the completion has exactly that shape, else 0.
 
     The thought holds no think tags, one newline may follow the end, and the reference is not looked at.
     """

@@ -8,9 +8,9 @@ _NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
-    """1 if the first `#### number` of both is the same string, thousands separators aside, else 0.
+    """Return 1 if the first `#### number` of both is the same string, thousands separators aside, else 0.
 
-    Unlike in Cosmos-RL a reference without `#### number` is invalid; there, an answer without one would be right.
+    Unlike in Cosmos-RL a reference without `#### number` is invalid; there, a completion without one would be right.
     """
     expected = _number(reference)
     if expected is None:

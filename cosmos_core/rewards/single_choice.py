@@ -10,7 +10,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def single_choice(to_be_evaluated: str, reference: str) -> float:
-    """1 if the first `<answer>..</answer>` of both is equal, blanks and case aside, else 0.
+    """Return 1 if the first `<answer>..</answer>` of both is equal, blanks and case aside, else 0.
 
     A text without the tags counts as a whole. Unlike in Cosmos-RL an empty reference is invalid, not a match for an
     empty answer.

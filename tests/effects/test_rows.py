@@ -141,9 +141,14 @@ def test_it_bounds_the_rows(change: Change, folder: Path) -> None:
     assert set(open_sequences(folder / "stage/data", "train").lengths) == {25}
 
 
-@changes(Change("train.train_policy.dataloader_num_workers", 2, MANY))
+@changes(
+    Change("train.train_policy.dataloader_num_workers", 2, MANY),
+    Change("train.train_policy.dataloader_num_workers", 2, {**MANY, **GRPO, **LENGTHS}),
+)
 def test_it_changes_the_processes_that_tokenise(change: Change, folder: Path) -> None:
-    (folder / "many.jsonl").write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(257)))
+    (folder / "many.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}", "response": "a"}) + "\n" for i in range(257))
+    )
 
     class Watch(Progress):
         most = 0

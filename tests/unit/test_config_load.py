@@ -287,7 +287,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "TrainConfig.resume",  # of these five the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
-        "DpoConfig.dataloader_num_workers",
+        "DpoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
         "LoggingConfig.logger",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
-from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -338,7 +338,7 @@ def test_progress_says_how_many_rows_are_done(tmp_path, model):
 def test_the_wrong_kind_a_missing_split_and_a_damaged_file_are_data_errors(tmp_path, model):
     run(make_stage(tmp_path / "s", model, sft(write_rows(tmp_path / "a.jsonl", 10))))
     folder = tmp_path / "s" / "data"
-    with pytest.raises(DataError, match=r"holds sequences, but prompts to answer .* are needed"):
+    with pytest.raises(DataError, match=r"holds sequences, but prompts to complete .* are needed"):
         open_prompts(folder, "train")
     with pytest.raises(DataError, match=r"validation\.arrow does not exist; run the prepare stage"):
         open_sequences(folder, "validation")
@@ -376,3 +376,11 @@ def test_the_processes_of_a_killed_stage_end_too(tmp_path, model):
         if parent.poll() is None:
             os.killpg(parent.pid, signal.SIGKILL)
             parent.wait()
+
+
+def test_a_tokenizer_with_neither_pad_nor_end_token_is_one_line(tmp_path):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"the tokenizer has neither a pad_token nor an eos_token; name one of its"):
+        run(make_stage(tmp_path / "s", tmp_path / "model", sft(write_rows(tmp_path / "a.jsonl", 3))))

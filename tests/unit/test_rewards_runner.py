@@ -208,6 +208,9 @@ def test_close_leaves_no_process_not_even_what_a_hanging_reward_started(act, tmp
     with RewardRunner({act: 1.0}, timeout_seconds=0.5, num_workers=2, retries=0) as runner:
         scores = runner.score(requests("sleep", "sleep", "1", reference=str(pids)))
         assert [s.value for s in scores] == [None, None, 1]
+        deadline = time.monotonic() + 10
+        while len(children()) < 2 and time.monotonic() < deadline:  # both were replaced
+            time.sleep(0.05)
         assert len(children()) == 2
     assert children() == []
     started = [int(pid) for pid in pids.read_text().split()]
