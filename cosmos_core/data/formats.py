@@ -330,11 +330,13 @@ class _Undecoded:
 
 
 def undecoded(dataset: Any) -> Values:
+    """Return the rows of a data set without decoding their images."""
     has_images = "Image(" in str(dataset.features)
     return _Undecoded(dataset) if has_images else cast(Values, dataset)
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

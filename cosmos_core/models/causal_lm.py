@@ -206,8 +206,8 @@ class CausalLM:
             runner = Sequential(scorer, partial(self._forward, scorer), self._train, self.device)
         if mesh:
             for root in runner.roots:
-                part: Any = root
-                apply_fsdp(root, part.model, mesh, self._train)
+                module: Any = root
+                apply_fsdp(root, module.model, mesh, self._train)
             load_sharded(model)
         if self._is_packed:
             self._pack(runner)
