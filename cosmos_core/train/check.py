@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import torch
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.data import prepare
+from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
@@ -42,14 +44,20 @@ def run(stage: Stage) -> Outcome:
 
 
 def _check_model(stage: Stage) -> None:
-    """Build the model without reading its weights, and cut it into pipeline stages where the run will."""
-    sizes = stage.recipe.policy.parallelism
-    revision, dtype = stage.recipe.policy.model_revision, getattr(torch, stage.recipe.train.master_dtype)
-    if stage.kind.has_mesh and sizes.pp_size > 1:
-        apply_pp(init_on_meta(stage.model, revision=revision, dtype=dtype, device=torch.device("cpu")), sizes, 0)
-    else:
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            model_without_weights(stage.model, revision=revision, dtype=dtype)
+    """Build the model without reading its weights, with its adapter, and in pipeline stages where the run does."""
+    policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
+    dtype = getattr(torch, stage.recipe.train.master_dtype)
+    is_pipelined = stage.kind.has_mesh and sizes.pp_size > 1
+    with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
+        if is_pipelined:
+            cpu = torch.device("cpu")
+            model = init_on_meta(stage.model, revision=policy.model_revision, dtype=dtype, device=cpu)
+        else:
+            model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
+        if stage.kind.trains:
+            choose_trained(model, policy)
+    if is_pipelined:
+        apply_pp(model, sizes, 0)
 
 
 def _rewards(stage: Stage) -> dict[str, float]:

@@ -1,0 +1,60 @@
+"""Held-out completions: the same random numbers at each step, and no valid reward is a failure of the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.train.measure import Completions
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
+from tests.unit.test_train import GRPO, make_stage, recipe
+
+PROMPTS = [Prompt(i, (1, 2), "?", "4") for i in range(3)]
+
+
+class Engine:
+    """Completes each prompt with one token, and remembers what the random numbers depend on."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._done: list[Group] = []
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        self.steps.append(step)
+        completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
+        self._done = [Group(prompt, (completion,) * sampling.num_completions, step) for prompt in prompts]
+
+    def completed(self) -> list[Group]:
+        done, self._done = self._done, []
+        return done
+
+    def wake(self) -> None:
+        pass
+
+    def sleep(self, level: int = 1) -> None:
+        pass
+
+
+def completions(folder: Path, engine: Any, score: Score) -> Completions:
+    def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(group, (score,) * len(group.completions)) for group in groups]
+
+    prompts: Any = PROMPTS
+    return Completions(prompts, engine, scored, make_stage(folder, "rl", recipe(GRPO)))
+
+
+def test_each_validation_draws_with_the_same_seeds(tmp_path: Path) -> None:
+    engine = Engine()
+    measured = completions(tmp_path / "rl", engine, Score(0.5))
+    assert measured.measure(3)["validation/reward"] == measured.measure(9)["validation/reward"] == 0.5
+    assert len(set(engine.steps)) == 1
+
+
+def test_no_valid_reward_fails_the_stage_so_that_it_is_tried_again(tmp_path: Path) -> None:
+    measured = completions(tmp_path / "rl", Engine(), Score(None, error="timed out"))
+    with pytest.raises(StageFailed, match="all 3 held-out completions have an invalid reward; first: timed out"):
+        measured.measure(1)
