@@ -25,6 +25,7 @@ from tasks import gate, upload
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.effects.change import GRPO, SFT, Change, changes, nested
+from tests.unit.tiny_model import save_tiny_model
 
 PROGRAM = Path(__file__).with_name("program.py")
 CUSTOM = {"pipeline.stages.kind": "custom", "pipeline.stages.entry": f"{PROGRAM}:report"}
@@ -151,8 +152,8 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (Change("pipeline.grace_seconds", 3.5, ALONE), {"grace": "3.5"}),
     (Change("pipeline.python", "./interpreter", ALONE), {"python": "mine"}),
     (Change("pipeline.stages.arguments", {"word": "hello"}, ALONE), {"word": "hello"}),
-    (Change("pipeline.stages.model", "org/model", ALONE), {"model": "org/model"}),
-    (Change("pipeline.stages.data", "org/rows", ALONE), {"data": "org/rows"}),
+    (Change("pipeline.stages.model", "./own-model", ALONE), {"model": "own-model"}),
+    (Change("pipeline.stages.data", "./rows.jsonl", ALONE), {"data": "rows.jsonl"}),
     (Change("policy.model_name_or_path", "org/model", ALONE), {"model": "org/model"}),
 )
 def test_it_changes_what_the_program_of_a_stage_is_given(
@@ -161,6 +162,9 @@ def test_it_changes_what_the_program_of_a_stage_is_given(
     interpreter = tmp_path / "interpreter"
     interpreter.write_text(f'#!/bin/sh\nINTERPRETER=mine exec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
+    save_tiny_model(tmp_path / "own-model")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    expected = {key: str(tmp_path / value) if (tmp_path / value).exists() else value for key, value in expected.items()}
     assert reported(sides(change, tmp_path)[1]) == {**usual, **expected}
     assert {name: usual[name] for name in expected} != expected
 

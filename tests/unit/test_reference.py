@@ -1,4 +1,4 @@
-"""The reference policy of a KL penalty is what the stage starts from, its adapter included; `cosmos check` sees that."""
+"""The reference policy of a KL penalty is what the stage starts from, with its adapter; `cosmos check` sees that."""
 
 from __future__ import annotations
 
