@@ -95,8 +95,7 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     policy, model = train.train_policy, trainer.adapter.model
     ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
     count, each = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
-    logprobs = np.zeros(length - 1, np.float32)
-    samples = [Sample(ids, mask, advantage=1.0, reward=1.0, rollout_logprobs=logprobs) for _ in range(count)]
+    samples = [Sample(ids, mask, advantage=1.0, reward=1.0) for _ in range(count)]
     if each > 1:
         samples = [
             replace(one, micro_batch=i // policy.mini_batch) for i, one in enumerate(samples) for _ in range(each)
