@@ -3,7 +3,7 @@
 A pipeline stage is the transformers model itself, in which modules of other stages pass their input on: names in the
 state dict, indices of layers and the code around them stay those of the whole model. Which modules there are is said by
 the model's own plan; a model that does more than its plan says is refused. The schedules are torch's
-(`train/stages.py`).
+(`models/pipelined.py`).
 
 Shape legend: B rows, T tokens, H hidden size.
 """

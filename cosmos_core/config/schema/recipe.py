@@ -40,9 +40,9 @@ class Recipe(Table):
     vla: VLAConfig = VLAConfig()
     """Robots."""
     custom: dict[str, Any] = {}
-    """Free table for user code; handed to custom stages and rewards. `dataset.annotation_path` names rows in the format
-    of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound their
-    size."""
+    """Free table for user code: stages, rewards, algorithms and engines get it. `dataset.annotation_path` names rows in
+    the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
+    their size."""
     mode: Annotated[
         Literal["disaggregated", "colocated", "colocated_separated"],
         no_effect("each rank generates and trains in turn, whatever it says"),
