@@ -111,7 +111,7 @@ class Segment:
     logprobs: tuple[float, ...]
     """Natural-log probability of each token under the distribution that it was drawn from; () if not sampled."""
     version: int
-    """Optimizer steps that the weights had seen when the tokens were drawn, or the tool was called."""
+    """Step N of the policy whose weights drew the tokens, or were current when the tool was called."""
 
     def __post_init__(self) -> None:
         assert len(self.logprobs) == (len(self.token_ids) if self.is_sampled else 0), "one log-probability per draw"
@@ -119,7 +119,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What follows a prompt, in segments. Token ids in, token ids out: nothing is tokenised twice.
+    """The segments that follow a prompt. Token ids in, token ids out: nothing is tokenised twice.
 
     One turn under one version of the weights is one segment; a turn that was interrupted by new weights is two.
     """

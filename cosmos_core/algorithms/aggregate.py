@@ -66,10 +66,10 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
 
 
-def add_metrics(total: Metrics, part: Metrics) -> Metrics:
-    """Both together; a name that only one of them has is kept."""
-    shared = {name: total[name] + part[name] for name in total.keys() & part.keys()}
-    return total | part | shared
+def add_metrics(total: Metrics, added: Metrics) -> Metrics:
+    """Return the sum of both, name by name; a name that only one of them has is kept."""
+    shared = {name: total[name] + added[name] for name in total.keys() & added.keys()}
+    return total | added | shared
 
 
 def means(total: Mapping[str, Tensor]) -> dict[str, float]:

@@ -215,7 +215,7 @@ def _check_array(path: Path) -> None:
 
 
 def _csv(path: Path) -> Part:
-    """Read CSV with a header; every value stays a string, so that the answer `007` is not 7."""
+    """Read CSV with a header; every value stays a string, so that the text `007` is not 7."""
     csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
     with _opened(path, "") as (file, position):
 

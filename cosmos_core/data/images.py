@@ -91,8 +91,8 @@ def refuse_images(row: Row, where: str) -> None:
     """
     if column := next((column for column in COLUMNS if _listed(row.get(column))), None):
         raise DataError(
-            f"{where}: the row has a column {column!r}, and prompts to answer and answers to compare are read as text "
-            "alone in this version; leave the column out"
+            f"{where}: the row has a column {column!r}, and prompts to complete and completions to compare are read as "
+            "text alone in this version; leave the column out"
         )
 
 

@@ -178,8 +178,10 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> 
 
 @torch.no_grad()
 def _is_product(layer: nn.Linear) -> bool:
-    """Whether a layer answers as a linear one does. Routers and grouped layers inherit from it, and answer with several
-    tensors or take another shape."""
+    """Return whether a layer computes what a linear one does.
+
+    Routers and grouped layers inherit from it, and return several tensors or take another shape.
+    """
     if type(layer) is nn.Linear:
         return True
     weight = layer.weight
@@ -218,14 +220,14 @@ def _check_head(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _plain_name(key: str, wrappers: set[str]) -> str:
-    """A key of the state dict without what wrappers put into it; empty: it is a part of the adapter."""
-    parts, kept, i = key.split("."), [], 0
-    while i < len(parts):
-        if ".".join(parts[:i]) not in wrappers:
-            kept.append(parts[i])
-        elif parts[i : i + 2] == ["modules_to_save", _NAME]:
+    """Return a key of the state dict without what wrappers put into it; empty: it belongs to the adapter."""
+    names, kept, i = key.split("."), [], 0
+    while i < len(names):
+        if ".".join(names[:i]) not in wrappers:
+            kept.append(names[i])
+        elif names[i : i + 2] == ["modules_to_save", _NAME]:
             i += 1
-        elif parts[i] != "base_layer":
+        elif names[i] != "base_layer":
             return ""
         i += 1
     return ".".join(kept)

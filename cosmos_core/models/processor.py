@@ -100,12 +100,14 @@ def _without_videos(cls: Any, source: str, options: dict[str, Any]) -> Processor
 
     lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
     settings, _ = cls.get_processor_dict(source, **options)
-    parts = {
+    components = {
         "image_processor": AutoImageProcessor.from_pretrained(source, **options),
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         "video_processor": None,
     }
-    processor: ProcessorMixin = lenient.from_args_and_dict([parts[name] for name in cls.get_attributes()], settings)
+    processor: ProcessorMixin = lenient.from_args_and_dict(
+        [components[name] for name in cls.get_attributes()], settings
+    )
     return processor
 
 
@@ -130,7 +132,7 @@ class Shown(Protocol):
 
     @property
     def images(self) -> Sequence[ImageRef]:
-        """In the order of their places in it."""
+        """In the order of their positions in it."""
         ...
 
 
@@ -161,7 +163,7 @@ class Vision:
         if not rows[0].images:
             return {}
         images = [[open_image(ref) for ref in row.images] for row in rows]
-        # Places of images are all that a processor looks at in the text, so words are left out.
+        # Positions of images are all that a processor looks at in the text, so words are left out.
         text = [image_word(self._processor) * len(each) for each in images]
         made: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
         ids_BT, _ = made.pop("input_ids"), made.pop("attention_mask", None)
@@ -176,7 +178,7 @@ class Vision:
         return made
 
     def _kinds(self, ids_BT: Tensor) -> Tensor:
-        """1 where a token is of an image."""
+        """Return 1 where the token is of an image."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Shown], made: Mapping[str, Tensor], width: int) -> Tensor:

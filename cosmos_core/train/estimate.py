@@ -53,7 +53,7 @@ class Estimate:
     kv_cache: int | None
     """RL: keys and values of all sequences that are generated at once, each at its longest."""
     sequence_length: int
-    """Tokens of the longest row, prompt and answer together."""
+    """Tokens of the longest row, prompt and completion together."""
     rows: int | None
     steps: int | None
     is_steps_bound: bool
@@ -61,7 +61,7 @@ class Estimate:
     tokens: int | None
     """Seen in all steps."""
     is_tokens_bound: bool
-    """`tokens` is an upper bound: lengths of rows or answers are not known."""
+    """`tokens` is an upper bound: lengths of rows or completions are not known."""
     notes: tuple[str, ...]
 
 
@@ -311,8 +311,8 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
         lengths = rows.lengths
     plan = balanced_steps(rows, recipe)
     assert plan is not None
-    places = [place for step in range(plan.total_steps) for batch in plan.micro_batches(step) for place in batch]
-    return _Course(plan.total_steps, int(lengths[places].sum()), False)
+    indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
+    return _Course(plan.total_steps, int(lengths[indices].sum()), False)
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
