@@ -325,7 +325,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
 
     def prepared(stage: StageConfig) -> str:
-        """The stage that prepares its rows; empty: none does."""
+        """Return the stage that prepares its rows; empty: none does."""
         name = source_of(stage.data) or ""
         return name if name in kinds and kinds[name].makes == "data" else ""
 

@@ -300,7 +300,7 @@ def _arrow(path: Path) -> Part:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """One line for whatever is raised by those who read a file that anybody may have written."""
+    """Return one line for whatever a reader raises over a file that anybody may have written."""
     try:
         yield
     except (MemoryError, DataError):

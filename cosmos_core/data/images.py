@@ -84,7 +84,7 @@ def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Mess
 
 
 def refuse_images(row: Row, where: str) -> None:
-    """For rows of which text alone is read.
+    """Refuse images in rows of which text alone is read.
 
     Raises:
         DataError: the row has an image.

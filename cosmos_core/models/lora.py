@@ -85,18 +85,18 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has an adapter."""
+    """Return whether the model has an adapter."""
     return hasattr(model, "peft_config")
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Whether the adapter began with a part of the base weights."""
+    """Return whether the adapter began with a part of the base weights."""
     return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
 
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """The model, or one layer of it, with its adapter in the base weights, for `plain_state` and for a forward pass;
+    """Merge the adapter of the model, or of one layer, into the base weights, for `plain_state` and for a forward pass;
     nothing without one.
 
     The weights come back bit for bit: they are put aside, not computed back.
@@ -116,7 +116,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 
 def plain_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """`state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    """Return `state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
     names = plain_names(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 

@@ -34,7 +34,7 @@ _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
-    """The files of the processor of a model folder or Hub id by name; none: the model reads text alone.
+    """Return the files of the processor of a model folder or Hub id by name; none: the model reads text alone.
 
     Raises:
         ModelError: there is no such folder, or the Hub id cannot be had.
@@ -55,7 +55,7 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
 def load_processor(
     model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """The processor of a model folder or Hub id; None: the model reads text alone.
+    """Load the processor of a model folder or Hub id; None: the model reads text alone.
 
     Args:
         model: folder or Hub id.
@@ -87,7 +87,7 @@ def load_processor(
 
 
 def image_word(processor: ProcessorMixin) -> str:
-    """What stands for an image in a text that a processor has not expanded yet."""
+    """Return what stands for an image in a text that a processor has not expanded yet."""
     word: str = cast(Any, processor).image_token
     return word
 
@@ -127,12 +127,12 @@ class Shown(Protocol):
 
     @property
     def input_ids(self) -> np.ndarray:
-        """Its tokens."""
+        """Return its tokens."""
         ...
 
     @property
     def images(self) -> Sequence[ImageRef]:
-        """In the order of their positions in it."""
+        """Return its images in the order of their positions."""
         ...
 
 
@@ -155,7 +155,7 @@ class Vision:
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """What the model wants beside padded token ids for rows of one group; nothing for those without images.
+        """Return what the model wants beside padded token ids for rows of one group; nothing for those without images.
 
         Raises:
             DataError: an image is not the one that was prepared, or the processor is not.

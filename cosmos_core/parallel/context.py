@@ -1,6 +1,6 @@
 """Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention trades sequence for heads.
 
-Rows are packed end to end and cut into equal shards. Only attention looks beyond a shard: before it an all-to-all gives
+Rows are packed end to end and sharded equally. Only attention looks beyond a shard: before it an all-to-all gives
 each rank all tokens of some heads, after it another gives each rank all heads of its tokens.
 
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
@@ -43,7 +43,7 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     if model.config.get_text_config()._attn_implementation != packed:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
-            f"which this version cannot spread over ranks; set it to 1"
+            f"which this version cannot shard over ranks; set it to 1"
         )
     attend, group = AttentionInterface()[packed], mesh.get_group()
 

@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The peak; without activations where they are unknown."""
+        """Return the peak; without activations where they are unknown."""
         return (
             self.weights
             + self.gradients
