@@ -1,6 +1,6 @@
 """How long it takes to score 20 completions of which 4 are slow: `python -m benchmarks.rewards`.
 
-The reward of a slow completion sleeps, within the deadline, so that the figure is about waiting and not about the
+The reward of a slow completion sleeps, within the deadline, so that the time is about waiting and not about the
 machine's cores. Also printed: what a quick reward costs, over 2,000 completions.
 """
 
@@ -26,7 +26,7 @@ def wait(to_be_evaluated, reference):
 
 
 def main() -> None:
-    """Print both figures."""
+    """Print both times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slow-seconds", type=float, default=9.0)
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""The `cosmos` command. It parses first and imports the rest after, so that `--help` answers at once."""
+"""The `cosmos` command. It parses first and imports the rest after, so that `--help` prints at once."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_grou
 
     Raises:
         ConfigError: the interpreter does not run.
-        StageFailed: the cluster does not answer.
+        StageFailed: the cluster does not respond.
     """
     cluster = os.environ.get("RAY_ADDRESS", "") if is_group else ""
     return _facts(tuple(libraries), python, cluster, os.environ.get("CUDA_VISIBLE_DEVICES"))

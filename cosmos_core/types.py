@@ -97,7 +97,7 @@ class Sampling:
 
     @property
     def changes_distribution(self) -> bool:
-        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+        """Return whether tokens are drawn from another distribution than softmax(logits / temperature)."""
         return self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
 
 
@@ -111,7 +111,7 @@ class Segment:
     logprobs: tuple[float, ...]
     """Natural-log probability of each token under the distribution that it was drawn from; () if not sampled."""
     version: int
-    """Optimizer steps that the weights had seen when the tokens were drawn, or the tool was called."""
+    """Step N of the policy whose weights drew the tokens, or were current when the tool was called."""
 
     def __post_init__(self) -> None:
         assert len(self.logprobs) == (len(self.token_ids) if self.is_sampled else 0), "one log-probability per draw"
@@ -119,7 +119,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What follows a prompt, in segments. Token ids in, token ids out: nothing is tokenised twice.
+    """The segments that follow a prompt. Token ids in, token ids out: nothing is tokenised twice.
 
     One turn under one version of the weights is one segment; a turn that was interrupted by new weights is two.
     """
@@ -132,27 +132,27 @@ class Completion:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of all segments."""
+        """Return the tokens of all segments."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """For each token: 1 where the policy drew it, 0 where it was put there."""
+        """Return for each token 1 where the policy drew it, 0 where it was put there."""
         return tuple(int(segment.is_sampled) for segment in self.segments for _ in segment.token_ids)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """The log-probability of each sampled token, in order."""
+        """Return the log-probability of each sampled token, in order."""
         return tuple(logprob for segment in self.segments for logprob in segment.logprobs)
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the policy drew: the length that rewards and metrics mean."""
+        """Return how many tokens the policy drew: the length that rewards and metrics mean."""
         return sum(len(segment.logprobs) for segment in self.segments)
 
     @property
     def version(self) -> int:
-        """The oldest version of the weights that drew one of its tokens."""
+        """Return the oldest version of the weights that drew one of its tokens."""
         return min(segment.version for segment in self.segments if segment.is_sampled)
 
 
@@ -167,7 +167,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest version of the weights that drew one of its tokens."""
+        """Return the oldest version of the weights that drew one of its tokens."""
         return min(completion.version for completion in self.completions)
 
 

@@ -2,7 +2,7 @@
 a run its name and one card at the end.
 
 Prefect keeps every version of an artifact, so all but the progress bar are written at most twice a minute. A server
-that does not answer costs a warning, never the stage.
+that does not respond costs a warning, never the stage.
 """
 
 from __future__ import annotations

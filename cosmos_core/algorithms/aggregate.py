@@ -22,7 +22,7 @@ Metrics = dict[str, Tensor]
 
 
 def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | None = None) -> float:
-    """The D of an optimizer step, from the number of unmasked tokens of each of its sequences.
+    """Return the D of an optimizer step, from the number of unmasked tokens of each of its sequences.
 
     `token-mean`: all tokens. `seq-mean-token-sum` and `seq-mean-token-mean`: sequences that have any token; the latter
     times the constant `max_tokens` where that is given (Dr. GRPO, arXiv 2503.20783). `token-sum`: 1. A step without any
@@ -43,7 +43,7 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
 def weighted_sum(
     values_BT: Tensor, mask_BT: Tensor, loss_type: LossType, denominator: float, max_tokens: int | None = None
 ) -> Tensor:
-    """A micro-batch's share of the step's loss; `loss_type` and `max_tokens` as they were given to `denominator`."""
+    """Return what a micro-batch adds to the step's loss; `loss_type` and `max_tokens` as given to `denominator`."""
     kept_BT = masked(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
         lengths_B = mask_BT.bool().sum(-1).clamp(min=1)
@@ -52,7 +52,7 @@ def weighted_sum(
 
 
 def masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`values_BT` with exact zeros, in value and gradient, where the mask is 0, even over NaN or infinity.
+    """Return `values_BT` with exact zeros, in value and gradient, where the mask is 0, even over NaN or infinity.
 
     The result is at least float32: sums of half precision lose tokens, and exp of their differences overflows.
     """
@@ -66,10 +66,10 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
 
 
-def add_metrics(total: Metrics, part: Metrics) -> Metrics:
-    """Both together; a name that only one of them has is kept."""
-    shared = {name: total[name] + part[name] for name in total.keys() & part.keys()}
-    return total | part | shared
+def add_metrics(total: Metrics, added: Metrics) -> Metrics:
+    """Return the sum of both, name by name; a name that only one of them has is kept."""
+    shared = {name: total[name] + added[name] for name in total.keys() & added.keys()}
+    return total | added | shared
 
 
 def means(total: Mapping[str, Tensor]) -> dict[str, float]:

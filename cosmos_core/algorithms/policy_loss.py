@@ -31,7 +31,7 @@ class PolicyInputs:
     """log pi of the sampled tokens, with gradient."""
     advantages_B: Tensor
     mask_BT: Tensor
-    """1 where the policy sampled the token; all 0 for a completion without a valid reward."""
+    """1 where the policy sampled the token; 0 everywhere in rows whose completion has no valid reward."""
     old_logprobs_BT: Tensor | None = None
     """Under the policy before this batch's first update; None on that first update: the ratio is then exactly 1."""
     ref_logprobs_BT: Tensor | None = None

@@ -22,7 +22,7 @@ from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Where, with_places
+from cosmos_core.config.schema.table import Where, with_located
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.target import absolute_target
 from cosmos_core.errors import ConfigError
@@ -325,7 +325,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
 
     def prepared(stage: StageConfig) -> str:
-        """The stage that prepares its rows; empty: none does."""
+        """Return the stage that prepares its rows; empty: none does."""
         name = source_of(stage.data) or ""
         return name if name in kinds and kinds[name].makes == "data" else ""
 
@@ -386,8 +386,8 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
             return f"{absolute(file)}{colon}{thing}"
         return absolute(text) if where is Where.PATH and text else text
 
-    stages = tuple(with_places(stage, placed) for stage in pipeline.stages)
-    recipes = {name: with_places(recipe, placed) for name, recipe in pipeline.recipes.items()}
+    stages = tuple(with_located(stage, placed) for stage in pipeline.stages)
+    recipes = {name: with_located(recipe, placed) for name, recipe in pipeline.recipes.items()}
     recipes = {name: recipe.derived(custom=located_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
     return _with_stages(replace(pipeline, recipes=recipes), stages)
 

@@ -1,4 +1,4 @@
-"""Where a model is published: a folder, `NAME://PLACE`, or a user's `file.py:Class` or `file.py:Class://PLACE`."""
+"""Where a model is published: a folder, `NAME://LOCATION`, or a user's `file.py:Class` or `file.py:Class://LOCATION`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _USER_CODE = re.compile(r".+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Return the name or import path of a target, and the place that it is given."""
-    name, separator, place = target.partition("://")
+    """Return the name or import path of a target, and the location that it is given."""
+    name, separator, location = target.partition("://")
     if separator:
-        return name, place
+        return name, location
     return (target, "") if _USER_CODE.fullmatch(target) else (FOLDER, target)
 
 
@@ -24,9 +24,9 @@ def absolute_target(target: str, located: Callable[[str], str]) -> str:
     """Return the target with its folder made absolute, or the file of its code, which `located` finds."""
     if not target:
         return ""
-    name, place = split_target(target)
+    name, location = split_target(target)
     if name == FOLDER:
-        return os.path.abspath(os.path.expanduser(place))
+        return os.path.abspath(os.path.expanduser(location))
     file, colon, thing = name.rpartition(":")
     name = f"{located(file)}{colon}{thing}" if file.endswith(".py") else name
-    return f"{name}://{place}" if place else name
+    return f"{name}://{location}" if location else name

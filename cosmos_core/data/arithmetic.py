@@ -137,6 +137,6 @@ def _num_summands(digits: int) -> int:
 def _write_rows(path: Path, sums: list[tuple[int, int]]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for left, right in sums:
-            question, answer = f"{left}+{right}=", str(left + right)
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages, "question": question, "answer": answer}) + "\n")
+            question, result = f"{left}+{right}=", str(left + right)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": result}]
+            file.write(json.dumps({"messages": messages, "question": question, "answer": result}) + "\n")

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
     inputs: dict[str, Any]
     """`input_ids` and `position_ids` with `attention_mask` (BT, 1: a real token), or with `packed_bounds` (1P)."""
     starts: list[int]
-    """Place of the first predicted token (the second token) of each row in the flat BS grid, or 1S when packed."""
+    """Index of the first predicted token (the second token) of each row in the flat BS grid, or 1S when packed."""
 
 
 def rows_of(

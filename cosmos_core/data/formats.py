@@ -215,7 +215,7 @@ def _check_array(path: Path) -> None:
 
 
 def _csv(path: Path) -> Part:
-    """Read CSV with a header; every value stays a string, so that the answer `007` is not 7."""
+    """Read CSV with a header; every value stays a string, so that the text `007` is not 7."""
     csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
     with _opened(path, "") as (file, position):
 
@@ -300,7 +300,7 @@ def _arrow(path: Path) -> Part:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """One line for whatever is raised by those who read a file that anybody may have written."""
+    """Return one line for whatever a reader raises over a file that anybody may have written."""
     try:
         yield
     except (MemoryError, DataError):

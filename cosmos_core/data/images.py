@@ -84,15 +84,15 @@ def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Mess
 
 
 def refuse_images(row: Row, where: str) -> None:
-    """For rows of which text alone is read.
+    """Refuse images in rows of which text alone is read.
 
     Raises:
         DataError: the row has an image.
     """
     if column := next((column for column in COLUMNS if _listed(row.get(column))), None):
         raise DataError(
-            f"{where}: the row has a column {column!r}, and prompts to answer and answers to compare are read as text "
-            "alone in this version; leave the column out"
+            f"{where}: the row has a column {column!r}, and prompts to complete and completions to compare are read as "
+            "text alone in this version; leave the column out"
         )
 
 

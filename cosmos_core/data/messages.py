@@ -18,7 +18,7 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
 
-_TEXT_ALONE = "this version learns from text alone where the model has no image processor, or answers are generated"
+_TEXT_ALONE = "this version learns from text alone where the model has no image processor, or completions are generated"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
@@ -35,7 +35,7 @@ _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
 class SkippedRow(DataError):
-    """A row of the right form in which nothing is to be learned or answered: `prepare` counts `reason` and goes on."""
+    """A row of the right form with nothing to learn or to complete in it: `prepare` counts `reason` and goes on."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(where, reason)
@@ -77,11 +77,11 @@ def read_conversation(
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
-    for question, answer in _PAIR_COLUMNS:
-        if row.get(question) is not None and row.get(answer) is not None:
+    for question, response in _PAIR_COLUMNS:
+        if row.get(question) is not None and row.get(response) is not None:
             asked = _as_turns(row, question, "user", where, with_images)
-            answered = _as_turns(row, answer, "assistant", where, with_images)
-            return _with_system(asked + answered, system_prompt)
+            responded = _as_turns(row, response, "assistant", where, with_images)
+            return _with_system(asked + responded, system_prompt)
     raise DataError(
         f"{where}: no conversation among the columns {_columns(row)}; "
         "set train.train_policy.conversation_column_name, or name a column messages, text, or prompt and response"
@@ -98,7 +98,7 @@ def read_prompt(
 
     Raises:
         DataError: a named column is missing, or no column looks like a prompt.
-        SkippedRow: there is nothing to answer.
+        SkippedRow: there is nothing to complete.
     """
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
         if name and row.get(name) is None:
@@ -113,16 +113,16 @@ def read_prompt(
 
 
 def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "") -> tuple[list[Message], str]:
-    """Return prompt and reference answer of a row that is made to be learned: ask what the last assistant turn answers.
+    """Return prompt and reference answer of a row that is made to be learned: ask for its last assistant turn.
 
     Raises:
         DataError: the row is plain text, or not a conversation.
-        SkippedRow: there is nothing to answer.
+        SkippedRow: there is nothing to complete.
     """
     conversation = read_conversation(row, where, column, system_prompt)
     if isinstance(conversation, str):
         raise DataError(
-            f"{where}: plain text has no prompt to answer; give validation.dataset conversations, "
+            f"{where}: plain text has no prompt to complete; give validation.dataset conversations, "
             "or leave validation.reward_function empty to measure the loss"
         )
     return _ask(conversation, _reference(row, "", where), where)
@@ -150,7 +150,7 @@ def read_preference(row: Row, where: str, column: str = "", system_prompt: str =
     found = next((c for c in (column, *_COMPARED_PROMPT_COLUMNS) if row.get(c) is not None), None)
     if found is None and isinstance(one, str) and isinstance(other, str):
         return _plain_preference(one, other, where)
-    chosen, rejected = _answer_turns(one), _answer_turns(other)
+    chosen, rejected = _response_turns(one), _response_turns(other)
     if "assistant" in {chosen[0]["role"], rejected[0]["role"]}:
         prompt = [] if found is None else _as_turns(row, found, "user", where)
     else:
@@ -166,7 +166,7 @@ def read_preference(row: Row, where: str, column: str = "", system_prompt: str =
     if not any(turn["role"] != "assistant" and turn["content"].strip() for turn in prompt):
         raise SkippedRow(where, "without a prompt")
     if prompt[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to answer")
+        raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
     if not all(turns[-1]["content"].strip() or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(where, "with an empty answer")
     return Preference(_with_system(prompt, system_prompt), _merged(chosen), _merged(rejected))
@@ -176,7 +176,7 @@ def _compared(row: Row, name: str, where: str) -> list[Message] | str:
     value = row.get(name)
     if value is None:
         raise DataError(
-            f"{where}: no {name!r} among the columns {_columns(row)}; leave the row out, or give both answers"
+            f"{where}: no {name!r} among the columns {_columns(row)}; leave the row out, or give both completions"
         )
     value = _decoded(value)
     if isinstance(value, str):
@@ -196,8 +196,8 @@ def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
     return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
 
 
-def _answer_turns(answer: list[Message] | str) -> list[Message]:
-    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+def _response_turns(response: list[Message] | str) -> list[Message]:
+    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
 
 
 def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:

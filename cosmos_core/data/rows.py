@@ -58,7 +58,7 @@ class Rows(Sequence[Row]):
         return part.location(row)
 
     def select(self, indices: np.ndarray) -> Rows:
-        """A view of these rows, in this order."""
+        """Return a view of these rows, in this order."""
         chosen = indices if self._selection is None else self._selection[indices]
         return Rows(self._parts, chosen, self.folder)
 

@@ -16,7 +16,7 @@ class Sample:
     input_ids: np.ndarray
     """int64, the whole sequence."""
     loss_mask: np.ndarray
-    """uint8 of the same length: 1 where a token is learned."""
+    """uint8 of the same length: 1 where the token is learned."""
     advantage: float = 0.0
     reward: float = 0.0
     rollout_logprobs: np.ndarray | None = None

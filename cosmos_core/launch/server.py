@@ -24,7 +24,7 @@ from cosmos_core.run.lock import Lock
 
 _START_SECONDS = 90.0
 _GRACE_SECONDS = 3.0
-_ANSWER_SECONDS = 10.0
+_RESPONSE_SECONDS = 10.0
 _CHECK_SECONDS = 0.5
 _MAX_CHECK_SECONDS = 30.0
 
@@ -37,11 +37,11 @@ def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None)
     server starts, and may be that import.
 
     Raises:
-        ConfigError: nothing answers at `PREFECT_API_URL`.
+        ConfigError: no server responds at `PREFECT_API_URL`.
         StageFailed: the server did not come up; the message names its log.
     """
     if url := os.environ.get("PREFECT_API_URL"):
-        _expect_answer(url)
+        _expect_server(url)
         yield
         return
     home, lock = _own_home(folder)
@@ -56,9 +56,9 @@ def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None)
         lock.release()
 
 
-def _expect_answer(url: str) -> None:
+def _expect_server(url: str) -> None:
     """Wait a little for a server that is not ours: it may be restarting."""
-    deadline = time.monotonic() + _ANSWER_SECONDS
+    deadline = time.monotonic() + _RESPONSE_SECONDS
     while True:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -143,11 +143,11 @@ class _Server:
         deadline = time.monotonic() + _START_SECONDS
         assert self._child is not None
         while True:
-            # Its own end first: somebody else may have got the port and answer in its place.
+            # Its own end first: somebody else may have got the port and respond in its place.
             if self._child.poll() is not None or time.monotonic() > deadline:
                 self._child.kill()
                 raise StageFailed(f"the Prefect server did not start; its log: {self._log}")
-            if self._answers():
+            if self._is_up():
                 break
             time.sleep(0.1)
         self._watcher.start()
@@ -175,9 +175,9 @@ class _Server:
                 self._spawn()
                 pause = min(2 * pause, _MAX_CHECK_SECONDS)
 
-    def _answers(self) -> bool:
+    def _is_up(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=1) as answer:
-                return bool(answer.status == 200)
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1) as response:
+                return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False

@@ -31,7 +31,7 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def saved_settings(lora: LoraConfig) -> peft.LoraConfig:
-    """The settings of the adapter in `lora_path`; the recipe may say another dropout.
+    """Return the settings of the adapter in `lora_path`; the recipe may say another dropout.
 
     Raises:
         ModelError: there is no adapter, or it is of a kind that is not trained here.

@@ -146,8 +146,8 @@ class CausalLM:
         chosen = torch.from_numpy(positions).to(device)
         if not (self.mesh and self.mesh.context):
             return TokenBatch(samples, indices, inputs, chosen, None, learned)
-        shard = shard_rows(inputs, chosen, self.mesh.context)
-        return TokenBatch(samples, indices, shard.inputs, shard.chosen, shard.is_mine_N, learned)
+        own_rows = shard_rows(inputs, chosen, self.mesh.context)
+        return TokenBatch(samples, indices, own_rows.inputs, own_rows.chosen, own_rows.is_mine_N, learned)
 
     def joined(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `ModelAdapter.joined`: context-parallel ranks score tokens of their own."""

@@ -45,7 +45,7 @@ def fitting(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> F
 
 @contextmanager
 def cut_to(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
-    """The model has its first layers alone inside the block; None: all."""
+    """Leave the model its first layers alone inside the block; None: all."""
     if first is None:
         yield
         return

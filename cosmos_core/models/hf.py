@@ -35,7 +35,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id.
+    """Load the tokenizer of a model folder or Hub id.
 
     Raises:
         ModelError: there is no such folder, it has no tokenizer or one without any token to pad with, or the Hub id
@@ -60,7 +60,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """The configuration of a model folder or Hub id.
+    """Load the configuration of a model folder or Hub id.
 
     Raises:
         ModelError: there is no such folder, its config.json is missing or wrong, or the Hub id cannot be had.
@@ -82,7 +82,7 @@ def load_model(
     device: torch.device | None = None,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """The model of a folder or Hub id in evaluation mode on `device` (None: CPU), every tensor of it accounted for.
+    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU); every tensor is accounted for.
 
     Raises:
         ModelError: no such model, a damaged file, a tensor that is missing, left over, of the wrong shape or not
@@ -113,7 +113,7 @@ def load_model(
 def model_without_weights(
     model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
 ) -> PreTrainedModel:
-    """What `load_model` gives, from config.json alone; call it where tensors have no data: meta device, fake mode.
+    """Build what `load_model` gives from config.json alone, where tensors have no data: meta device, fake mode.
 
     Raises:
         ModelError: no such model, a wrong config.json, or an architecture that does not generate text.
@@ -132,13 +132,13 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for part in [rope] if "rope_type" in rope else rope.values():
-        limit = part.get("original_max_position_embeddings") or text.max_position_embeddings
-        if part.get("rope_type") in {"longrope", "dynamic"} and max_length > limit:
+    for settings in [rope] if "rope_type" in rope else rope.values():
+        limit = settings.get("original_max_position_embeddings") or text.max_position_embeddings
+        if settings.get("rope_type") in {"longrope", "dynamic"} and max_length > limit:
             raise ModelError(
-                f"policy.model_max_length = {max_length}: the model's {part['rope_type']!r} positions change for every "
-                f"row of a batch that has one of more than {limit} tokens, so a loss would depend on its neighbours; "
-                f"make it at most {limit}"
+                f"policy.model_max_length = {max_length}: the model's {settings['rope_type']!r} positions change for "
+                f"every row of a batch that has one of more than {limit} tokens, so a loss would depend on its "
+                f"neighbours; make it at most {limit}"
             )
 
 
@@ -222,7 +222,7 @@ def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
 
 
 def not_finite(name: str, tensor: Tensor) -> str:
-    """What is wrong with a tensor of which a value is not finite; nothing with any other."""
+    """Return what is wrong with a tensor of which a value is not finite; nothing with any other."""
     # The extremes tell as much as isfinite(), which needs more memory than the tensor has.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
         return ""

@@ -85,18 +85,18 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has an adapter."""
+    """Return whether the model has an adapter."""
     return hasattr(model, "peft_config")
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Whether the adapter began with a part of the base weights."""
+    """Return whether the adapter began with a part of the base weights."""
     return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
 
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """The model, or one layer of it, with its adapter in the base weights, for `plain_state` and for a forward pass;
+    """Merge the adapter of the model, or of one layer, into the base weights, for `plain_state` and for a forward pass;
     nothing without one.
 
     The weights come back bit for bit: they are put aside, not computed back.
@@ -116,7 +116,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 
 def plain_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """`state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    """Return `state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
     names = plain_names(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
@@ -178,8 +178,10 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> 
 
 @torch.no_grad()
 def _is_product(layer: nn.Linear) -> bool:
-    """Whether a layer answers as a linear one does. Routers and grouped layers inherit from it, and answer with several
-    tensors or take another shape."""
+    """Return whether a layer computes what a linear one does.
+
+    Routers and grouped layers inherit from it, and return several tensors or take another shape.
+    """
     if type(layer) is nn.Linear:
         return True
     weight = layer.weight
@@ -218,14 +220,14 @@ def _check_head(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _plain_name(key: str, wrappers: set[str]) -> str:
-    """A key of the state dict without what wrappers put into it; empty: it is a part of the adapter."""
-    parts, kept, i = key.split("."), [], 0
-    while i < len(parts):
-        if ".".join(parts[:i]) not in wrappers:
-            kept.append(parts[i])
-        elif parts[i : i + 2] == ["modules_to_save", _NAME]:
+    """Return a key of the state dict without what wrappers put into it; empty: it belongs to the adapter."""
+    names, kept, i = key.split("."), [], 0
+    while i < len(names):
+        if ".".join(names[:i]) not in wrappers:
+            kept.append(names[i])
+        elif names[i : i + 2] == ["modules_to_save", _NAME]:
             i += 1
-        elif parts[i] != "base_layer":
+        elif names[i] != "base_layer":
             return ""
         i += 1
     return ".".join(kept)

@@ -198,15 +198,15 @@ def _one(attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Make the causal mask of a sliding window: PP, True where a query (row) sees a key."""
+    """Make the causal mask of a sliding window: PP, True where the query (row) attends to the key."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
     """Change the attention of the language model alone: a vision tower packs images in its own way."""
-    parts = [part for part in model.config.sub_configs if getattr(model.config, part) is model.config.get_text_config()]
-    model.set_attn_implementation({parts[0]: name} if parts else name)
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
+    model.set_attn_implementation({keys[0]: name} if keys else name)
 
 
 @contextmanager

@@ -52,11 +52,11 @@ class StageModule(nn.Module):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The whole model, in which what belongs to other stages passes its input on."""
+        """Return the whole model, in which what belongs to other stages passes its input on."""
         return self.scorer.model
 
     def probe(self, inputs: dict[str, Tensor]) -> Tensor:
-        """`hidden` of this stage by itself."""
+        """Return `hidden` of this stage by itself."""
         return self.scorer.hidden(inputs)
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:

@@ -34,7 +34,7 @@ _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
-    """The files of the processor of a model folder or Hub id by name; none: the model reads text alone.
+    """Return the files of the processor of a model folder or Hub id by name; none: the model reads text alone.
 
     Raises:
         ModelError: there is no such folder, or the Hub id cannot be had.
@@ -55,7 +55,7 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
 def load_processor(
     model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """The processor of a model folder or Hub id; None: the model reads text alone.
+    """Load the processor of a model folder or Hub id; None: the model reads text alone.
 
     Args:
         model: folder or Hub id.
@@ -87,7 +87,7 @@ def load_processor(
 
 
 def image_word(processor: ProcessorMixin) -> str:
-    """What stands for an image in a text that a processor has not expanded yet."""
+    """Return what stands for an image in a text that a processor has not expanded yet."""
     word: str = cast(Any, processor).image_token
     return word
 
@@ -100,12 +100,14 @@ def _without_videos(cls: Any, source: str, options: dict[str, Any]) -> Processor
 
     lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
     settings, _ = cls.get_processor_dict(source, **options)
-    parts = {
+    components = {
         "image_processor": AutoImageProcessor.from_pretrained(source, **options),
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         "video_processor": None,
     }
-    processor: ProcessorMixin = lenient.from_args_and_dict([parts[name] for name in cls.get_attributes()], settings)
+    processor: ProcessorMixin = lenient.from_args_and_dict(
+        [components[name] for name in cls.get_attributes()], settings
+    )
     return processor
 
 
@@ -125,12 +127,12 @@ class Shown(Protocol):
 
     @property
     def input_ids(self) -> np.ndarray:
-        """Its tokens."""
+        """Return its tokens."""
         ...
 
     @property
     def images(self) -> Sequence[ImageRef]:
-        """In the order of their places in it."""
+        """Return its images in the order of their positions."""
         ...
 
 
@@ -153,7 +155,7 @@ class Vision:
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """What the model wants beside padded token ids for rows of one group; nothing for those without images.
+        """Return what the model wants beside padded token ids for rows of one group; nothing for those without images.
 
         Raises:
             DataError: an image is not the one that was prepared, or the processor is not.
@@ -161,7 +163,7 @@ class Vision:
         if not rows[0].images:
             return {}
         images = [[open_image(ref) for ref in row.images] for row in rows]
-        # Places of images are all that a processor looks at in the text, so words are left out.
+        # Positions of images are all that a processor looks at in the text, so words are left out.
         text = [image_word(self._processor) * len(each) for each in images]
         made: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
         ids_BT, _ = made.pop("input_ids"), made.pop("attention_mask", None)
@@ -176,7 +178,7 @@ class Vision:
         return made
 
     def _kinds(self, ids_BT: Tensor) -> Tensor:
-        """1 where a token is of an image."""
+        """Return 1 where the token is of an image."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Shown], made: Mapping[str, Tensor], width: int) -> Tensor:

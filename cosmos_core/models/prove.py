@@ -189,13 +189,13 @@ def _compare_logits(
     reloaded_BTV: torch.Tensor,
     target: Path,
     first: FirstLayers | None,
-    share: float = _TOLERANCE,
+    fraction: float = _TOLERANCE,
 ) -> str:
-    """Raise unless they differ by no more than a share of the trainer's largest logit."""
+    """Raise unless they differ by no more than a fraction of the trainer's largest logit."""
     which = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
     if _same_bits(trainer_BTV, reloaded_BTV):
         return f"{check}{which}: bit-identical"
-    tolerance = share * float(trainer_BTV.abs().max())
+    tolerance = fraction * float(trainer_BTV.abs().max())
     difference = float("inf")
     if trainer_BTV.shape == reloaded_BTV.shape:
         difference = float((trainer_BTV - reloaded_BTV).abs().max())

@@ -62,7 +62,7 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 class Scorer(nn.Module):
-    """A language model that answers with log-probabilities in place of logits."""
+    """A language model that returns log-probabilities in place of logits."""
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
         """`chunk_bytes`: float32 logits of a chunk; None: chosen by the memory of the device."""
@@ -376,7 +376,7 @@ class _ChunkedScore(torch.autograd.Function):
         given = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
         expected = ctx.number if ctx.is_one_number else expected_N
         ahead, ctx.ahead = ctx.ahead, None
-        # One comparison on the device and one answer from it; a guess that is only near would change the gradient.
+        # One comparison on the device and one value read from it; a guess that is only near would change the gradient.
         if ahead is not None and bool((given["logprobs"] == expected).all()):
             return None, ahead[0], None, None, None, *ahead[1:]
         del ahead
@@ -385,8 +385,8 @@ class _ChunkedScore(torch.autograd.Function):
             for chunk in task.chunks(len(labels_N)):
                 softmax = task.softmax(gradients.logits(chunk))
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                part = {name: gradient[chunk] for name, gradient in given.items()}
-                gradients.add(task.derivative(softmax, labels_N[chunk], part, top_ids_MK))
+                of_chunk = {name: gradient[chunk] for name, gradient in given.items()}
+                gradients.add(task.derivative(softmax, labels_N[chunk], of_chunk, top_ids_MK))
                 del softmax
         found = gradients.found()
         return None, found[0], None, None, None, *found[1:]
@@ -456,5 +456,5 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Compute in `dtype`, without autocast's cache of casts: it would keep those of one chunk for the next, with their
-    place in a graph that is gone."""
+    position in a graph that is gone."""
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

@@ -293,12 +293,12 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
     bounds = _bounds(tensor)
     if first:
         bounds = (slice(bounds[0].start - first, bounds[0].stop - first), *bounds[1:])
-    part, local = source[bounds or ...], _local(tensor)
+    values, local = source[bounds or ...], _local(tensor)
     if not is_check:
-        local.copy_(part)
+        local.copy_(values)
         if problem := not_finite(name, local):
             raise ModelError(problem)
-    elif not torch.equal(local, part.to(local)):
+    elif not torch.equal(local, values.to(local)):
         raise ModelError(
             f"config.json ties {name} to a tensor that has other values in the files; they do not belong together"
         )

@@ -26,7 +26,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 
 
 def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """An existing folder, or a Hub id with the arguments to fetch it.
+    """Return an existing folder, or a Hub id with the arguments to fetch it.
 
     Raises:
         ModelError: it can be neither.
@@ -58,7 +58,7 @@ def reading(what: str, model: str) -> Iterator[None]:
 
 
 def read_object(file: Path, model: str) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder; empty without such a file.
+    """Read the object in a JSON file of a model's folder; empty without such a file.
 
     Libraries that meet another value there name neither file nor cause.
 
@@ -165,7 +165,7 @@ def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
 
 
 def mixed_up(model: str) -> ModelError:
-    """What to raise when transformers cannot make one tensor of several."""
+    """Return what to raise when transformers cannot make one tensor of several."""
     return ModelError(
         f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
         "or of another shape; the weights do not belong to this config.json"

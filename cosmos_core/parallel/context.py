@@ -1,6 +1,6 @@
 """Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention trades sequence for heads.
 
-Rows are packed end to end and cut into equal shards. Only attention looks beyond a shard: before it an all-to-all gives
+Rows are packed end to end and sharded equally. Only attention looks beyond a shard: before it an all-to-all gives
 each rank all tokens of some heads, after it another gives each rank all heads of its tokens.
 
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
@@ -43,7 +43,7 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     if model.config.get_text_config()._attn_implementation != packed:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
-            f"which this version cannot spread over ranks; set it to 1"
+            f"which this version cannot shard over ranks; set it to 1"
         )
     attend, group = AttentionInterface()[packed], mesh.get_group()
 
@@ -75,8 +75,8 @@ def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Ro
         "position_ids": inputs["position_ids"],
         "shift_labels": ids_1P.roll(-1, dims=1),
     }
-    cut = {name: tensor_1P[:, start : start + length] for name, tensor_1P in here.items()}
-    return RowShard({**inputs, **cut}, chosen_N[is_mine_N] - start, is_mine_N)
+    own = {name: tensor_1P[:, start : start + length] for name, tensor_1P in here.items()}
+    return RowShard({**inputs, **own}, chosen_N[is_mine_N] - start, is_mine_N)
 
 
 def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -89,20 +89,20 @@ class _Exchange(torch.autograd.Function):
     """Exchange over the ranks of a group: split along one dimension, concatenate along another."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.back = (glue, cut, group)
-        return _exchanged(tensor, cut, glue, group)
+    def forward(ctx: Any, tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.back = (cat_dim, chunk_dim, group)
+        return _exchanged(tensor, chunk_dim, cat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return _exchanged(gradients[0], *ctx.back), None, None, None
 
 
-def _exchanged(tensor: Tensor, cut: int, glue: int, group: dist.ProcessGroup) -> Tensor:
-    parts = torch.stack(tensor.chunk(dist.get_world_size(group), dim=cut)).contiguous()
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return torch.cat(found.unbind(), dim=glue)
+def _exchanged(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=chunk_dim)).contiguous()
+    found = torch.empty_like(chunks)
+    dist.all_to_all_single(found, chunks, group=group)
+    return torch.cat(found.unbind(), dim=cat_dim)
 
 
 class _GatherChosen(torch.autograd.Function):

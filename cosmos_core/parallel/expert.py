@@ -1,8 +1,9 @@
 """Expert parallelism: each rank of a group has some of every layer's experts, and tokens travel to those they chose.
 
 The ranks of a group have different tokens. A transformers model's own plan says which modules hold experts; the style
-that it names sends a token once to each expert of its choice and brings the answers back, so that a rank computes what
-was chosen of its experts and nothing else. An expert's gradient is of all tokens of the group, without a collective.
+that it names sends a token once to each expert of its choice and brings their outputs back, so that a rank computes
+what was chosen of its experts and nothing else. An expert's gradient is of all tokens of the group, without a
+collective.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _DISPATCHED = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
-    """Leave each rank its experts of every layer, sharded over `mesh.expert_shard`; before `apply_fsdp`.
+    """Leave each rank its experts of every layer, sharded over `mesh.expert_fsdp`; before `apply_fsdp`.
 
     Raises:
         ModelError: no plan sends tokens to the experts, an adapter is around them, or they do not divide.
@@ -48,9 +49,9 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
         keep_own(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # how many tokens come is never the same
-        if mesh.expert_shard is not None:
-            cut = partial(inside, mesh.expert_shard.shape[-1])
-            fully_shard(experts, mesh=mesh.expert_shard, shard_placement_fn=cut, **settings(train))
+        if mesh.expert_fsdp is not None:
+            placement = partial(inside, mesh.expert_fsdp.shape[-1])
+            fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **settings(train))
 
 
 def keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
@@ -64,6 +65,6 @@ def keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
         raise ModelError(f"{where} has {experts.num_experts} experts, which do not divide by it; set it to {nearest}")
     for name, parameter in experts.named_parameters():
         own = parameter.detach().chunk(group.size())[group.get_local_rank()].clone()
-        part = DTensor.from_local(own, group, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        sharded = DTensor.from_local(own, group, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     experts.num_experts //= group.size()

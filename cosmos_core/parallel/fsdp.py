@@ -47,9 +47,9 @@ def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: Train
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
     its backward pass, because the head is applied and differentiated apart from the model's own forward.
     """
-    if mesh.shard is None:
+    if mesh.fsdp is None:
         return
-    shards = mesh.shard.shape[-1]
+    shards = mesh.fsdp.shape[-1]
     # Experts of one rank that no other has.
     own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
     # Experts of which this rank has some, whole.
@@ -60,7 +60,7 @@ def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: Train
     def placement(parameter: nn.Parameter) -> Shard | None:
         return inside(shards, parameter) if parameter in tensor_parallel else None
 
-    options = {"mesh": mesh.shard, "ignored_params": own, "shard_placement_fn": placement, **settings(train)}
+    options = {"mesh": mesh.fsdp, "ignored_params": own, "shard_placement_fn": placement, **settings(train)}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=frees, **options)

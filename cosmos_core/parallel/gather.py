@@ -1,4 +1,4 @@
-"""Full tensors of a model of which each rank holds a part, some at a time, on every rank.
+"""Full tensors of a model of which each rank holds a shard, some at a time, on every rank.
 
 On the CPUs of one machine through memory that all ranks see: each writes what it holds, and all read the whole. gloo
 moves the same bytes through TCP, at about a tenth of the speed (docs/benchmarks.md). Elsewhere by collectives.
@@ -115,7 +115,7 @@ class _SharedMemory:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a tensor made of it is still referred to on this rank."""
+        """Return whether a tensor made of it is still referred to on this rank."""
         return sys.getrefcount(self._view) > self._num_references  # each storage made of the view holds one
 
     def tensor(self, start: int, full: Full) -> Tensor:

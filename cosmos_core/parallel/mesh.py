@@ -25,7 +25,7 @@ class Mesh:
     """What was asked for."""
     data: DeviceMesh
     """Ranks with samples of their own: dp_replicate x dp_shard."""
-    shard: DeviceMesh | None
+    fsdp: DeviceMesh | None
     """What FSDP shards over: dp_shard x cp, with dp_replicate before it where there are replicas; None: nothing to."""
     context: DeviceMesh | None
     """Ranks that share each sequence; None: one."""
@@ -35,10 +35,10 @@ class Mesh:
     """Ranks that each have some of the layers, in their order; None: one has all."""
     expert: DeviceMesh | None
     """Ranks that each have some of a layer's experts; None: one has all."""
-    expert_shard: DeviceMesh | None
-    """What FSDP shards the experts of one rank over, as `shard`; None: nothing."""
+    expert_fsdp: DeviceMesh | None
+    """What FSDP shards the experts of one rank over, as `fsdp`; None: nothing."""
 
-    def share(self, items: Sequence[T]) -> list[T]:
+    def select_own(self, items: Sequence[T]) -> list[T]:
         """Return the items of this data-parallel rank; neighbours go to different ranks."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
@@ -79,12 +79,12 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
     return Mesh(
         sizes=sizes,
         data=rows["dp"],
-        shard=sharded(weights),
+        fsdp=sharded(weights),
         context=rows["cp"] if sizes.cp_size > 1 else None,
         tensor=weights["tp"] if sizes.tp_size > 1 else None,
         pipeline=weights["pp"] if num_stages > 1 else None,
         expert=experts["ep"] if sizes.ep_size > 1 else None,
-        expert_shard=sharded(experts),
+        expert_fsdp=sharded(experts),
     )
 
 
@@ -114,8 +114,8 @@ def broadcast_object(value: T) -> T:
         return value
     found: list[Any] = [value]
     dist.broadcast_object_list(found, src=0)
-    answer: T = found[0]
-    return answer
+    first: T = found[0]
+    return first
 
 
 def all_gather_object(value: T) -> list[T]:

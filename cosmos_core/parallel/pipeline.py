@@ -32,7 +32,7 @@ _PROBE_TOKENS = 3
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module of another stage: passes its input on, and answers for the other's attributes."""
+    """Replaces a module of another stage: passes its input on, and has the other's attributes."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 def _keep(
     model: PreTrainedModel, body: nn.Module, stages: Sequence[int], total: int, drop: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Replace in `model` and its `body` what is not of these stages; `drop` gives the module that is answered for."""
+    """Replace in `model` and its `body` what is not of these stages; `drop` gives what attributes are read from."""
     before, after = _ends(model)
     is_first, is_last, tied = 0 in stages, total - 1 in stages, is_tied(model)
     layers = _layers(body)
@@ -210,8 +210,8 @@ def _check(model: PreTrainedModel, where: str) -> None:
     if not is_planned or body is None or not _heads(model):
         raise ModelError(f"{where} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
     before, after = _ends(model)
-    parts = {*before, _LAYERS, *after}
-    known = [*(body._modules.get(name) for name in parts), *(model._modules[name] for name in _heads(model))]
+    planned_names = {*before, _LAYERS, *after}
+    known = [*(body._modules.get(name) for name in planned_names), *(model._modules[name] for name in _heads(model))]
     planned = {p for module in known if module is not None for p in module.parameters()}
     if others := [name for name, p in model.named_parameters() if p not in planned]:
         raise ModelError(f"{where}: its plan does not know {others[0]}; set it to 1 and raise dp_shard_size")

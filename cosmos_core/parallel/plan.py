@@ -31,15 +31,15 @@ def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
             )
 
 
-def check_features(model: PreTrainedModel, name: str, part: nn.Module, style: str, size: int) -> None:
+def check_features(model: PreTrainedModel, name: str, module: nn.Module, style: str, size: int) -> None:
     """Check that `size` ranks can share a matrix of the model.
 
     Raises:
         ModelError: it does not divide.
     """
     axis = {"colwise": 0, "rowwise": 1}.get(style)
-    if axis is not None and isinstance(part, nn.Linear) and part.weight.shape[axis] % size:
+    if axis is not None and isinstance(module, nn.Linear) and module.weight.shape[axis] % size:
         raise ModelError(
-            f"policy.parallelism.tp_size = {size} does not divide the {part.weight.shape[axis]} features of {name} of "
-            f"{type(model).__name__}; lower it"
+            f"policy.parallelism.tp_size = {size} does not divide the {module.weight.shape[axis]} features of {name} "
+            f"of {type(model).__name__}; lower it"
         )

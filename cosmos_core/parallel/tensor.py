@@ -109,9 +109,9 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
             )
         if style == _EXPERTS:
             keep_own(module, mesh, where)
-        for part in _parts(module, style):
-            check_features(model, name, part, style, mesh.size())
-            parallelize_module(part, mesh, _STYLES[style]())
+        for inner in _split_modules(module, style):
+            check_features(model, name, inner, style, mesh.size())
+            parallelize_module(inner, mesh, _STYLES[style]())
 
 
 def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -183,8 +183,8 @@ def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[
         module._parameters.update(own)
 
 
-def _parts(module: nn.Module, style: str) -> list[nn.Module]:
-    """What is split of a module: with an adapter the base and that factor which has the dimension that is split."""
+def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
+    """Return what is split of a module: with an adapter the base, and the factor with the dimension that is split."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):

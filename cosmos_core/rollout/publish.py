@@ -27,8 +27,8 @@ BUCKET_BYTES = 256 << 20
 """Of the trainer's dtype; on several ranks two halves. A module whose weights are larger, as an embedding may be, is a
 bucket of its own."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Mean absolute difference of log-probabilities that rounding explains, by the dtype of the engine; a tensor in the
-wrong place costs whole nats."""
+"""Mean absolute difference of log-probabilities that rounding explains, by the dtype of the engine; a tensor under the
+wrong name costs whole nats."""
 _PROBE_TOKENS = 16
 
 

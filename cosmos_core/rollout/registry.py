@@ -11,7 +11,7 @@ from dataclasses import replace
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.registry import import_thing, is_import_path
 from cosmos_core.rollout.base import Engine, EngineSettings
-from cosmos_core.rollout.spread import Spread
+from cosmos_core.rollout.data_parallel import DataParallel
 
 _FALLBACK = "hf"
 
@@ -35,7 +35,7 @@ def make_engine(settings: EngineSettings) -> Engine:
         )
         settings = replace(settings, max_model_len=positions)
     own = _own_engine(settings)
-    return own if is_alone() else Spread(own)
+    return own if is_alone() else DataParallel(own)
 
 
 def _own_engine(settings: EngineSettings) -> Engine:

@@ -23,7 +23,7 @@ def read_state(stage_path: Path) -> State:
 def update_state(stage_path: Path, **changes: Any) -> State:
     """Replace some values of the state in one rename.
 
-    It does not wait for the disk, ten times a stage: a kill loses nothing, and a power cut ends what it speaks of.
+    It does not wait for the disk, ten times per stage: a kill loses nothing, and a power cut ends what it speaks of.
     """
     stage_path.mkdir(parents=True, exist_ok=True)
     state = {**read_state(stage_path), **changes}

@@ -69,7 +69,7 @@ def take_over(stage: Stage) -> None:
 
 
 def named_checkpoint(stage: Stage) -> Path | None:
-    """The `.../step_N/policy` folder that `train.resume` names.
+    """Return the `.../step_N/policy` folder that `train.resume` names.
 
     Raises:
         ModelError: it was trained from another model than this stage; what was frozen then is not in it.

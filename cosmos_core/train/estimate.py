@@ -53,7 +53,7 @@ class Estimate:
     kv_cache: int | None
     """RL: keys and values of all sequences that are generated at once, each at its longest."""
     sequence_length: int
-    """Tokens of the longest row, prompt and answer together."""
+    """Tokens of the longest row, prompt and completion together."""
     rows: int | None
     steps: int | None
     is_steps_bound: bool
@@ -61,7 +61,7 @@ class Estimate:
     tokens: int | None
     """Seen in all steps."""
     is_tokens_bound: bool
-    """`tokens` is an upper bound: lengths of rows or answers are not known."""
+    """`tokens` is an upper bound: lengths of rows or completions are not known."""
     notes: tuple[str, ...]
 
 
@@ -85,7 +85,7 @@ class _Rows(NamedTuple):
 
 
 def run(stage: Stage) -> Outcome:
-    """The worker's program: the estimate as `info["estimate"]`.
+    """Run the worker's program: return the estimate as `info["estimate"]`.
 
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
@@ -96,7 +96,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path | None = None) -> Estimate:
-    """The needs of one training.
+    """Estimate the needs of one training.
 
     Args:
         recipe: of the stage.
@@ -166,10 +166,10 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
-    """One rank's share, as FSDP, context, tensor and pipeline parallelism would split it, without what is kept in host
+    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism, without what is kept in host
     memory.
 
-    Of a pipeline the first rank has its share of the layers, and the activations of as many micro-batches as are
+    Of a pipeline the first rank has its own layers, and the activations of as many micro-batches as are
     under way there.
     """
     mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
@@ -276,7 +276,7 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
-    """Of a row with that many tokens, in RL a prompt and its longest answer; the most allowed where it is not known."""
+    """Of a row with that many tokens, in RL a prompt and its longest completion; not known: the most allowed."""
     completion = recipe.rollout.max_response_length if recipe.train.train_policy.rows == "prompts" else 0
     longest = recipe.policy.model_max_length
     return longest if tokens is None else min(longest, tokens + completion)
@@ -311,8 +311,8 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
         lengths = rows.lengths
     plan = balanced_steps(rows, recipe)
     assert plan is not None
-    places = [place for step in range(plan.total_steps) for batch in plan.micro_batches(step) for place in batch]
-    return _Course(plan.total_steps, int(lengths[places].sum()), False)
+    indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
+    return _Course(plan.total_steps, int(lengths[indices].sum()), False)
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:

@@ -144,7 +144,7 @@ class Loop:
         start = own or (load_from(self.begin_from, state) if self.begin_from else 0)
         if start > own and total is not None and start >= total:
             raise ConfigError(
-                f"train.resume = '{self.begin_from}' has seen {start} steps and this training ends at step "
+                f"train.resume = '{self.begin_from}' is at step {start} and this training ends at step "
                 f"{total}; raise train.epoch or train.max_num_steps"
             )
         if start:

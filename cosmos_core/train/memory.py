@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The peak; without activations where they are unknown."""
+        """Return the peak; without activations where they are unknown."""
         return (
             self.weights
             + self.gradients
@@ -122,15 +122,15 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: list[int] = []
-        self._parts: list[str] = []
+        self._kinds: list[str] = []
         self._events: list[tuple[int, int]] = []
         """Number of a storage, and 1 where it began or -1 where it ended, in order."""
         self._is_inside_model = False
 
-    def hold(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """Count these storages as `part`, now and in all that was remembered of them."""
+    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count these storages as `kind`, now and in all that was remembered of them."""
         for tensor in tensors:
-            self._parts[self._follow(tensor)] = part
+            self._kinds[self._follow(tensor)] = kind
 
     @contextmanager
     def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
@@ -151,15 +151,17 @@ class _LiveBytes(TorchDispatchMode):
                 hook.remove()
 
     def peak(self) -> Memory:
-        """The parts at the moment of most bytes. The optimizer's state is there from the start, as in every step but
-        the first."""
-        optimizer = sum(size for size, part in zip(self._sizes, self._parts, strict=True) if part == "optimizer")
-        events = [(self._parts[number], sign * self._sizes[number]) for number, sign in self._events]
+        """Return the bytes of each kind at the moment of most.
+
+        The optimizer's state is there from the start, as in every step but the first.
+        """
+        optimizer = sum(size for size, kind in zip(self._sizes, self._kinds, strict=True) if kind == "optimizer")
+        events = [(self._kinds[number], sign * self._sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         sums = np.cumsum([size for _, size in events])
         found = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
-        for part, size in events[: int(sums.argmax()) + 1]:
-            found[part] += size
+        for kind, size in events[: int(sums.argmax()) + 1]:
+            found[kind] += size
         return Memory(optimizer=optimizer, **found)
 
     def __torch_dispatch__(
@@ -171,7 +173,7 @@ class _LiveBytes(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         result = _grouped(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._follow, result)
-        if func is aten._to_copy.default and self._parts[self._follow(args[0])] == "weights":
+        if func is aten._to_copy.default and self._kinds[self._follow(args[0])] == "weights":
             self.hold("casts", [result])
         return result
 
@@ -181,7 +183,7 @@ class _LiveBytes(TorchDispatchMode):
         if storage not in self._numbers:
             self._numbers[storage] = number = len(self._sizes)
             self._sizes.append(storage.nbytes())
-            self._parts.append("activations")
+            self._kinds.append("activations")
             self._events.append((number, 1))
             weakref.finalize(storage, self._events.append, (number, -1)).atexit = False
         return int(self._numbers[storage])

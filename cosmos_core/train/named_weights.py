@@ -70,7 +70,7 @@ class NamedWeights:
     def use(self, name: str) -> Iterator[None]:
         """Let the model compute with a set inside the block.
 
-        Tensors of the policy's dtype change places one by one; others are copied, because a cast loses bits.
+        Tensors of the policy's dtype are swapped one by one; others are copied, because a cast loses bits.
         """
         if name == "policy" or name in self._unchanged:
             yield

@@ -24,7 +24,7 @@ GLOBAL = "global"
 def build_optimizer(
     model: torch.nn.Module, train: TrainConfig, *, whole: torch.nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
+    """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
     Each module path of `optm_lr` has groups of its own. Parameters of one dimension (biases, norms) are apart from
     the others, without weight decay. `whole`: what `model` is a part of, if it is.

@@ -108,7 +108,7 @@ class Trainer:
             self._run(adapter, samples, keep, wants, size=size)
         if adapter.mesh:
             on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in found.items()}
-            found = {i: rows for part in adapter.mesh.all_gather_object(on_cpu) for i, rows in part.items()}
+            found = {i: rows for of_rank in adapter.mesh.all_gather_object(on_cpu) for i, rows in of_rank.items()}
             found = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in found.items()}
         return [found[i] for i in range(len(samples))]
 
@@ -169,21 +169,21 @@ class Trainer:
                 together.setdefault(planned[i], []).append(i)
             filler = _cheapest(adapter, samples, range(len(samples)))
             own = _own(adapter, list(together.values()), 1)
-            return [Plan(part[0] if part else (), filler) for part in own]
+            return [Plan(batch[0] if batch else (), filler) for batch in own]
         groups: dict[int, list[int]] = {}
         for i in ordered:
             groups.setdefault(adapter.group(samples[i]), []).append(i)
         plans: list[Plan] = []
         for group in sorted(groups):
             filler = _cheapest(adapter, samples, groups[group])
-            plans += [Plan(part, filler) for part in _own(adapter, groups[group], size)]
+            plans += [Plan(batch, filler) for batch in _own(adapter, groups[group], size)]
         return plans
 
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
         """Return loss and metrics of all micro-batches of all ranks together; the same on each."""
         mesh = self.adapter.mesh
         if mesh:
-            losses = [loss for part in mesh.all_gather_object([_on_cpu(loss) for loss in losses]) for loss in part]
+            losses = [loss for each in mesh.all_gather_object([_on_cpu(loss) for loss in losses]) for loss in each]
         total: Metrics = {}
         values: dict[str, list[Tensor]] = {}
         for loss in losses:
@@ -206,7 +206,7 @@ def _own(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Seque
     most = len(ordered)
     if adapter.mesh:
         most = -(-len(ordered) // adapter.mesh.data.size())
-        ordered = adapter.mesh.share(ordered)
+        ordered = adapter.mesh.select_own(ordered)
     return [ordered[start : start + size] for start in range(0, most, size)]
 
 
@@ -221,8 +221,8 @@ def _on_cpu(loss: Loss) -> Loss:
 
 def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, parts in values.items():
-        flat = torch.cat(parts).float()
+    for name, tensors in values.items():
+        flat = torch.cat(tensors).float()
         if flat.numel():
             ordered = flat.sort().values
             found |= {

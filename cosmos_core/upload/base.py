@@ -12,9 +12,9 @@ from cosmos_core.registry import load_named
 
 
 class Target(Protocol):
-    """What `target` names: a class that is called with the place behind `NAME://`, and holds versions of one model.
+    """What `target` names: a class that is called with the location behind `NAME://`, and holds versions of one model.
 
-    One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://PLACE`.
+    One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
     """
 
     def published(self) -> dict[str, Any] | None:
@@ -37,9 +37,9 @@ def open_target(target: str) -> Target:
     Raises:
         ConfigError: there is none of this name, or a user's file cannot be imported.
     """
-    name, place = split_target(target)
+    name, location = split_target(target)
     try:
         opener: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")
     except ConfigError as error:
         raise ConfigError(f"target = {target!r}: {error}") from error
-    return opener(place)
+    return opener(location)

@@ -16,8 +16,8 @@ RECORD = "published.json"
 class FileTarget:
     """Holds versions side by side in one folder."""
 
-    def __init__(self, place: str) -> None:
-        self.folder = Path(place)
+    def __init__(self, location: str) -> None:
+        self.folder = Path(location)
 
     def published(self) -> dict[str, Any] | None:
         """Return the record of what `latest` points to; None: nothing was published yet.

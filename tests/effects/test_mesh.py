@@ -54,7 +54,7 @@ def shapes(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
         assert mesh is not None
         parts: dict[str, DeviceMesh | None] = {
-            "rows": mesh.data, "weights": mesh.shard, "sequence": mesh.context, "matrices": mesh.tensor,
+            "rows": mesh.data, "weights": mesh.fsdp, "sequence": mesh.context, "matrices": mesh.tensor,
             "experts": mesh.expert, "layers": mesh.pipeline,
         }  # fmt: skip
         found.append({name: tuple(part.shape) for name, part in parts.items() if part is not None})

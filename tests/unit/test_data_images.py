@@ -374,7 +374,7 @@ def test_images_of_prompts_and_of_pairs_are_refused_by_name(policy, row, tmp_pat
     (tmp_path / "a.jsonl").write_text(json.dumps({**row, "images": ["cat.png"]}) + "\n")
     policy = {"dataset": {"name": str(tmp_path / "a.jsonl")}, **policy}
     lengths = {"policy": {"model_max_length": 64}, "rollout": {"max_response_length": 16}}
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: the row has a column 'images', and prompts to answer and"):
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: the row has a column 'images', and prompts to complete and"):
         prepare(tmp_path / "p", model, [], train_policy=policy, **lengths)
 
 

@@ -200,7 +200,7 @@ def test_a_held_out_conversation_is_asked_up_to_its_last_answer():
     row = {"messages": [ASKED, ANSWERED, ASKED, {"role": "assistant", "content": "last"}]}
     assert read_held_out(row, "row", "", "be brief") == ([SYSTEM, ASKED, ANSWERED, ASKED], "last")
     assert read_held_out({"question": "q", "answer": "a"}, "row") == ([ASKED], "a")
-    with pytest.raises(DataError, match="row: plain text has no prompt to answer"):
+    with pytest.raises(DataError, match="row: plain text has no prompt to complete"):
         read_held_out({"text": "hello"}, "row")
 
 

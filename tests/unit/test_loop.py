@@ -349,5 +349,5 @@ def test_a_named_checkpoint_that_cannot_be_gone_on_from_is_refused(
 def test_a_named_checkpoint_at_the_end_of_the_training_is_refused(inputs: Path, tmp_path: Path) -> None:
     earlier = stopped(stage(tmp_path / "out/stages/first", inputs), 3)
     policy = earlier.path / "checkpoints/step_3/policy"
-    with pytest.raises(ConfigError, match=r"has seen 3 steps and this training ends at step 3; raise train\.epoch"):
+    with pytest.raises(ConfigError, match=r"is at step 3 and this training ends at step 3; raise train\.epoch"):
         train_stage(stage(tmp_path / "out/stages/second", inputs, resume=str(policy), steps=3))

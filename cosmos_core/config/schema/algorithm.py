@@ -56,32 +56,32 @@ class AlgorithmConfig(Table):
 
     @property
     def drops_last(self) -> bool:
-        """Whether rows that fill no train step are left out."""
+        """Return whether rows that fill no train step are left out."""
         return True
 
     @property
     def balances_tokens(self) -> bool:
-        """Whether micro-batches are filled to a budget of tokens."""
+        """Return whether micro-batches are filled to a budget of tokens."""
         return False
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The reward functions with their weights; empty: nothing is scored."""
+        """Return the reward functions with their weights; empty: nothing is scored."""
         return {}
 
     @property
     def reward_seconds(self) -> float:
-        """How long one reward may take."""
+        """Return how long one reward may take."""
         return REWARD_TIMEOUT_SECONDS
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """The weights that the algorithm asks for beside the policy's."""
+        """Return the weights that the algorithm asks for beside the policy's."""
         return ()
 
     @property
     def sequences_per_row(self) -> int:
-        """How many sequences one row is."""
+        """Return how many sequences one row is."""
         return 2 if self.rows == "pairs" else 1
 
     @field_validator("dataloader_num_workers")

@@ -79,7 +79,7 @@ class StageConfig(Table):
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
-    `path/file.py:Class://PLACE`, with the methods of `Target`."""
+    `path/file.py:Class://LOCATION`, with the methods of `Target`."""
 
     def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
         """See `Table.refusals`."""

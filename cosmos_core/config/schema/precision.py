@@ -29,7 +29,7 @@ class FP8Config(Table):
     ] = "dynamic_scaling"
     """How scales follow the values."""
     quant_recipe: _Quantisation = "rowwise"
-    """One scale a row, or one a tensor."""
+    """One scale per row, or one per tensor."""
 
     def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
         """See `Table.refusals`."""
@@ -53,4 +53,4 @@ class FP4Config(Table):
     fp4_recipe: Annotated[_Recipe, _FP4, LATER] = "dynamic_scaling"
     """How scales follow the values."""
     quant_recipe: Annotated[_Quantisation, _FP4, LATER] = "rowwise"
-    """One scale a row, or one a tensor."""
+    """One scale per row, or one per tensor."""

@@ -50,10 +50,10 @@ class RlConfig(AlgorithmConfig):
     mini_batch: Completions = 2
     """Completions per forward pass; changes speed and memory, not results."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation; empty: the first found of prompt, question, problem,
-    conversations, messages."""
+    """Column of the prompt, a string or a conversation; empty: the first found of `prompt`, `question`,
+    `problem`, `conversations`, `messages`."""
     response_column_name: str = ""
-    """Column of the reference answer; empty: the first found of answer, response, solution, result."""
+    """Column of the reference answer; empty: the first found of `answer`, `response`, `solution`, `result`."""
     system_prompt: Annotated[str, OURS] = ""
     """Put before every prompt; empty: none."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
@@ -72,9 +72,9 @@ class RlConfig(AlgorithmConfig):
     bypass_reward: Annotated[bool, planned("rewards cannot be left out in this version; leave it out"), LATER] = False
     """Every reward is 0."""
     group_reward_calculation: Annotated[
-        bool, planned("rewards are called once a completion in this version; leave it out"), LATER
+        bool, planned("rewards are called once per completion in this version; leave it out"), LATER
     ] = False
-    """Call rewards once a group, with lists."""
+    """Call rewards once per group, with lists."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
     """Penalty for long completions."""
     on_policy: Annotated[bool, _IN_TURN] = False

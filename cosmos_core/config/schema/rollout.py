@@ -116,7 +116,7 @@ class RolloutConfig(Table):
 
     @property
     def changes_distribution(self) -> bool:
-        """Whether training tokens are drawn from another distribution than softmax(logits / temperature)."""
+        """Return whether training tokens are drawn from another distribution than softmax(logits / temperature)."""
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
 

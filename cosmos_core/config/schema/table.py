@@ -235,13 +235,13 @@ def result_values(table: Table) -> dict[str, Any]:
     return values
 
 
-def with_places(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
+def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
     """Return a table with what its fields marked `Where` name, nested tables included, as `placed` gives it."""
     changed: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, where = getattr(table, name), mark(field, Where)
         if isinstance(value, Table):
-            changed[name] = with_places(value, placed)
+            changed[name] = with_located(value, placed)
         elif where and isinstance(value, str):
             changed[name] = placed(where, value)
         elif where and isinstance(value, tuple):

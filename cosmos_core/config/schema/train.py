@@ -260,7 +260,7 @@ class TrainConfig(Table):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the order of rows: `train_policy.dataloader_seed`, else `seed`."""
+        """Return the seed of the order of rows: `train_policy.dataloader_seed`, else `seed`."""
         seed = self.seed if self.train_policy.dataloader_seed is None else self.train_policy.dataloader_seed
         assert seed is not None
         return seed

@@ -10,7 +10,7 @@ from cosmos_core.rollout.base import Bucket, Engine, Loaded
 from cosmos_core.types import Group, Prompt, Sampling
 
 
-class Spread:
+class DataParallel:
     """An `Engine` whose methods all ranks call together, with the same prompts and the same weights."""
 
     def __init__(self, own: Engine) -> None:
