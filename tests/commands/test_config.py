@@ -76,9 +76,14 @@ def test_a_key_of_two_kinds_of_training_is_explained_for_both(workspace: Workspa
     lines = workspace.cosmos("config", "explain", "train.train_policy.mini_batch").stdout.splitlines()
     assert [line for line in lines if line.startswith("train.")] == [
         "train.train_policy.mini_batch  (SftConfig)",
+        "train.train_policy.mini_batch  (DpoConfig)",
         "train.train_policy.mini_batch  (GrpoConfig)",
     ]
-    assert [line for line in lines if line.startswith("  unit")] == ["  unit      rows", "  unit      completions"]
+    assert [line for line in lines if line.startswith("  unit")] == [
+        "  unit      rows",
+        "  unit      rows",
+        "  unit      completions",
+    ]
 
 
 def test_an_older_name_is_explained_as_todays(workspace: Workspace) -> None:

@@ -35,7 +35,7 @@ def random_state_as_it_was() -> Iterator[None]:
 
 
 def model_of(recipe: Recipe, folder: Path, path: Path) -> PreTrainedModel:
-    return open_trainer(stage_of(path / "stage", recipe, model=folder)).model
+    return open_trainer(stage_of(path / "stage", recipe, model=folder)).adapter.model
 
 
 def facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_it_changes_which_weights_are_trained(change: Change, expected: set[str]
 
 def test_a_stage_that_validates_adds_no_adapter_to_what_it_measures(folder: Path, tmp_path: Path) -> None:
     recipe = Change("policy.lora.r", 4, ADAPTED).after
-    rank, _ = open_trainer(stage_of(tmp_path / "stage", recipe, kind="validate", model=folder))
+    rank = open_trainer(stage_of(tmp_path / "stage", recipe, kind="validate", model=folder))
     assert facts(rank.adapter.model)["modules"] == set()
 
 

@@ -86,7 +86,7 @@ def test_it_changes_the_model_that_is_trained(
 @changes(Change("train.param_dtype", "float32", {**SFT, "train.compile": False}))
 def test_it_changes_what_is_computed_and_what_is_exported(change: Change, model: Path, tmp_path: Path) -> None:
     before, after = (
-        rank_of(side, model, tmp_path).logprobs(samples(1), 1.0)[0] for side in (change.before, change.after)
+        logprobs(rank_of(side, model, tmp_path), samples(1), 1.0)[0] for side in (change.before, change.after)
     )
     assert not torch.equal(before, after)
     torch.testing.assert_close(before, after, rtol=0.05, atol=0.05)

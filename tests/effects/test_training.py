@@ -112,7 +112,7 @@ def test_it_changes_which_average_of_the_weights_is_left(
         ckpt = side.train.ckpt.derived(enable_checkpoint=True, save_freq=1, max_keep=-1)
         config = side.model_copy(update={"train": side.train.derived(ckpt=ckpt)})
         path = tmp_path / name
-        left = train(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).model
+        left = train(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).adapter.model
         average = load_file(inputs / "model/model.safetensors")
         for step, decay in enumerate(decays, start=1):
             policy = path / f"checkpoints/step_{step}/policy"
