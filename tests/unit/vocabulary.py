@@ -117,7 +117,6 @@ EXCEPTIONS = (
         r"split: str|for split|, split\b(?=[,)])",
         "the split of a data set",
     ),
-    Exception_("split, cut, spread, share_attention", "", r"mesh\.shard\b|shard=", "the axis dp_shard"),
     Exception_(
         "a step",
         "",
