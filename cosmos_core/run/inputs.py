@@ -189,8 +189,7 @@ def _gpu_kernels(recipe: Recipe) -> dict[str, str]:
 
 def reward_names(recipe: Recipe) -> dict[str, str]:
     """Return the rewards that a stage with this recipe may call, by their key in the recipe."""
-    policy = recipe.train.train_policy
-    trained = policy.reward_function if policy.type == "grpo" else {}
+    trained = recipe.train.train_policy.rewards
     return {f"train.train_policy.reward_function.{name}": name for name in trained} | {
         f"validation.reward_function.{name}": name for name in recipe.validation.reward_function
     }
