@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import subprocess
@@ -145,6 +146,10 @@ def _is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.skipif(
+    not os.environ.get("COSMOS_TEST_RAY_HEAD"),
+    reason="a Ray head takes fixed ports and dies beside the clusters of other tests; set COSMOS_TEST_RAY_HEAD=1, alone",
+)
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
     assert measure().gpus == (), "this machine has none"
     found = facts_of_workers(["torch"], is_group=True)
