@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.errors import ConfigError
+from cosmos_core.facts import Facts
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.kernels import convert, use_fp8, use_liger, without_fp8
 from cosmos_core.run import inputs
@@ -87,14 +88,18 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
     check_capabilities(pipeline)
     assert list(kernel_packages(pipeline.recipes["sft"])) == [package]
     key = setting.replace("=", " = ")
-    monkeypatch.setattr(inputs, "device", lambda: "cpu")
+
+    def machine(gpus: tuple[str, ...], versions: dict[str, str]) -> None:
+        facts = Facts("host", gpus, 1, versions)
+        monkeypatch.setattr(inputs, "facts_of_workers", lambda *_, **__: facts)
+
+    machine((), {})
     with pytest.raises(ConfigError, match=f"{key}: these kernels need an NVIDIA GPU, and this machine has none"):
         check_inputs(pipeline)
-    monkeypatch.setattr(inputs, "device", lambda: "NVIDIA H100")
-    monkeypatch.setattr(inputs, "installed", lambda names, python: {})
+    machine(("NVIDIA H100",), {})
     with pytest.raises(ConfigError, match=f"{key}: the package {package} is not installed"):
         check_inputs(pipeline)
-    monkeypatch.setattr(inputs, "installed", lambda names, python: dict.fromkeys(names, "1"))
+    machine(("NVIDIA H100",), {package: "1"})
     check_inputs(pipeline)
 
 
