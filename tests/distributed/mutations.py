@@ -25,11 +25,21 @@ from cosmos_core.parallel.mesh import Mesh, open_mesh
 from tests.distributed.matrix import Case, computed, recipe
 from tests.distributed.test_invariance import CP2, DP2, TP2
 
+_gather, _select = Mesh.all_gather_object, Mesh.select_own
 _divide, _to_all = FSDPModule.set_gradient_divide_factor, tensor_parallel.all_to_all_single
 
 
 def _averaged(module: FSDPModule, factor: float) -> None:
     _divide(module, 2.0 * factor)
+
+
+def _own_losses(mesh: Mesh, value: Any) -> Any:
+    """Losses are a list; what is evaluated is a table, whose rows all ranks need."""
+    return [value] if isinstance(value, list) else _gather(mesh, value)
+
+
+def _same_rows(mesh: Mesh, rows: Any) -> Any:
+    return rows[:: mesh.data.size()] if torch.is_grad_enabled() else _select(mesh, rows)
 
 
 def _without_gradient(tensor: torch.Tensor, *sizes: Any) -> torch.Tensor:
@@ -51,8 +61,8 @@ def _mutation(mesh: Any, target: Any, name: str, by: Any) -> Mutation:
 
 MUTATIONS = {
     "gradients are averaged over ranks": _mutation(DP2, FSDPModule, "set_gradient_divide_factor", _averaged),
-    "the loss is that of one rank": _mutation(DP2, Mesh, "all_gather_object", lambda mesh, value: [value]),
-    "ranks have the same rows": _mutation(DP2, Mesh, "share", lambda mesh, rows: rows[:: mesh.data.size()]),
+    "the loss is that of one rank": _mutation(DP2, Mesh, "all_gather_object", _own_losses),
+    "ranks have the same rows": _mutation(DP2, Mesh, "select_own", _same_rows),
     "attention sees a piece of a row": _mutation(CP2, context, "_exchanged", lambda states, *_: states),
     "norms have the gradient of some heads": _mutation(
         TP2, tensor._SummedBackward, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
