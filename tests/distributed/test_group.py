@@ -148,7 +148,7 @@ def _is_open(port: int) -> bool:
 
 @pytest.mark.skipif(
     not os.environ.get("COSMOS_TEST_RAY_HEAD"),
-    reason="does not end reliably, and why is not known yet; COSMOS_TEST_RAY_HEAD=1 runs it",
+    reason="passes alone, not reliably beside other tests, and why is not known yet; COSMOS_TEST_RAY_HEAD=1 runs it",
 )
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
     assert measure().gpus == (), "this machine has none"
