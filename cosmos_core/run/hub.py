@@ -66,7 +66,7 @@ def commit_of(repository: Repository) -> str:
     Raises:
         ModelError, DataError: the Hub has no such thing, or neither can be asked.
     """
-    kind, name, revision = repository
+    repo_type, name, revision = repository
     if _COMMIT.fullmatch(revision):
         return revision
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -76,12 +76,12 @@ def commit_of(repository: Repository) -> str:
     reason = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:
-            return str(HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=_SECONDS).sha)
+            return str(HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=_SECONDS).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             reason = str(error)
-    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
     if found := _cached(folder, revision):
         return found
     raise _unknown(repository, f"the Hub cannot be asked ({reason}), and {folder} does not say")
@@ -97,8 +97,8 @@ def _cached(folder: Path, revision: str) -> str | None:
 
 
 def _unknown(repository: Repository, reason: str) -> CosmosError:
-    kind, name, revision = repository
-    error, what = (ModelError, "model") if kind == "model" else (DataError, "data set")
+    repo_type, name, revision = repository
+    error, what = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error(
         f"the {what} {name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found out: "
         f"{' '.join(reason.split())}; check the name, download it, or write the commit as its revision"

@@ -122,15 +122,15 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: list[int] = []
-        self._kinds: list[str] = []
+        self._uses: list[str] = []
         self._events: list[tuple[int, int]] = []
         """Number of a storage, and 1 where it began or -1 where it ended, in order."""
         self._is_inside_model = False
 
-    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count these storages as `kind`, now and in all that was remembered of them."""
+    def hold(self, use: str, tensors: Iterable[Tensor]) -> None:
+        """Count these storages as `use`, now and in all that was remembered of them."""
         for tensor in tensors:
-            self._kinds[self._follow(tensor)] = kind
+            self._uses[self._follow(tensor)] = use
 
     @contextmanager
     def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
@@ -151,17 +151,17 @@ class _LiveBytes(TorchDispatchMode):
                 hook.remove()
 
     def peak(self) -> Memory:
-        """Return the bytes of each kind at the moment of most.
+        """Return the bytes of each use at the moment of most.
 
         The optimizer's state is there from the start, as in every step but the first.
         """
-        optimizer = sum(size for size, kind in zip(self._sizes, self._kinds, strict=True) if kind == "optimizer")
-        events = [(self._kinds[number], sign * self._sizes[number]) for number, sign in self._events]
+        optimizer = sum(size for size, use in zip(self._sizes, self._uses, strict=True) if use == "optimizer")
+        events = [(self._uses[number], sign * self._sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         sums = np.cumsum([size for _, size in events])
         found = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
-        for kind, size in events[: int(sums.argmax()) + 1]:
-            found[kind] += size
+        for use, size in events[: int(sums.argmax()) + 1]:
+            found[use] += size
         return Memory(optimizer=optimizer, **found)
 
     def __torch_dispatch__(
@@ -173,7 +173,7 @@ class _LiveBytes(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         result = _grouped(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._follow, result)
-        if func is aten._to_copy.default and self._kinds[self._follow(args[0])] == "weights":
+        if func is aten._to_copy.default and self._uses[self._follow(args[0])] == "weights":
             self.hold("casts", [result])
         return result
 
@@ -183,7 +183,7 @@ class _LiveBytes(TorchDispatchMode):
         if storage not in self._numbers:
             self._numbers[storage] = number = len(self._sizes)
             self._sizes.append(storage.nbytes())
-            self._kinds.append("activations")
+            self._uses.append("activations")
             self._events.append((number, 1))
             weakref.finalize(storage, self._events.append, (number, -1)).atexit = False
         return int(self._numbers[storage])

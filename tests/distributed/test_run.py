@@ -90,10 +90,10 @@ def test_two_ranks_generate_learn_and_validate_in_a_chain(workspace: Workspace) 
     *_, last = read_metrics(stages / "grpo/metrics.jsonl")
     assert (last["step"], last["rollout/version_lag"]) == (2, 0)
     assert last["rollout/logprob_difference_max"] < 1e-4
-    figures = read_json(stages / "grpo-accuracy/figures.json")
-    assert isinstance(figures, dict)
-    assert figures["validation/prompts"] == 500
-    assert {name: last[name] for name in figures} == figures, "the same model, measured by itself"
+    metrics = read_json(stages / "grpo-accuracy/metrics.json")
+    assert isinstance(metrics, dict)
+    assert metrics["validation/prompts"] == 500
+    assert {name: last[name] for name in metrics} == metrics, "the same model, measured by itself"
     assert not processes_below(workspace.path)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from cosmos_core.models import open_causal_lm
 from cosmos_core.models.kernels import convert
 from cosmos_core.train import setup
 from tests.effects.change import SFT, Change, changes, stage_of
@@ -41,10 +42,10 @@ def test_it_changes_the_linear_layers(
     change: Change, expected: list[Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
-    monkeypatch.setattr(setup, "use_fp8", partial(convert, emulate=True))
+    monkeypatch.setattr(open_causal_lm, "use_fp8", partial(convert, emulate=True))
     found: list[Any] = []
     for side in (change.before, change.after):
-        model = setup.open_trainer(stage_of(tmp_path / "stage", side, model=folder)).model
+        model = setup.open_trainer(stage_of(tmp_path / "stage", side, model=folder)).adapter.model
         layers: list[Any] = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in name]
         if change.key == "train.fp8.enable_fp8":
             found.append({type(layer).__name__ for layer in layers})
@@ -63,5 +64,5 @@ def test_it_changes_whether_liger_is_asked(
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
     setup.open_trainer(stage_of(tmp_path / "before", change.before, model=folder))
     assert asked == []
-    rank, _ = setup.open_trainer(stage_of(tmp_path / "after", change.after, model=folder))
-    assert asked == [{"model": rank.adapter.model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+    trainer = setup.open_trainer(stage_of(tmp_path / "after", change.after, model=folder))
+    assert asked == [{"model": trainer.adapter.model, "cross_entropy": False, "fused_linear_cross_entropy": False}]

@@ -25,10 +25,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cosmos_core.checkpoint import export, prove
+from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
+from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
 from cosmos_core.models.prove import prove_export
 from cosmos_core.run.stage import Stage
@@ -184,6 +185,7 @@ import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_export import make_model, make_tokenizer
+from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
 from cosmos_core.errors import StageFailed
 model, tokenizer = make_model("qwen3", tied=True), make_tokenizer()
@@ -206,6 +208,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_export import make_model, make_tokenizer
+from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
 from cosmos_core.models.prove import prove_export
 model, target = make_model("qwen3", tied=True), Path(sys.argv[1]) / "m"

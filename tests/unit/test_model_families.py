@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_core.checkpoint import prove
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.batch import rows_of
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
+from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.open_causal_lm import _compile_blocks
