@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.facts import measure
@@ -87,9 +86,7 @@ def run_program(stage: Stage) -> None:
 
 def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event) -> Outcome:
     """Run the program of a stage on one rank of a group; the first says and writes what is said and written once."""
-    import torch.distributed as dist
-
-    from cosmos_core.parallel.mesh import is_first
+    from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")
     stage = load_stage(path)
@@ -99,8 +96,7 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
         stage.stop_requested = True
 
     threading.Thread(target=listen, daemon=True).start()
-    facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, asdict(measure(LIBRARIES)))
+    facts = all_gather_object(asdict(measure(LIBRARIES)))
     if is_first():
         write_json(path / FACTS, facts)
         with attached(stage):

@@ -67,6 +67,10 @@ class View(Protocol):
         """
         ...
 
+    def reset(self, weights: str, *, optimizer: bool = False) -> None:
+        """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
+        ...
+
 
 class Algorithm:
     """A credit rule and a loss. What it needs of the rest is declared by its parameter class, `AlgorithmConfig`."""

@@ -1,30 +1,37 @@
-"""Group relative policy optimisation (arXiv 2402.03300): advantages inside groups, the clipped policy loss.
+"""Group relative policy optimisation (arXiv 2402.03300) and its relatives: credit inside groups, then a policy loss.
 
 Here are credit, old and reference log-probabilities, denominators, and optimizer steps inside a train step; the
-formulas are in `policy_loss`, `aggregate` and `correction`.
+formulas are in `advantages`, `objectives/`, `policy_loss`, `correction` and `aggregate`.
 
 Shapes: B samples, S predicted tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
-from cosmos_core.algorithms.correction import importance_weights
-from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicySettings, advantages, policy_loss, positive_nll
+from cosmos_core.algorithms.correction import CAP, Correction, importance_weights
+from cosmos_core.algorithms.objectives.base import PolicySettings
+from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicyLoss, policy_loss, positive_nll
+from cosmos_core.algorithms.prefixes import shared_prefixes
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
+
+_OBJECTIVES = {"grpo": "clip", "dapo": "clip", "gspo": "gspo", "cispo": "cispo"}
+_AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +53,49 @@ class Grpo(Algorithm):
         """`sampling` says how completions are drawn; None: from softmax(logits / temperature)."""
         super().__init__(config, custom, sampling)
         self._wants = Wants(config.temperature)
-        self._is_corrected = sampling is not None and sampling.changes_distribution
+        self._correction = _correction(config, sampling)
         self._settings = PolicySettings(
             epsilon_low=config.epsilon_low,
             epsilon_high=config.epsilon_high,
             lower_bound_ratio=config.lower_bound_ratio,
             kl_beta=config.kl_beta,
             unbiased_kl_estimate=config.unbiased_kl_estimate,
+            kl_estimator=config.kl_estimator,
+            objective=_AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES[config.variant],
+            ratio_cap=config.aipo_rho or config.ratio_cap,
+            entropy_coeff=config.entropy_coeff,
+            off_policy_masking_delta=config.off_policy_masking_delta,
         )
+        self._num_steps = 0
+        """Train steps taken: the reference is reset after every so many."""
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
         """Return completions with a valid score as samples; an invalid one is left out, its group compared without."""
+        config = self.config
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
-            normalise_std=not self.config.unbiased_advantage,
+            algo=config.algo,
+            normalise_std=not config.unbiased_advantage,
         )
-        found = [
-            sample_of(group.group.prompt, completion, value, score.value)
-            for group, group_values in zip(groups, values, strict=True)
-            for completion, score, value in zip(group.group.completions, group.scores, group_values, strict=True)
-            if value is not None and score.value is not None
-        ]
-        return found, {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
+        metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
+        found, num_ignored, num_sampled = [], 0, 0
+        for group, group_values in zip(groups, values, strict=True):
+            completions = group.group.completions
+            ignored = [0] * len(completions)
+            if config.min_filter_prefix_tokens is not None:
+                ignored = shared_prefixes(
+                    [completion.token_ids for completion in completions],
+                    [score.value for score in group.scores],
+                    config.min_filter_prefix_tokens,
+                )
+            for completion, score, value, ignore in zip(completions, group.scores, group_values, ignored, strict=True):
+                if value is not None and score.value is not None:
+                    found.append(sample_of(group.group.prompt, completion, value, score.value, ignore))
+                    num_ignored += completion.num_sampled - found[-1].num_learned
+                    num_sampled += completion.num_sampled
+        if config.min_filter_prefix_tokens is not None:
+            metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
+        return _within_budget(found, config.max_token_len_per_mini_batch), metrics
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield `mu_iterations` passes over the samples in optimizer batches."""
@@ -75,12 +103,27 @@ class Grpo(Algorithm):
         batches = [slice(start, start + size) for start in range(0, len(samples), size)]
         # With one update per step pi is pi_old, so the ratio is exactly 1 and the pass that measures it is saved.
         is_single = len(batches) == 1 and self.config.mu_iterations == 1
-        old = None if is_single else _logprobs(view, samples, self._wants, "policy")
+        old = None
+        if self.config.use_rollout_logprobs_for_loss:
+            old = [_rollout_row(sample) for sample in samples]
+        elif not is_single:
+            old = _logprobs(view, samples, self._wants, "policy")
         has_reference = "reference" in self.config.named_weights
         reference = _logprobs(view, samples, self._wants, "reference") if has_reference else None
         for _ in range(self.config.mu_iterations):
             for batch in batches:
                 yield self._update(_Fixed(samples[batch], old and old[batch], reference and reference[batch]))
+        self._num_steps += 1
+        if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
+            view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.state_dict`."""
+        return {"num_steps": self._num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`."""
+        self._num_steps = int(state.get("num_steps", 0))
 
     def _update(self, fixed: _Fixed) -> Update:
         config, chosen = self.config, fixed.samples
@@ -100,20 +143,31 @@ class Grpo(Algorithm):
             difference, mismatch = _engine_difference(micro, _rows(fixed.old, micro))
             return Loss(value, add_metrics(add_metrics(policy.metrics, mismatch), correction), difference)
 
-        return Update(
-            chosen,
-            loss,
-            Wants(config.temperature, entropy="value"),
-            has_constant_gradient=fixed.old is None and fixed.reference is None and not self._is_corrected,
+        wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else "value")
+        return Update(chosen, loss, wants, has_constant_gradient=self._is_constant(fixed))
+
+    def _is_constant(self, fixed: _Fixed) -> bool:
+        """Whether nothing of the loss's derivative depends on what the policy says now."""
+        settings = self._settings
+        return (
+            fixed.old is None
+            and fixed.reference is None
+            and self._correction is None
+            and not settings.entropy_coeff
+            and settings.off_policy_masking_delta is None
+            and settings.objective in {"clip", "gspo", "cispo", "aipo_clamped"}
         )
 
-    def _policy_loss(self, micro: MicroBatch, fixed: _Fixed) -> tuple[Any, Metrics]:
+    def _policy_loss(self, micro: MicroBatch, fixed: _Fixed) -> tuple[PolicyLoss, Metrics]:
         """Return the loss of each token, weighted where tokens were drawn from another distribution."""
         old_BS, weights_BS = _rows(fixed.old, micro), None
+        has_rollout = all(sample.rollout_logprobs is not None for sample in micro.samples)
+        rollout_BS = _rollout_logprobs(micro) if has_rollout else None
         metrics: Metrics = {}
-        if self._is_corrected:
+        if self._correction is not None:
+            assert rollout_BS is not None, "weights need the log-probabilities of the rollouts"
             before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
-            weights_BS, metrics = importance_weights(before_BS, _rollout_logprobs(micro), micro.mask_BS)
+            weights_BS, metrics = importance_weights(before_BS, rollout_BS, micro.mask_BS, self._correction)
         policy = policy_loss(
             PolicyInputs(
                 logprobs_BT=micro.logprobs_BS,
@@ -123,6 +177,7 @@ class Grpo(Algorithm):
                 ref_logprobs_BT=_rows(fixed.reference, micro),
                 entropy_BT=micro.outputs.get("entropy"),
                 weights_BT=weights_BS,
+                rollout_logprobs_BT=rollout_BS,
             ),
             self._settings,
         )
@@ -132,11 +187,46 @@ class Grpo(Algorithm):
 ALGORITHM = Grpo
 
 
-def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: float) -> Sample:
-    """Return a completion as a sample, of which the tokens that the policy drew are learned."""
+def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0) -> Sample:
+    """Return a completion as a sample, of which the tokens that the policy drew are learned, but for the first
+    `num_ignored` of the completion."""
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
-    mask = np.array([0] * len(prompt.token_ids) + list(completion.loss_mask), dtype=np.uint8)
-    return Sample(ids, mask, advantage, reward, np.array(completion.logprobs, dtype=np.float32))
+    drawn = np.array(completion.loss_mask, dtype=np.uint8)
+    learned = drawn.copy()
+    learned[:num_ignored] = 0
+    mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
+    logprobs = np.array(completion.logprobs, dtype=np.float32)
+    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1])
+
+
+def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
+    """Return how tokens of another policy are weighted; None: not at all."""
+    off = config.geometric_mask
+    found = Correction("none", high=math.inf, geometric=None if off is None else (1 - off, 1 + off))
+    if config.use_decoupled_loss:
+        found = replace(found, rule="mask", high=config.behav_imp_weight_cap or math.inf)
+    elif config.rollout_correction:
+        low, high = config.rollout_correction_low, config.rollout_correction_high
+        found = replace(found, rule=config.rollout_correction, low=low, high=high)
+    elif config.use_rollout_logprobs_for_loss or config.aipo_rho:
+        pass  # the ratio itself is that to the rollout policy
+    elif sampling is not None and sampling.changes_distribution:
+        found = replace(found, rule="truncate", high=CAP)
+    return None if found.rule == "none" and found.geometric is None else found
+
+
+def _within_budget(samples: list[Sample], most_tokens: int | None) -> list[Sample]:
+    """Put samples of like length into micro-batches of so many tokens, padding included; None: leave them."""
+    if most_tokens is None:
+        return samples
+    found = list(samples)
+    number = width = count = 0
+    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].input_ids)):
+        if (count + 1) * width > most_tokens or not count:
+            number, width, count = number + 1, len(samples[i].input_ids), 0
+        count += 1
+        found[i] = replace(samples[i], micro_batch=number)
+    return found
 
 
 def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
@@ -146,6 +236,14 @@ def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str)
 def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
     """Return the values of the samples of a micro-batch as a rectangle."""
     return None if values is None else aligned([values[i] for i in micro.indices], micro.logprobs_BS)
+
+
+def _rollout_row(sample: Sample) -> Tensor:
+    """Return the log-probabilities under the distribution that the tokens were drawn from, as `View.evaluate` returns
+    rows: one for each token after the first."""
+    row = torch.zeros(len(sample.input_ids) - 1)
+    row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
+    return row
 
 
 def _rollout_logprobs(micro: MicroBatch) -> Tensor:

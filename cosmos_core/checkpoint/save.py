@@ -32,6 +32,7 @@ from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.disk import saving
+from cosmos_core.parallel import exchange
 from cosmos_core.parallel.mesh import broadcast_object, is_alone, is_first
 from cosmos_core.run.files import replaced_folder, write_json
 
@@ -196,11 +197,7 @@ class Checkpointer:
         logger.info("saved checkpoint %s", target)
 
     def _of_all_ranks(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        return [value] if self._group is None else exchange.all_gather(value, self._group)
 
     def _building(self, step: int) -> Path:
         """Return the folder that the ranks write into."""

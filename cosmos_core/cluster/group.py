@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import os
+import secrets
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -70,6 +73,8 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
+    if ip_address(rendezvous.address).is_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
@@ -81,8 +86,13 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:
-    """Return where ranks meet, at a port that is held from now on; `address` is this machine's."""
-    return dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False)
+    """Return where ranks meet, at a port that is held from now on; `address` is this machine's, and no other of its
+    addresses can be used: the store believes whoever reaches it."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _outcome(program: Program, stop: threading.Event, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -174,12 +184,19 @@ class _Member:
 
 def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    is_embedded = not os.environ.get("RAY_ADDRESS")
+    if is_embedded:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # how Ray is told to keep to the loopback interface
+        if (
+            "RAY_AUTH_MODE" not in os.environ
+        ):  # Ray reads the token once in a process, so that all clusters of it share one
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     on_stop = signal.getsignal(signal.SIGTERM)
-    if os.environ.get("RAY_ADDRESS"):
+    if not is_embedded:
         ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
         num_gpus = size if torch.cuda.is_available() else 0

@@ -132,19 +132,6 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def broadcast_tensor(tensor: Tensor | None, source: int) -> Tensor:
-    """Return the tensor of rank `source` on every rank; the others need not know what it is like."""
-    about: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)]
-    dist.broadcast_object_list(about, src=source)
-    if dist.get_rank() != source:
-        shape, dtype, device = about[0]
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-    assert tensor is not None
-    tensor = tensor.contiguous()
-    dist.broadcast(tensor, src=source)
-    return tensor
-
-
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy with its parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
     modules."""

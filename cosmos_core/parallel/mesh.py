@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.parallel import exchange
 
 T = TypeVar("T")
 
@@ -45,11 +47,10 @@ class Mesh:
     def all_gather_object(self, value: T) -> list[T]:
         """Return the values of all data-parallel ranks, in their order; of a pipeline those of its last stage, which
         alone sees the end of a sample."""
-        found: list[Any] = [None] * self.data.size()
-        dist.all_gather_object(found, value, group=self.data.get_group())
+        found = exchange.all_gather(value, self.data.get_group())
         if self.pipeline:
             group = self.pipeline.get_group()
-            dist.broadcast_object_list(found, src=dist.get_global_rank(group, self.pipeline.size() - 1), group=group)
+            found = exchange.broadcast(found, dist.get_global_rank(group, self.pipeline.size() - 1), group)
         return found
 
 
@@ -110,26 +111,21 @@ def is_first() -> bool:
 
 def broadcast_object(value: T) -> T:
     """Return the value of rank 0, on every rank."""
-    if is_alone():
-        return value
-    found: list[Any] = [value]
-    dist.broadcast_object_list(found, src=0)
-    first: T = found[0]
-    return first
+    return value if is_alone() else exchange.broadcast(value)
 
 
 def all_gather_object(value: T) -> list[T]:
     """Return the values of all ranks, in their order."""
-    if is_alone():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    return [value] if is_alone() else exchange.all_gather(value)
 
 
 def any_on_ranks(flag: bool) -> bool:
     """Return whether `flag` is true on any rank; the same on all of them."""
-    return any(all_gather_object(flag))
+    if is_alone():
+        return flag
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def first_problem(problem: str | None) -> str | None:

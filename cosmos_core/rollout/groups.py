@@ -1,8 +1,9 @@
 """Where the scored groups of a train step come from.
 
-`Sync` generates them under the newest weights when they are asked for. A source that runs ahead (prompts submitted for
-later steps, groups that come back out of order, a bound on how old they may be) keeps the same protocol: groups carry
-their step and the versions of their tokens, and what was submitted and not yet trained is the source's state.
+`Sync` generates them under the newest weights when they are asked for; `Dynamic` drops those of no use and draws
+others. A source that runs ahead (prompts submitted for later steps, groups that come back out of order, a bound on how
+old they may be) keeps the same protocol: groups carry their step and the versions of their tokens, and what was
+submitted and not yet trained is the source's state.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -23,6 +24,11 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 class GroupSource(Protocol):
     """Gives the scored groups of each train step."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether there will be no more groups."""
+        ...
 
     def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, counted from 0, and metrics about them."""
@@ -51,31 +57,34 @@ class Sync:
     """Prompts that an engine has at a time."""
     between: Callable[[int], None] = lambda step: None
     """Called with the step after each batch; may raise to stop, because nothing of the step was trained yet."""
+    is_over: ClassVar[bool] = False
+    """The steps are numbered: whoever asks knows the last."""
 
     def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, generated and scored now."""
-        prompts, num_prompts = self.prompts(step), self.batch_size * num_ranks()
         began = time.perf_counter()
-        self.progress.phase("generate")
         self.engine.wake()
+        groups = self.generated(self.prompts(step), step)
+        self.engine.sleep(level=2)  # the next thing that it sees is the weights of this step's update
+        seconds = time.perf_counter() - began
+        scored = self.scored(groups)
+        return scored, group_metrics(scored) | _times(scored, seconds, time.perf_counter() - began) | _lag(scored, step)
+
+    def generated(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
+        """Return the groups of these prompts, in their order."""
+        num_prompts = self.batch_size * num_ranks()
+        self.progress.phase("generate")
         groups: list[Group] = []
         for start in range(0, len(prompts), num_prompts):
             groups += generate(self.engine, prompts[start : start + num_prompts], self.sampling, step)
             self.progress.beat()
             self.between(step)
-        self.engine.sleep(level=2)  # the next thing that it sees is the weights of this step's update
-        generated = time.perf_counter()
+        return groups
+
+    def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Return the groups with their scores."""
         self.progress.phase("score")
-        scored = self.score(groups)
-        num_tokens = sum(completion.num_sampled for group in groups for completion in group.completions)
-        metrics = {
-            **group_metrics(scored),
-            "rollout/version_lag": float(max(step - group.version for group in groups)),
-            "time/generate": generated - began,
-            "time/score": time.perf_counter() - generated,
-            "throughput/generated_tokens_per_second": num_tokens / max(1e-9, generated - began),
-        }
-        return scored, metrics
+        return self.score(groups)
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return nothing: prompts and seeds are functions of the step."""
@@ -83,6 +92,95 @@ class Sync:
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
         """Take nothing; see `state_dict`."""
+
+
+@dataclass
+class Dynamic:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): whole groups in which no completion differs are dropped after all
+    their members have ended, and other prompts are drawn until the train step is full.
+
+    Prompts are drawn in their order and none twice in an epoch; how many were is the state.
+    """
+
+    sync: Sync
+    take: Callable[[int, int], Sequence[Prompt]]
+    """Gives so many prompts from a position on, over all epochs; fewer where they end."""
+    num_groups: int
+    """Of a train step."""
+    metrics: Sequence[str] = ()
+    """Reward metrics that must differ; empty: the total reward."""
+    max_retries: int = 0
+    """Most rounds after the first; 0: until the prompts end."""
+    _drawn: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no prompt is left."""
+        return not self.take(self._drawn, 1)
+
+    def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """Return the groups of train step `step`: fewer than asked for where prompts or rounds have ended, and none
+        where no group was of use."""
+        kept: list[ScoredGroup] = []
+        sampled: list[ScoredGroup] = []
+        num_rounds, seconds, began = 0, 0.0, time.perf_counter()
+        self.sync.engine.wake()
+        while len(kept) < self.num_groups and not 0 < self.max_retries < num_rounds:
+            prompts = self.take(self._drawn, self.num_groups - len(kept))
+            if not prompts:
+                break
+            self._drawn += len(prompts)
+            round_began = time.perf_counter()
+            groups = self.sync.generated(prompts, step)
+            seconds += time.perf_counter() - round_began
+            scored = self.sync.scored(groups)
+            sampled += scored
+            kept += [group for group in scored if self._differs(group)]
+            num_rounds += 1
+        self.sync.engine.sleep(level=2)
+        if not sampled:
+            return [], {}
+        equal = [max(valid) for group in sampled if (valid := _valid(group)) and not self._differs(group)]
+        return kept, {
+            **group_metrics(sampled),
+            **_times(sampled, seconds, time.perf_counter() - began),
+            **_lag(sampled, step),
+            "rollout/rounds": float(num_rounds),
+            "rollout/sampled_groups": float(len(sampled)),
+            "rollout/filtered_positive": sum(reward > 0 for reward in equal) / len(sampled),
+            "rollout/filtered_negative": sum(reward <= 0 for reward in equal) / len(sampled),
+        }
+
+    def _differs(self, group: ScoredGroup) -> bool:
+        """Say whether the valid completions of a group differ in what they are filtered by."""
+        valid = [score for score in group.scores if score.value is not None]
+        found = {tuple(score.metrics.get(name) for name in self.metrics) or score.value for score in valid}
+        return len(found) > 1
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        """Return how many prompts were drawn."""
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, JsonValue]) -> None:
+        """Go on behind the prompts that were drawn."""
+        self._drawn = int(str(state["drawn"]))
+
+
+def _valid(group: ScoredGroup) -> list[float]:
+    return [score.value for score in group.scores if score.value is not None]
+
+
+def _lag(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
+    return {"rollout/version_lag": float(max(step - scored.group.version for scored in groups))}
+
+
+def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float) -> dict[str, float]:
+    num_tokens = sum(completion.num_sampled for scored in groups for completion in scored.group.completions)
+    return {
+        "time/generate": generating,
+        "time/score": all_seconds - generating,
+        "throughput/generated_tokens_per_second": num_tokens / max(1e-9, generating),
+    }
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

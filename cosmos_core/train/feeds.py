@@ -19,7 +19,7 @@ from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_ord
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.groups import GroupSource
+from cosmos_core.rollout.groups import Dynamic, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
 
 
@@ -209,18 +209,30 @@ class RolloutFeed(StepFeed):
         self.steps_per_epoch = batches_per_epoch(rows_per_step(recipe), len(prompts), drop_last=True)
         self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
 
-    def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
-        """Return what is learned of the groups of this step.
+    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+        """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill.
 
         Raises:
-            StageFailed: no completion has a valid reward.
+            StageFailed: no completion has a valid reward, or none of a full step's groups is of use.
         """
-        groups, metrics = self._source.next(step)
+        if self._source.is_over or self.step == self.total_steps:
+            return None
+        groups, metrics = self._source.next(self.step)
+        if self._source.is_over:
+            if not groups:
+                return None
+            self.total_steps = self.step + 1
+        if not groups:
+            raise StageFailed(
+                f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
+                f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
+            )
         found, credited = self._algorithm.credit(groups)
         if not found:
             scores = [score for group in groups for score in group.scores]
             reason = next((score.error for score in scores if score.value is None), "none is learned from")
-            raise StageFailed(f"step {step + 1}: all {len(scores)} rewards are invalid; the first: {reason}")
+            raise StageFailed(f"step {self.step + 1}: all {len(scores)} rewards are invalid; the first: {reason}")
+        self.step += 1
         return found, metrics | credited
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +246,7 @@ class RolloutFeed(StepFeed):
 
 
 class PromptOrder:
-    """The prompts of each train step, in an order that is a pure function of seed, epoch and position."""
+    """The prompts in an order that is a pure function of seed, epoch and position."""
 
     def __init__(self, prompts: Prompts, recipe: Recipe) -> None:
         self._prompts, self._train = prompts, recipe.train
@@ -245,6 +257,21 @@ class PromptOrder:
         shuffle = self._train.train_policy.dataloader_shuffle
         positions = batch_positions(self._train.order_seed, step, self._batch, len(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """Return `count` prompts from position `start` of all epochs on; fewer where these end."""
+        num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
+        found = []
+        for position in range(start, min(start + count, self._train.epoch * num_prompts)):
+            epoch, i = divmod(position, num_prompts)
+            found.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, num_prompts, shuffle)[i])])
+        return found
+
+
+def dynamic(sync: Sync, order: PromptOrder, recipe: Recipe) -> Dynamic:
+    """Return a source that drops groups in which no completion differs, and draws others with `sync`."""
+    metrics, max_retries = recipe.train.train_policy.dynamic_sampling or ((), 0)
+    return Dynamic(sync, order.take, rows_per_step(recipe), metrics, max_retries)
 
 
 def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:

@@ -35,7 +35,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Sampling, ScoredGroup
+from cosmos_core.types import Sampling, Score, ScoredGroup
 
 SAMPLES = "samples.jsonl"
 PREFIX = "validation/"
@@ -159,7 +159,11 @@ def reward_weights(recipe: Recipe) -> dict[str, float]:
 
 @contextmanager
 def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroups]:
-    """Score groups by these rewards, in killable children of the first rank; all ranks get the scores."""
+    """Score groups by these rewards, in killable children of the first rank; all ranks get the scores. Without any
+    reward every score is 0."""
+    if not weights:  # train.train_policy.bypass_reward
+        yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
+        return
     if not is_first():
         yield lambda groups: broadcast_object([])
         return

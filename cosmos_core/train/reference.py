@@ -62,7 +62,8 @@ def reference_logprobs(
     stage.progress.phase(NAME)
     file = stage.path / NAME / f"{split}.json"
     key = {"fingerprint": stage.fingerprint, "rows": sha256(pairs.path)}
-    found = broadcast_object(_saved(file, key, len(pairs)) if is_first() else np.zeros(0))
+    saved_before = torch.from_numpy(_saved(file, key, len(pairs))) if is_first() else torch.empty(0)
+    found = broadcast_object(saved_before).numpy()
     policy, saved = stage.recipe.train.train_policy, time.monotonic()
     for start in range(0, len(positions), CHUNK):
         chunk = positions[start : start + CHUNK]

@@ -24,7 +24,15 @@ from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
-from cosmos_core.train.feeds import Feed, PairFeed, PromptOrder, RolloutFeed, SequenceFeed, training_sampling
+from cosmos_core.train.feeds import (
+    Feed,
+    PairFeed,
+    PromptOrder,
+    RolloutFeed,
+    SequenceFeed,
+    dynamic,
+    training_sampling,
+)
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
@@ -110,10 +118,12 @@ def _feed(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Gene
         feed.reference = reference_logprobs(stage, trainer, pairs, "train", feed.trained)
         return feed
     prompts = open_prompts(folder, "train")
-    source = Sync(
-        PromptOrder(prompts, recipe), generation.engine, generation.score(policy.rewards), training_sampling(recipe),
+    order = PromptOrder(prompts, recipe)
+    sync = Sync(
+        order, generation.engine, generation.score(policy.rewards), training_sampling(recipe),
         stage.progress, recipe.rollout.batch_size, between=lambda step: check_stop(stage),
     )  # fmt: skip
+    source = sync if policy.dynamic_sampling is None else dynamic(sync, order, recipe)
     return RolloutFeed(prompts, source, algorithm, recipe)
 
 

@@ -112,6 +112,14 @@ class Trainer:
             found = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in found.items()}
         return [found[i] for i in range(len(samples))]
 
+    def reset(self, weights: str, *, optimizer: bool = False) -> None:
+        """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
+        self.named.reset(weights)
+        for entry in self.optimizer.state.values() if optimizer else ():
+            for value in entry.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
     def _backward(self, update: Update) -> list[Loss]:
         """Add the gradient of an update; return the loss of each micro-batch of this rank."""
         losses: list[Loss] = []
@@ -183,7 +191,8 @@ class Trainer:
         """Return loss and metrics of all micro-batches of all ranks together; the same on each."""
         mesh = self.adapter.mesh
         if mesh:
-            losses = [loss for each in mesh.all_gather_object([_on_cpu(loss) for loss in losses]) for loss in each]
+            of_ranks = mesh.all_gather_object([_on_cpu(loss) for loss in losses])
+            losses = [Loss(*fields) for each in of_ranks for fields in each]
         total: Metrics = {}
         values: dict[str, list[Tensor]] = {}
         for loss in losses:
@@ -214,9 +223,9 @@ def _cheapest(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[i
     return min(indices, key=lambda i: adapter.cost(samples[i]))
 
 
-def _on_cpu(loss: Loss) -> Loss:
+def _on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
     metrics, values = ({name: t.cpu() for name, t in each.items()} for each in (loss.metrics, loss.values))
-    return Loss(loss.value.cpu(), metrics, values)
+    return loss.value.cpu(), metrics, values
 
 
 def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
+from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import any_on_ranks
 from cosmos_core.run.progress import Metrics, Progress
@@ -30,6 +33,18 @@ def own_gpus(stop: threading.Event) -> str:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     return " ".join(map(str, found))
+
+
+def listening(driver: int, stop: threading.Event) -> list[str]:
+    """The addresses that processes below `driver` listen on, while all ranks have met."""
+    dist.barrier()
+    found: list[str] = []
+    if dist.get_rank() == 0:
+        for process in [psutil.Process(driver), *psutil.Process(driver).children(recursive=True)]:
+            sockets = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            found += [each.laddr.ip for each in sockets]
+    dist.barrier()
+    return found
 
 
 def refuse(stop: threading.Event) -> None:
@@ -72,3 +87,10 @@ def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.E
 
         stage.metrics.watchers.append(watch)
     return run(stage)
+
+
+if __name__ == "__main__":
+    try:
+        print(WorkerGroup(int(sys.argv[1])).run(own_gpus))  # noqa: T201
+    except ConfigError as error:
+        print(f"ConfigError: {error}")  # noqa: T201

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> Non
     with pytest.raises(ConfigError) as caught:
         WorkerGroup(3, launcher).run(members.refuse)
     assert str(caught.value) == "train.optm_lr = -1 must be positive"
-    assert time.monotonic() - began < 60  # a barrier waits half an hour
+    assert time.monotonic() - began < 900  # a barrier waits half an hour
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])
@@ -146,17 +147,23 @@ def _is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.skipif(
-    not os.environ.get("COSMOS_TEST_RAY_HEAD"),
-    reason="passes alone, not reliably beside other tests, and why is not known yet; COSMOS_TEST_RAY_HEAD=1 runs it",
-)
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
     assert measure().gpus == (), "this machine has none"
     found = facts_of_workers(["torch"], is_group=True)
     assert len(found.gpus) == 2 and found.versions == measure(["torch"]).versions
-    assert WorkerGroup(2).run(members.own_gpus) in {"0 1", "1 0"}
-    with pytest.raises(ConfigError, match="the mesh takes 3 GPUs, of 2 that the Ray cluster has"):
-        WorkerGroup(3).run(members.own_gpus)
+
+    def started(size: int) -> str:  # in a process of its own, as a stage is: Ray reads its token once in a process
+        command = [sys.executable, "-m", "tests.distributed.members", str(size)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.strip()
+
+    assert started(2) in {"0 1", "1 0"}
+    assert "ConfigError: the mesh takes 3 GPUs, of 2 that the Ray cluster has" in started(3)
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_ranks_of_one_machine_listen_on_loopback_alone(launcher: Any) -> None:
+    found = WorkerGroup(2, launcher).run(partial(members.listening, os.getpid()))
+    assert len(found) >= 2 and all(ip_address(each.removeprefix("::ffff:")).is_loopback for each in found), found
 
 
 def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:

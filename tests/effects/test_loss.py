@@ -18,18 +18,31 @@ from tests.unit.trainers import Given, grpo, micro_batch
 
 TWICE = {**GRPO, "train.train_policy.mu_iterations": 2}  # only then is a ratio not 1
 WITH_KL = {**TWICE, "train.train_policy.kl_beta": 0.1}
+CISPO = {**TWICE, "train.train_policy.variant": "cispo"}
+AIPO = {**TWICE, "train.train_policy.aipo_rho": 3.0}
+DECOUPLED = {**TWICE, "train.train_policy.use_decoupled_loss": True}
+TRUNCATED = {**TWICE, "train.train_policy.rollout_correction": "truncate"}
+MASKED = {**TWICE, "train.train_policy.rollout_correction": "mask"}
+RESET = {**GRPO, "train.train_policy.kl_beta": 0.1, "train.train_policy.reference_reset_interval": 2}
 BY_SEQUENCE = {**TWICE, "train.train_policy.loss_type": "seq-mean-token-mean"}
 
 # Token losses by default: two of -min(2, 1.2) = -1.2; min(4, 3) = 3 by dual clip; 0.8 by clip.
 ADVANTAGES, LENGTHS, RATIOS = (1.0, -1.0, -1.0), (2, 1, 1), (2.0, 4.0, 0.5)
-LOGPROB = -1.0
+LOGPROB, ENTROPY = -1.0, 0.5
+WEIGHTS = (2.0, 0.5, 1.0)  # old policy / rollout policy
 K3 = 2 - math.log(2) - 1  # the reference finds every token twice as likely
 
 
 def samples() -> list[Sample]:
     return [
-        Sample(np.arange(1 + n), np.array([0] + [1] * n, dtype=np.uint8), advantage, reward=float(advantage > 0))
-        for advantage, n in zip(ADVANTAGES, LENGTHS, strict=True)
+        Sample(
+            np.arange(1 + n),
+            np.array([0] + [1] * n, dtype=np.uint8),
+            advantage,
+            reward=float(advantage > 0),
+            rollout_logprobs=np.full(n, LOGPROB - math.log(ratio * weight), dtype=np.float32),
+        )
+        for advantage, n, ratio, weight in zip(ADVANTAGES, LENGTHS, RATIOS, WEIGHTS, strict=True)
     ]
 
 
@@ -46,7 +59,8 @@ def loss(recipe: Recipe) -> float:
     """Of the last optimizer step of a train step."""
     update = updates(recipe)[-1]
     mask_BS = torch.tensor([[position < n for position in range(2)] for n in LENGTHS])
-    return update.loss(micro_batch(update.samples, torch.full((3, 2), LOGPROB), mask_BS)).value.item()
+    logprobs_BS, entropy_BS = torch.full((3, 2), LOGPROB), torch.full((3, 2), ENTROPY)
+    return update.loss(micro_batch(update.samples, logprobs_BS, mask_BS, entropy=entropy_BS)).value.item()
 
 
 @changes(
@@ -57,6 +71,21 @@ def loss(recipe: Recipe) -> float:
     (Change("train.train_policy.kl_beta", 0.1, TWICE), (-2.4 + 3 + 0.8) / 4 + 0.1 * K3),
     (Change("train.train_policy.unbiased_kl_estimate", True, WITH_KL),
      (-2.4 + 3 + 0.8) / 4 + 0.1 * K3 * (2 + 2 + 4 + 0.5) / 4),
+    (Change("train.train_policy.kl_estimator", "k2", WITH_KL), (-2.4 + 3 + 0.8) / 4 + 0.1 * math.log(2) ** 2 / 2),
+    (Change("train.train_policy.entropy_coeff", 0.1, TWICE), (-2.4 + 3 + 0.8) / 4 - 0.1 * ENTROPY),
+    (Change("train.train_policy.variant", "gspo", TWICE), (-1.2 + 4 + 0.8) / 3),
+    (Change("train.train_policy.variant", "cispo", TWICE), (2 * 2 - 4 - 0.5) / 4),
+    (Change("train.train_policy.ratio_cap", 3.0, CISPO), (2 * 2 - 3 - 0.5) / 4),
+    (Change("train.train_policy.aipo_rho", 3.0, TWICE), (2 * 3 - 2 - 0.5) / 4),
+    (Change("train.train_policy.aipo_form", "clamped", AIPO), (-2 * 2 + 3 + 0.5) / 4),
+    (Change("train.train_policy.off_policy_masking_delta", 0.5, TWICE), (-2.4 + 3) / 4),
+    (Change("train.train_policy.use_decoupled_loss", True, TWICE), (-2.4 * 2 + 3 * 0.5 + 0.8) / 4),
+    (Change("train.train_policy.behav_imp_weight_cap", 1.5, DECOUPLED), (3 * 0.5 + 0.8) / 4),
+    (Change("train.train_policy.use_rollout_logprobs_for_loss", True, TWICE), (-2.4 + 2 + 0.8) / 4),
+    (Change("train.train_policy.rollout_correction", "truncate", TWICE), (-2.4 * 2 + 3 * 0.5 + 0.8) / 4),
+    (Change("train.train_policy.rollout_correction_high", 1.5, TRUNCATED), (-2.4 * 1.5 + 3 * 0.5 + 0.8) / 4),
+    (Change("train.train_policy.rollout_correction_low", 0.6, MASKED), (-2.4 * 2 + 0.8) / 4),
+    (Change("train.train_policy.geometric_mask", 0.6, TWICE), (3 + 0.8) / 4),
     (Change("train.train_policy.loss_type", "seq-mean-token-mean", TWICE), (-1.2 + 3 + 0.8) / 3),
     (Change("train.train_policy.unbiased_loss_max_tokens", 8, BY_SEQUENCE), (-2.4 + 3 + 0.8) / (3 * 8)),
 )  # fmt: skip
@@ -72,3 +101,20 @@ def test_it_changes_the_loss(change: Change, expected: float) -> None:
 def test_it_changes_the_optimizer_steps_of_a_train_step(change: Change, expected: list[int]) -> None:
     assert [len(update.samples) for update in updates(change.before)] == [3]
     assert [len(update.samples) for update in updates(change.after)] == expected
+
+
+@changes(
+    (Change("train.train_policy.reference_reset_interval", 3, RESET), [("reference", True)]),
+    (Change("train.train_policy.reset_optimizer_with_reference", False, RESET), [("reference", False)] * 2),
+)
+def test_it_changes_when_the_reference_is_reset(change: Change, expected: list[tuple[str, bool]]) -> None:
+    found = []
+    for side in (change.before, change.after):
+        view = Given(reference=[torch.zeros(n) for n in LENGTHS])
+        policy = side.train.train_policy
+        assert isinstance(policy, GrpoConfig)
+        algorithm = grpo(policy)
+        for _ in range(4):
+            assert len(list(algorithm.updates(samples(), view))) == 1
+        found.append(view.resets)
+    assert found == [[("reference", True)] * 2, expected]

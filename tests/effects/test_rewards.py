@@ -40,7 +40,7 @@ def score(recipe: Recipe, folder: Path, weights: dict[str, float]) -> Score:
 def trained(recipe: Recipe, folder: Path) -> Score:
     policy = recipe.train.train_policy
     assert isinstance(policy, GrpoConfig)
-    return score(recipe, folder, policy.reward_function)
+    return score(recipe, folder, policy.rewards)
 
 
 def mine(name: str) -> dict[str, Any]:
@@ -51,6 +51,10 @@ def mine(name: str) -> dict[str, Any]:
     (Change("train.train_policy.reward_function", {"exact_match": 2}, GRPO), (1.0, 2.0)),
     (Change("train.train_policy.reward_timeout_seconds", 0.1, mine("slow")), (1.0, None)),
     (Change("custom", {"points": 0.75}, mine("points")), (0.0, 0.75)),
+    (
+        Change("train.train_policy.bypass_reward", True, {**GRPO, "train.train_policy.reward_function": "exact_match"}),
+        (1.0, 0.0),
+    ),
 )
 def test_it_changes_the_score_of_a_completion(
     change: Change, expected: tuple[float, float | None], tmp_path: Path

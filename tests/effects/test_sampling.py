@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import PromptOrder, RolloutFeed, training_sampling
+from cosmos_core.train.feeds import PromptOrder, RolloutFeed, dynamic, training_sampling
 from cosmos_core.train.measure import validation_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes
@@ -55,7 +56,7 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     sampling = training_sampling(recipe)
     source = Sync(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
     feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
-    samples = [feed.samples(step)[0] for step in range(feed.total_steps)]
+    samples = [found[0] for found in iter(feed.next, None)]
     return {
         "calls": [len(ids) for ids, _ in engine.asked],
         "ids": [id_ for ids, _ in engine.asked for id_ in ids],
@@ -101,6 +102,78 @@ def test_it_changes_the_rollouts_of_a_run(change: Change, expected: dict[str, An
     before, after = (rollouts(side, tmp_path) for side in (change.before, change.after))
     assert before["calls"] == [1] * 8 and before["advantages"] == [-1.0, 1.0]
     assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+FOURS = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
+
+
+@changes(
+    (Change("train.train_policy.algo", "rloo", FOURS), {"advantages": [-0.3333, 1.0]}),
+    (Change("train.train_policy.max_token_len_per_mini_batch", 6, FOURS), {"micro_batches": [2, 2, 2, 2]}),
+    (Change("train.train_policy.min_filter_prefix_tokens", 1, FOURS), {"learned": [1] * 8}),
+)
+def test_it_changes_the_samples_of_completions(change: Change, expected: dict[str, Any]) -> None:
+    """Two groups of four completions: a token that all share and one of their own, behind a prompt of one token."""
+    found: list[dict[str, Any]] = []
+    for side in (change.before, change.after):
+        turns = [Segment((7, 10 + k), True, (-1.0, -1.0), 0) for k in range(4)]
+        groups = [Group(p, tuple(Completion((turn,), "stop", "") for turn in turns), 0) for p in PROMPTS[:2]]
+        samples, _ = make_algorithm(side).credit(score(groups))
+        batches = [sample.micro_batch for sample in samples if sample.micro_batch is not None]
+        found.append({
+            "advantages": sorted({round(sample.advantage, 4) for sample in samples}),
+            "micro_batches": sorted(Counter(batches).values()),
+            "learned": [sample.num_learned for sample in samples],
+        })  # fmt: skip
+    assert {name: found[1][name] for name in found[1] if found[1][name] != found[0][name]} == expected
+
+
+IN_ORDER = {**SMALL, "train.train_policy.dataloader_shuffle": False}
+DAPO = {**IN_ORDER, "train.train_policy.variant": "dapo"}
+
+
+@changes(
+    (Change("train.train_policy.variant", "dapo", IN_ORDER), [[0, 2, 4, 6], [8]]),
+    (Change("train.train_policy.filter_reward_metric", ["odd"], DAPO), [[1, 3, 5, 7], [9]]),
+    (Change("train.train_policy.max_retry_for_on_policy", 1, DAPO), [[0, 2, 4], [6, 8]]),
+)
+def test_it_changes_which_groups_are_trained(change: Change, expected: list[list[int]], tmp_path: Path) -> None:
+    """Of four groups a step; completions differ in the reward of even prompts, in the metric `odd` of the others."""
+    assert trained(change.after, tmp_path) == expected
+    assert trained(change.before, tmp_path) == (
+        [[0, 1, 2, 3], [4, 5, 6, 7]] if change.key.endswith("variant") else [[0, 2, 4, 6], [8]]
+    )
+
+
+def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
+    """The prompts of each train step. Another feed takes over after each, as a resumed run does."""
+
+    def by_parity(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [
+            ScoredGroup(
+                g, tuple(Score(float(k * (1 - g.prompt.id % 2)), {"odd": k * (g.prompt.id % 2)}) for k in (0, 1))
+            )
+            for g in groups
+        ]
+
+    def feed() -> RolloutFeed:
+        prompts: Any = PROMPTS
+        engine: Any = Engine()
+        order, sampling = PromptOrder(prompts, recipe), training_sampling(recipe)
+        sync = Sync(order, engine, by_parity, sampling, Progress(folder / "progress.json"), recipe.rollout.batch_size)
+        source = sync if recipe.train.train_policy.dynamic_sampling is None else dynamic(sync, order, recipe)
+        return RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
+
+    steps: list[list[int]] = []
+    state: dict[str, Any] = {"step": 0, "source": {"drawn": 0}}
+    while True:
+        own = feed()
+        own.load_state_dict(state)
+        found = own.next()
+        if found is None:
+            return steps
+        steps.append(sorted({int(sample.input_ids[0]) for sample in found[0]}))
+        state = own.state_dict()
 
 
 @changes(Change("train.train_policy.dataloader_seed", 3, SMALL))

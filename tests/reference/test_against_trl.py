@@ -20,6 +20,7 @@ B sequences, T tokens, V vocabulary, G answers of a group.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,8 +30,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, selective_log_softmax
 
+from cosmos_core.algorithms.advantages import STD_EPSILON, advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
-from cosmos_core.algorithms.policy_loss import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
+from cosmos_core.algorithms.correction import Correction, importance_weights
+from cosmos_core.algorithms.objectives.base import PolicySettings
+from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.models.scorer import Scorer, Wants
 
@@ -52,7 +56,7 @@ def random_batch(seed=0):
     return logits_BTV, PolicyInputs(logprobs_BT, torch.randn(6, **shape), mask_BT, old_BT, ref_BT, entropy_BT)
 
 
-def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0):
+def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0, **others):
     """GRPOTrainer's loss of one micro-batch, and its metrics."""
     accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
     trainer = SimpleNamespace(
@@ -78,7 +82,9 @@ def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0):
         top_entropy_quantile=1.0,
         use_vllm=False,
         vllm_importance_sampling_correction=False,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
     )
+    vars(trainer).update(others)
     ids_BT = torch.zeros_like(inputs.mask_BT)
     batch = {
         "prompt_ids": ids_BT[:, :1],
@@ -89,7 +95,10 @@ def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0):
         "old_per_token_logps": inputs.old_logprobs_BT,
         "ref_per_token_logps": inputs.ref_logprobs_BT,
         "num_items_in_batch": torch.tensor(num_tokens),
+        "importance_sampling_ratio": inputs.weights_BT,
     }
+    if inputs.rollout_logprobs_BT is not None:
+        batch["sampling_per_token_logps"] = inputs.rollout_logprobs_BT
     return GRPOTrainer._compute_loss(trainer, None, batch), trainer._metrics["train"]
 
 
@@ -125,6 +134,62 @@ def test_grpo_loss_and_metrics_equal_trl(loss_type, max_tokens, trl_type, beta, 
     (gradient,) = torch.autograd.grad(loss, logits_BTV, retain_graph=True)
     (expected_gradient,) = torch.autograd.grad(expected, logits_BTV)
     torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-14)
+
+
+def assert_like_trl(inputs, logits_BTV, settings, loss_type, trl_type, **others):
+    loss, metrics = our_loss(inputs, loss_type, settings)
+    expected, _ = trl_loss(inputs, trl_type, settings, num_tokens=int(inputs.mask_BT.sum()), **others)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(loss, logits_BTV, retain_graph=True)
+    (expected_gradient,) = torch.autograd.grad(expected, logits_BTV)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-14)
+    return metrics
+
+
+def test_gspo_equals_trl():
+    settings = PolicySettings(0.1, 0.15, 100.0, objective="gspo")
+    logits_BTV, inputs = random_batch()
+    metrics = assert_like_trl(
+        inputs, logits_BTV, settings, "seq-mean-token-mean", "grpo", importance_sampling_level="sequence"
+    )
+    assert metrics["clip_high"] + metrics["clip_low"] > 0
+
+
+def test_cispo_equals_trl():
+    settings = PolicySettings(objective="cispo", ratio_cap=1.4)
+    logits_BTV, inputs = random_batch()
+    metrics = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "cispo", epsilon_high=1.4)
+    assert metrics["clip_high"] > 0
+
+
+def test_the_off_policy_mask_equals_trl():
+    settings = PolicySettings(0.2, 0.28, 3.0, off_policy_masking_delta=0.05)
+    logits_BTV, inputs = random_batch(seed=1)
+    rollout_BT = inputs.old_logprobs_BT + 0.3
+    inputs = replace(inputs, rollout_logprobs_BT=rollout_BT)
+    metrics = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "bnpo", off_policy_mask_threshold=0.05)
+    assert 0 < metrics["off_policy_masked"] < 1
+
+
+@pytest.mark.parametrize("rule", ["truncate", "mask", "sequence-truncate", "sequence-mask"])
+def test_weights_for_tokens_of_the_engine_equal_trl(rule):
+    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.1)
+    logits_BTV, inputs = random_batch(seed=2)
+    noise_BT = 0.4 * torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    rollout_BT, mask_BT = inputs.old_logprobs_BT - noise_BT, inputs.mask_BT
+    weights_BT, metrics = importance_weights(inputs.old_logprobs_BT, rollout_BT, mask_BT, Correction(rule, 0.8, 1.5))
+    noise_BT = noise_BT * mask_BT
+    if rule.startswith("sequence"):
+        noise_BT = noise_BT.sum(-1, keepdim=True).expand_as(noise_BT)
+    ratio_BT = noise_BT.exp()
+    is_out_BT = (ratio_BT < 0.8) | (ratio_BT > 1.5)
+    expected_BT = ratio_BT.clamp(max=1.5) if "truncate" in rule else ratio_BT.masked_fill(is_out_BT, 0.0)
+    torch.testing.assert_close(weights_BT, expected_BT * mask_BT)
+    assert means(metrics)["rollout/weight_capped"] > 0
+    weighted = replace(inputs, weights_BT=weights_BT)
+    assert_like_trl(
+        weighted, logits_BTV, settings, "token-mean", "bnpo", use_vllm=True, vllm_importance_sampling_correction=True
+    )
 
 
 def test_the_dual_clip_bites_in_the_comparison_with_delta():

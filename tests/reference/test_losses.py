@@ -9,9 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
 from cosmos_core.algorithms.kl import k3
-from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicySettings, advantages, policy_loss, positive_nll
+from cosmos_core.algorithms.objectives.base import PolicySettings
+from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.sft import sft_loss
 
 LOSS_TYPES = [

@@ -120,8 +120,19 @@ RULES: dict[tuple[str, str], list[Case]] = {
     ("GRPO", "the variants"): on(GRPO,
         kept(f"{P}.variant", "grpo"),
         kept(f"{P}.variant", "dapo"),
-        kept(f"{P}.variant", "gspo"),
-        no(f"{P}.variant = 'ppo': input should be 'grpo', 'dapo' or 'gspo'", f"{P}.variant='ppo'"),
+        kept(f"{P}.variant", "gspo", f"{P}.variant='gspo'", f"{P}.loss_type='token-mean'"),
+        changed(f"{P}.loss_type", "seq-mean-token-mean", f"{P}.variant='gspo'",
+                said=f"{P}.loss_type: seq-mean-token-mean, because variant = 'gspo' has one ratio for each sequence; "
+                "set it to have another"),
+        no(f"{P}.variant = 'ppo': input should be 'grpo', 'dapo', 'gspo' or 'cispo'", f"{P}.variant='ppo'"),
+    ),
+    ("GRPO", "one use of the rollouts' log-probabilities, and a reference to reset"): on(GRPO,
+        kept(f"{P}.rollout_correction", "truncate"),
+        no(f"{P}: rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
+           "log-probabilities of the rollouts are for; set one of them",
+           f"{P}.rollout_correction='mask'", f"{P}.use_decoupled_loss=true"),
+        no(f"{P}: reference_reset_interval needs a reference: set kl_beta above 0, or leave it out",
+           f"{P}.reference_reset_interval=10"),
     ),
     ("GRPO", "rewards have weights, and there is one"): on(GRPO,
         kept(REWARD, {"a": 0.5, "b": 2.0}, f"{REWARD}={{a=0.5, b=2.0}}"),
@@ -348,7 +359,7 @@ def test_every_rule_has_a_case_on_either_side() -> None:
         outcomes = {case.outcome for case in cases}
         assert "kept" in outcomes and len(outcomes) > 1, rule
     assert Counter(section for section, _ in RULES) == {
-        "dataset": 1, "SFT": 2, "ckpt": 3, "reward fn (remote)": 1, "GRPO": 7, "train": 7, "LoRA": 1, "policy": 1,
+        "dataset": 1, "SFT": 2, "ckpt": 3, "reward fn (remote)": 1, "GRPO": 8, "train": 7, "LoRA": 1, "policy": 1,
         "multi-turn": 1, "validation": 1, "rollout": 1, "logging": 1, "distillation": 1, "cross: PP": 1,
         "cross: GRPO + LoRA": 1, "cross: staleness": 1, "worker check": 2, "colocated check": 1,
     }  # fmt: skip

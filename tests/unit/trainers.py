@@ -68,12 +68,19 @@ class NoView:
     def evaluate(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("asked for outputs")
 
+    def reset(self, weights: str, *, optimizer: bool = False) -> None:
+        raise AssertionError("asked for other weights")
+
 
 class Given:
     """A view whose outputs are given, by the name of the weights."""
 
     def __init__(self, **logprobs: Sequence[Tensor]) -> None:
         self._logprobs = logprobs
+        self.resets: list[tuple[str, bool]] = []
+
+    def reset(self, weights: str, *, optimizer: bool = False) -> None:
+        self.resets.append((weights, optimizer))
 
     def evaluate(
         self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
@@ -82,6 +89,6 @@ class Given:
 
 
 def micro_batch(
-    samples: Sequence[Sample], logprobs_BS: Tensor, mask_BS: Tensor, indices: Sequence[int] = ()
+    samples: Sequence[Sample], logprobs_BS: Tensor, mask_BS: Tensor, indices: Sequence[int] = (), **outputs: Tensor
 ) -> MicroBatch:
-    return MicroBatch(samples, indices or range(len(samples)), {"logprobs": logprobs_BS}, mask_BS)
+    return MicroBatch(samples, indices or range(len(samples)), {"logprobs": logprobs_BS, **outputs}, mask_BS)

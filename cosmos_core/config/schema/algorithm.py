@@ -6,6 +6,7 @@ means. Nobody else asks which algorithm is running: they ask for these declarati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -73,6 +74,12 @@ class AlgorithmConfig(Table):
     def reward_seconds(self) -> float:
         """Return how long one reward may take."""
         return REWARD_TIMEOUT_SECONDS
+
+    @property
+    def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
+        """Return the reward metrics (none: the total reward) by which a group without a difference is dropped, and the
+        most rounds in which others are drawn in their place (0: without end); None: no group is dropped."""
+        return None
 
     @property
     def named_weights(self) -> tuple[str, ...]:

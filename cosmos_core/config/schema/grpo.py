@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import (
     LATER,
+    OURS,
     Needs,
     NonNegativeFloat,
     Only,
@@ -18,11 +19,12 @@ from cosmos_core.config.schema.table import (
     Tokens,
     Where,
     planned,
+    say,
 )
 
 _NFT = planned("DiffusionNFT is not in this version; leave it out")
-_DECOUPLED = planned("corrections by the rollouts' log-probabilities are not in this version; leave it out")
-_RESET = planned("the reference model stays the one that the stage started from; leave it out")
+Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl"]
+RolloutCorrection = Literal["", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
 class GrpoConfig(RlConfig):
@@ -57,34 +59,51 @@ class GrpoConfig(RlConfig):
     by the length."""
     unbiased_advantage: bool = False
     """True: subtract the group's mean only, do not divide by its standard deviation (Dr. GRPO)."""
-    algo: Annotated[
-        str, Field(min_length=1), planned("this version has the rule 'grpo' alone; leave it out"), LATER
-    ] = "grpo"
-    """Name of the rule that turns rewards into advantages."""
+    algo: Annotated[Algo, LATER] = "grpo"
+    """The rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean
+    of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), whitened over
+    the step (`reinforce++`, 2501.03262), both (`reinforce++-baseline`), or r - mean over the mean (`maxrl`,
+    2602.02710)."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
     unbiased_kl_estimate: Annotated[bool, LATER] = False
     """Multiply the k3 estimator by the ratio, which makes its gradient that of the reverse KL (arXiv 2512.02556)."""
-    off_policy_masking_delta: Annotated[NonNegativeFloat | None, _DECOUPLED, LATER] = None
-    """Mask sequences of negative advantage whose mean log-ratio is beyond this; None: none."""
-    aipo_rho: Annotated[PositiveFloat | None, planned("AIPO is not in this version; leave it out")] = None
-    """Cap ratios at this in place of clipping (arXiv 2505.24034); None: off."""
-    entropy_coeff: Annotated[float, planned("the entropy bonus is not in this version; leave it out"), LATER] = 0.0
-    """Weight of the entropy bonus; 0: off."""
-    min_filter_prefix_tokens: Annotated[
-        Tokens | None, planned("shared prefixes are not masked in this version; leave it out")
-    ] = None
-    """Mask prefixes of at least this length that completions of different rewards share; None: off."""
-    reference_reset_interval: Annotated[Steps | None, _RESET, LATER] = None
-    """Copy the policy into the reference every N steps; None: never."""
-    reset_optimizer_with_reference: Annotated[bool, _RESET, Needs("reference_reset_interval"), LATER] = True
-    """Start the optimizer anew with it."""
-    use_decoupled_loss: Annotated[bool, _DECOUPLED, LATER] = False
-    """Weight tokens by old policy / rollout policy."""
-    behav_imp_weight_cap: Annotated[PositiveFloat | None, _DECOUPLED, Needs("use_decoupled_loss"), LATER] = None
+    kl_estimator: Annotated[Literal["k2", "k3"], OURS] = "k3"
+    """How the KL is estimated (joschu.net/blog/kl-approx.html): the gradient of `k2` is that of the reverse KL, that of
+    `k3` of the forward one, or with `unbiased_kl_estimate` of the reverse one."""
+    off_policy_masking_delta: Annotated[NonNegativeFloat | None, LATER] = None
+    """Leave out sequences of negative advantage whose mean log(rollout policy / policy) is above this (arXiv
+    2512.02556); None: none."""
+    ratio_cap: Annotated[PositiveFloat, OURS] = 5.0
+    """Largest weight of a token with variant = 'cispo', an absolute value."""
+    aipo_rho: PositiveFloat | None = None
+    """Weight tokens by policy / rollout policy, at most this, in place of clipping (arXiv 2505.24034); None: off."""
+    aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho"), OURS] = "weighted"
+    """`weighted`: as in the paper, every token keeps a gradient. `clamped`: as in Cosmos-RL, a token whose ratio
+    policy / old policy is above `aipo_rho` has none."""
+    entropy_coeff: Annotated[float, LATER] = 0.0
+    """Weight of the entropy bonus, with its gradient (Cosmos-RL's has none); 0: off."""
+    min_filter_prefix_tokens: Tokens | None = None
+    """Leave out prefixes of at least this length that completions of different rewards share; None: off."""
+    reference_reset_interval: Annotated[Steps | None, LATER] = None
+    """Make the policy the reference of the KL every N steps; None: never."""
+    reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval"), LATER] = True
+    """Forget the optimizer's moments with it; the learning rate goes on."""
+    use_decoupled_loss: Annotated[bool, LATER] = False
+    """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
+    behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss"), LATER] = None
     """Tokens above this weight get weight 0; None: no cap."""
-    use_rollout_logprobs_for_loss: Annotated[bool, _DECOUPLED, LATER] = False
+    use_rollout_logprobs_for_loss: Annotated[bool, LATER] = False
     """Take them as the old policy's."""
+    rollout_correction: Annotated[RolloutCorrection, OURS] = ""
+    """Weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask` tokens
+    outside low and high (IcePop), or both for the product over a sequence; empty: none."""
+    rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction"), OURS] = 0.5
+    """Smallest weight that is not masked."""
+    rollout_correction_high: Annotated[PositiveFloat, Needs("rollout_correction"), OURS] = 2.0
+    """Largest weight."""
+    geometric_mask: Annotated[PositiveFloat | None, OURS] = None
+    """Leave out sequences whose geometric mean of w is further from 1 than this, such as 0.01; None: none."""
 
     @field_validator("lower_bound_ratio")
     @classmethod
@@ -100,6 +119,26 @@ class GrpoConfig(RlConfig):
             raise ValueError(f"batch_size_per_optimize = {size} must be a multiple of mini_batch = {self.mini_batch}")
         if self.unbiased_loss_max_tokens is not None and self.loss_type != "seq-mean-token-mean":
             raise ValueError("unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_of_gspo(cls, values: Any, info: ValidationInfo) -> Any:
+        if isinstance(values, dict) and values.get("variant") == "gspo" and "loss_type" not in values:
+            say(info, "train.train_policy.loss_type: seq-mean-token-mean, because variant = 'gspo' has one ratio for "
+                "each sequence; set it to have another")  # fmt: skip
+            return values | {"loss_type": "seq-mean-token-mean"}
+        return values
+
+    @model_validator(mode="after")
+    def _weights(self) -> GrpoConfig:
+        if self.rollout_correction and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
+            raise ValueError(
+                "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
+                "log-probabilities of the rollouts are for; set one of them"
+            )
+        if self.reference_reset_interval and not self.kl_beta:
+            raise ValueError("reference_reset_interval needs a reference: set kl_beta above 0, or leave it out")
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _IN_TURN = no_effect("generation and training take turns here, so every rollout is made with the newest weights")
 _ALWAYS = no_effect("rollouts always carry token ids and their log-probabilities")
-_DYNAMIC = planned("dynamic sampling is not in this version; leave it out")
 DAPO_FETCH = 128
 
 
@@ -43,10 +42,9 @@ class RlConfig(AlgorithmConfig):
 
     type: Literal["grpo"] = "grpo"
     """Which kind of training."""
-    variant: Annotated[
-        Literal["grpo", "dapo", "gspo"], planned("this version has the variant 'grpo' alone; leave it out")
-    ] = "grpo"
-    """Loss family."""
+    variant: Literal["grpo", "dapo", "gspo", "cispo"] = "grpo"
+    """The loss: clipped for each token (`grpo`; `dapo` also drops groups without a difference and samples others,
+    arXiv 2503.14476), for each sequence (`gspo`, 2507.18071), or weighted and never cut off (`cispo`, 2506.13585)."""
     mini_batch: Completions = 2
     """Completions per forward pass; changes speed and memory, not results."""
     prompt_column_name: str = ""
@@ -67,10 +65,11 @@ class RlConfig(AlgorithmConfig):
     """Ask the reward service in place of `reward_function`."""
     remote_reward: Annotated[RemoteRewardConfig, Needs("use_remote_reward")] = RemoteRewardConfig()
     """What is asked of it."""
-    filter_reward_metric: Annotated[Names, _DYNAMIC, LATER] = ()
-    """Metrics that must differ inside a group for it to be trained on; empty: all groups are."""
-    bypass_reward: Annotated[bool, planned("rewards cannot be left out in this version; leave it out"), LATER] = False
-    """Every reward is 0."""
+    filter_reward_metric: Annotated[Names, LATER] = ()
+    """With variant = 'dapo': reward metrics that must differ inside a group for it to be trained on; empty: the total
+    reward."""
+    bypass_reward: Annotated[bool, LATER] = False
+    """Every reward is 0 and no reward function is called."""
     group_reward_calculation: Annotated[
         bool, planned("rewards are called once per completion in this version; leave it out"), LATER
     ] = False
@@ -87,8 +86,8 @@ class RlConfig(AlgorithmConfig):
     """Prompts that are still handed out while generation waits; 0: none (DAPO: 128)."""
     max_inflight_steps: Annotated[int | None, Unit("train steps"), _IN_TURN, LATER] = None
     """Most waiting rollouts, in train steps; None: unlimited."""
-    max_retry_for_on_policy: Annotated[int, _DYNAMIC, LATER] = -1
-    """Most extra rounds of sampling; 0 or less: unlimited."""
+    max_retry_for_on_policy: Annotated[int, LATER] = -1
+    """With variant = 'dapo': most extra rounds of sampling in a train step; 0 or less: until the prompts end."""
     balance_dp_token: Annotated[
         bool, no_effect("losses are always divided by the tokens of all ranks together"), LATER
     ] = False
@@ -103,15 +102,21 @@ class RlConfig(AlgorithmConfig):
     """Completions per optimizer step inside a train step; None: all."""
     mu_iterations: Annotated[PositiveInt, Unit("passes")] = 1
     """Passes over each batch of rollouts."""
-    max_token_len_per_mini_batch: Annotated[
-        Tokens | None, planned("micro-batches hold mini_batch completions in this version; leave it out"), LATER
-    ] = None
-    """Token budget of a micro-batch; None: `mini_batch` completions."""
+    max_token_len_per_mini_batch: Annotated[Tokens | None, LATER] = None
+    """Token budget of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch` completions.
+    Changes speed and memory, not results."""
 
     @property
     def rewards(self) -> dict[str, float]:
         """See `AlgorithmConfig.rewards`."""
-        return self.reward_function
+        return {} if self.bypass_reward else self.reward_function
+
+    @property
+    def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
+        """See `AlgorithmConfig.dynamic_sampling`."""
+        if self.variant != "dapo":
+            return None
+        return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
     @property
     def reward_seconds(self) -> float:

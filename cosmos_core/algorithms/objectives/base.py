@@ -1,0 +1,50 @@
+"""What every objective is given.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from cosmos_core.algorithms.kl import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """The parameters of the loss, named and meant as in `[train.train_policy]`."""
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    lower_bound_ratio: float = 3.0
+    kl_beta: float = 0.0
+    unbiased_kl_estimate: bool = False
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    objective: str = "clip"
+    """A file of this folder."""
+    ratio_cap: float = 5.0
+    """Largest weight of a token in CISPO and AIPO, an absolute value."""
+    entropy_coeff: float = 0.0
+    off_policy_masking_delta: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Log-probabilities of the sampled tokens and what they are compared with; zeros where the mask is 0."""
+
+    logprobs_BT: Tensor
+    """log pi, with gradient."""
+    log_ratio_BT: Tensor
+    """log pi - log pi_old, with gradient."""
+    rollout_log_ratio_BT: Tensor | None
+    """log pi - log mu without gradient, mu the distribution that the tokens were drawn from; None: not known."""
+    advantages_B1: Tensor
+    mask_BT: Tensor
+
+
+def ratio_of(log_ratio_BT: Tensor) -> Tensor:
+    """Return exp of a difference of log-probabilities, which is clamped to +-20."""
+    return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

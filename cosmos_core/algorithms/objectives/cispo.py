@@ -1,0 +1,18 @@
+"""Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics, token_metric
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+
+
+def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+    """Return -sg[min(rho, ratio_cap)] A log pi: every token keeps a gradient, a weight has no lower bound.
+
+    `ratio_cap` is the largest weight itself, not its distance from 1.
+    """
+    ratio_BT = ratio_of(terms.log_ratio_BT.detach())
+    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
+    return loss_BT, {"clip_high": token_metric(ratio_BT > settings.ratio_cap, terms.mask_BT)}

@@ -1,0 +1,36 @@
+"""The clipped objective of PPO (arXiv 1707.06347) as GRPO and DAPO use it, with the dual clip (1912.09729)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics, token_metric
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+
+
+def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+    """Return -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), for A < 0 at most -lower_bound_ratio A.
+
+    A negative epsilon leaves its side open.
+    """
+    ratio_BT, advantages_B1 = ratio_of(terms.log_ratio_BT), terms.advantages_B1
+    loss_BT, metrics = clipped(ratio_BT, terms, settings)
+    bound_B1 = -settings.lower_bound_ratio * advantages_B1
+    is_negative_B1 = advantages_B1 < 0
+    metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > bound_B1), terms.mask_BT)
+    return torch.where(is_negative_B1, torch.minimum(loss_BT, bound_B1), loss_BT), metrics
+
+
+def clipped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+    """Return the pessimistic loss of tokens with these ratios, and the shares that were clipped."""
+    low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
+    high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
+    advantages_B1 = terms.advantages_B1
+    loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(low, high) * advantages_B1)
+    return loss_BT, {
+        "clip_low": token_metric((ratio_BT < low) & (advantages_B1 < 0), terms.mask_BT),
+        "clip_high": token_metric((ratio_BT > high) & (advantages_B1 > 0), terms.mask_BT),
+    }

@@ -1,0 +1,20 @@
+"""Group sequence policy optimisation (arXiv 2507.18071): one ratio for each sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.objectives.clip import clipped
+
+
+def gspo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+    """Return -min(s A, clip(s) A) for every token, s = exp of the mean log-ratio over the tokens of its sequence.
+
+    It is the paper's loss when it is averaged over each sequence and then over sequences
+    (`loss_type = "seq-mean-token-mean"`). Its epsilons are about 3e-4 and 4e-4. There is no dual clip.
+    """
+    lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    mean_B1 = terms.log_ratio_BT.sum(-1, keepdim=True) / lengths_B1
+    return clipped(ratio_of(mean_B1).expand_as(terms.log_ratio_BT), terms, settings)

@@ -1,0 +1,207 @@
+"""Objectives, advantages and corrections of the GRPO family against closed forms, in float64.
+
+The expectation over a categorical of V tokens is exact: tokens are enumerated, each with its probability.
+
+B sequences, T tokens, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_core.algorithms.advantages import RULES, advantages
+from cosmos_core.algorithms.aggregate import means
+from cosmos_core.algorithms.correction import Correction, importance_weights
+from cosmos_core.algorithms.objectives.base import PolicySettings
+from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
+from cosmos_core.algorithms.prefixes import shared_prefixes
+
+V = 5
+
+
+@pytest.fixture
+def categorical():
+    """Logits, rewards of each token, and the log-probabilities of another policy."""
+    generator = torch.Generator().manual_seed(7)
+    logits_V, rewards_V, other_V = torch.randn(3, V, dtype=torch.float64, generator=generator)
+    return logits_V.requires_grad_(), rewards_V, other_V.log_softmax(-1)
+
+
+def gradient_of(settings, logits_V, advantages_V, drawn_V, **others):
+    """The exact expected gradient when token v is drawn with probability drawn_V[v], each a sequence of its own."""
+    logprobs_V1 = logits_V.log_softmax(-1).unsqueeze(-1)
+    inputs = PolicyInputs(logprobs_V1, advantages_V, torch.ones(V, 1), **others)
+    loss_V1 = policy_loss(inputs, settings).loss_BT
+    (gradient_V,) = torch.autograd.grad((drawn_V * loss_V1.squeeze(-1)).sum(), logits_V)
+    return gradient_V
+
+
+@pytest.mark.parametrize("objective", ["clip", "gspo", "cispo", "aipo_clamped"])
+def test_on_policy_every_objective_has_the_policy_gradient(categorical, objective):
+    logits_V, rewards_V, _ = categorical
+    pi_V = logits_V.detach().softmax(-1)
+    expected_V = -pi_V * (rewards_V - (pi_V * rewards_V).sum())
+    found_V = gradient_of(PolicySettings(objective=objective), logits_V, rewards_V, pi_V)
+    torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-14)
+
+
+def test_aipo_weights_tokens_of_another_policy_up_to_its_cap(categorical):
+    logits_V, rewards_V, mu_V = categorical
+    settings = PolicySettings(objective="aipo", ratio_cap=1.2)
+    found_V = gradient_of(settings, logits_V, rewards_V, mu_V.exp(), rollout_logprobs_BT=mu_V.unsqueeze(-1))
+    pi_V = logits_V.detach().softmax(-1)
+    drawn_V = mu_V.exp() * (pi_V / mu_V.exp()).clamp(max=1.2) * rewards_V  # E_mu[w A grad log pi]
+    assert (pi_V / mu_V.exp() > 1.2).any()
+    torch.testing.assert_close(found_V, -(drawn_V - pi_V * drawn_V.sum()), rtol=0, atol=1e-14)
+
+
+def test_the_form_of_cosmos_rl_has_no_gradient_above_the_cap(categorical):
+    logits_V, rewards_V, _ = categorical
+    old_V1 = (logits_V.detach().log_softmax(-1) - 1.0).unsqueeze(-1)  # every ratio is e
+    found_V = gradient_of(
+        PolicySettings(objective="aipo_clamped", ratio_cap=2.0),
+        logits_V,
+        rewards_V,
+        torch.ones(V),
+        old_logprobs_BT=old_V1,
+    )
+    assert found_V.abs().max() == 0
+
+
+def test_cispo_keeps_the_gradient_of_tokens_that_a_clip_cuts_off(categorical):
+    logits_V, _, _ = categorical
+    old_V1 = (logits_V.detach().log_softmax(-1) - 1.0).unsqueeze(-1)
+    clipped_V = gradient_of(PolicySettings(), logits_V, torch.ones(V).double(), torch.ones(V), old_logprobs_BT=old_V1)
+    assert clipped_V.abs().max() == 0
+    pi_V = logits_V.detach().softmax(-1)
+    weighted_V = gradient_of(
+        PolicySettings(objective="cispo", ratio_cap=2.0), logits_V, torch.ones(V).double(), torch.ones(V),
+        old_logprobs_BT=old_V1,
+    )  # fmt: skip
+    torch.testing.assert_close(weighted_V, -2.0 * (1.0 - V * pi_V), rtol=0, atol=1e-14)
+
+
+def test_gspo_is_the_clipped_geometric_mean_ratio_of_a_sequence():
+    logprobs_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -0.4, 9.0]], dtype=torch.float64, requires_grad=True)
+    old_BT = torch.tensor([[-1.2, -2.1, -0.6], [-0.9, -0.6, -9.0]], dtype=torch.float64)
+    mask_BT = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    inputs = PolicyInputs(logprobs_BT, torch.tensor([2.0, 1.0]).double(), mask_BT, old_BT)
+    result = policy_loss(inputs, PolicySettings(0.2, 0.3, objective="gspo"))
+    first = np.exp((0.2 + 0.1 + 0.1) / 3)
+    second = np.exp((0.6 + 0.2) / 2)
+    assert first < 1.3 < second
+    torch.testing.assert_close(
+        result.loss_BT, torch.tensor([[-2 * first] * 3, [-1.3, -1.3, 0.0]], dtype=torch.float64), rtol=0, atol=1e-14
+    )
+    (gradient_BT,) = torch.autograd.grad(result.loss_BT.sum(), logprobs_BT)
+    torch.testing.assert_close(gradient_BT[0], torch.full((3,), -2 * first, dtype=torch.float64))
+    assert gradient_BT[1].abs().max() == 0
+    assert means(result.metrics)["clip_high"] == pytest.approx(2 / 5)
+
+
+def test_the_entropy_bonus_has_a_gradient(categorical):
+    logits_V, _, _ = categorical
+    logprobs_V = logits_V.log_softmax(-1)
+    entropy_11 = -(logprobs_V.exp() * logprobs_V).sum().view(1, 1)
+    inputs = PolicyInputs(logprobs_V[:1].unsqueeze(0), torch.zeros(1).double(), torch.ones(1, 1), entropy_BT=entropy_11)
+    loss_11 = policy_loss(inputs, PolicySettings(entropy_coeff=0.3)).loss_BT
+    (found_V,) = torch.autograd.grad(loss_11.sum(), logits_V)
+    pi_V = logits_V.detach().softmax(-1)
+    expected_V = 0.3 * pi_V * (pi_V.log() + entropy_11.detach().squeeze())  # -dH/dz = pi (log pi + H)
+    torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k2", False), ("k3", True)])
+def test_k2_and_weighted_k3_pull_with_the_gradient_of_the_reverse_kl(categorical, estimator, unbiased):
+    logits_V, _, ref_V = categorical
+    pi_V = logits_V.detach().softmax(-1)
+    settings = PolicySettings(kl_beta=1.0, kl_estimator=estimator, unbiased_kl_estimate=unbiased)
+    found_V = gradient_of(settings, logits_V, torch.zeros(V).double(), pi_V, ref_logprobs_BT=ref_V.unsqueeze(-1))
+    kl = (logits_V.softmax(-1) * (logits_V.log_softmax(-1) - ref_V)).sum()
+    (expected_V,) = torch.autograd.grad(kl, logits_V)
+    torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-14)
+
+
+def test_weights_touch_the_objective_and_neither_the_kl_nor_the_entropy(categorical):
+    logits_V, rewards_V, ref_V = categorical
+    logprobs_V1 = logits_V.log_softmax(-1).unsqueeze(-1)
+    settings = PolicySettings(kl_beta=0.5, entropy_coeff=0.1)
+    inputs = PolicyInputs(
+        logprobs_V1, rewards_V, torch.ones(V, 1), ref_logprobs_BT=ref_V.unsqueeze(-1), entropy_BT=-logprobs_V1
+    )
+    whole_V1 = policy_loss(inputs, settings).loss_BT
+    none_V1 = policy_loss(replace(inputs, weights_BT=torch.zeros(V, 1)), settings).loss_BT
+    torch.testing.assert_close(whole_V1 - none_V1, -rewards_V.unsqueeze(-1))
+
+
+def test_a_sequence_of_negative_advantage_that_moved_too_far_is_left_out():
+    logprobs_BT = torch.full((3, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    rollout_BT = torch.tensor([[-0.5, -0.7], [-0.5, -0.7], [-1.0, -1.2]], dtype=torch.float64)
+    inputs = PolicyInputs(
+        logprobs_BT, torch.tensor([-1.0, 1.0, -1.0]).double(), torch.ones(3, 2), rollout_logprobs_BT=rollout_BT
+    )
+    result = policy_loss(inputs, PolicySettings(off_policy_masking_delta=0.3))
+    assert result.loss_BT.detach().tolist() == [[0.0, 0.0], [-1.0, -1.0], [1.0, 1.0]]
+    assert means(result.metrics)["off_policy_masked"] == pytest.approx(1 / 3)
+
+
+def test_the_geometric_mask_leaves_out_whole_sequences():
+    rollout_BT = torch.tensor([[-1.0, -1.0], [-1.0, -1.2]], dtype=torch.float64)
+    weights_BT, metrics = importance_weights(
+        torch.full((2, 2), -1.0, dtype=torch.float64), rollout_BT, torch.ones(2, 2), Correction(geometric=(0.99, 1.01))
+    )
+    assert weights_BT.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    assert means(metrics)["rollout/weight_refused"] == 0.5
+
+
+GROUPS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [3.0, 1.0, None, 2.0]]
+
+
+@pytest.mark.parametrize("algo", RULES)
+def test_advantages_by_a_plain_computation(algo):
+    values, counts = advantages(GROUPS, algo=algo)
+    flat = np.array([r for group in GROUPS for r in group if r is not None])
+    centred = np.array(
+        [r - np.mean([x for x in group if x is not None]) for group in GROUPS for r in group if r is not None]
+    )
+    for group, found in zip(GROUPS, values, strict=True):
+        valid = [r for r in group if r is not None]
+        for reward, value in zip(group, found, strict=True):
+            if reward is None:
+                assert value is None
+                continue
+            distance = reward - np.mean(valid)
+            expected = {
+                "grpo": distance / (np.std(valid) + 1e-6),
+                "rloo": reward - (sum(valid) - reward) / (len(valid) - 1),
+                "batch-std": distance / (flat.std() + 1e-6),
+                "reinforce++": (reward - flat.mean()) / (flat.std() + 1e-6),
+                "reinforce++-baseline": (distance - centred.mean()) / (centred.std() + 1e-6),
+                "maxrl": distance / np.mean(valid),
+            }[algo]
+            assert value == pytest.approx(expected, abs=1e-12)
+    assert counts == {"groups": 3, "constant_groups": 1, "single_groups": 0, "empty_groups": 0, "invalid": 1}
+
+
+@pytest.mark.parametrize("algo", RULES)
+def test_odd_groups_have_finite_advantages(algo):
+    values, _ = advantages([[], [None, float("nan")], [2.0], [0.0, 0.0]], algo=algo)
+    assert all(value is None or np.isfinite(value) for group in values for value in group)
+    assert [len(group) for group in values] == [0, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("completions", "rewards", "expected"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 3, 5], [9]], [1.0, 0.0, 0.0], [3, 3, 0]),
+        ([[1, 2, 3, 4], [1, 2, 3, 5], [9]], [1.0, 1.0, 0.0], [0, 0, 0]),  # equal rewards
+        ([[1, 2, 4], [1, 2, 5]], [1.0, 0.0], [0, 0]),  # shorter than three
+        ([[1, 2, 3], [1, 2, 3, 5]], [1.0, 0.0], [0, 3]),  # the first is nothing but the prefix
+        # the second and third share more than the first does with them, so its prefix is not a longest one
+        ([[1, 2, 3, 7], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], [1.0, 0.0, 1.0], [0, 4, 4]),
+    ],
+)
+def test_prefixes_that_completions_of_different_rewards_share(completions, rewards, expected):
+    assert shared_prefixes(completions, rewards, 3) == expected
