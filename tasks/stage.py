@@ -12,12 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
@@ -27,7 +25,6 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
-from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError, GateFailed, Preempted, StageFailed
 from cosmos_core.launch import worker
@@ -40,7 +37,7 @@ from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
-from cosmos_core.run.stage import load_stage
+from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
 
@@ -157,7 +154,7 @@ def perform(
                 return found, True
             if is_finished:
                 _take_charge(path)
-            if not run.kinds[stage.kind].in_worker:
+            if not run.pipeline.kind_of(stage).in_worker:
                 return _in_this_process(run, stage, expected), False
             return _made_once(run, stage, expected, lock, on_progress, on_line)
         except CosmosError as error:
@@ -172,7 +169,7 @@ def perform(
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
     upstream = {name: result["digest"] for name, result in _inputs(run, stage).items()}
-    return fingerprint(run.pipeline, stage, run.kinds[stage.kind], upstream, run.digests)
+    return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 
 
 def _made_once(
@@ -223,7 +220,7 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
     """A verified result with this fingerprint, of this run or taken over from another."""
     path = run.stage_path(stage.name)
     state = read_state(path)
-    if not run.kinds[stage.kind].is_reusable or (state.get("forced") and read_result(path) is None):
+    if not run.pipeline.kind_of(stage).is_reusable or (state.get("forced") and read_result(path) is None):
         return None
     decision = decide(run.output_dir, path, expected, thorough=run.verify)
     if decision is None or decision.action == "run":
@@ -241,27 +238,26 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
     return result
 
 
-def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
+def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     """Make the stage directory say what is to be done; content of another fingerprint is moved aside, not mixed in."""
     path = run.stage_path(stage.name)
     _make_room(path, expected)
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected)
-    kind = run.kinds[stage.kind]
     inputs = _inputs(run, stage)
-    recipe = run.pipeline.recipes[stage.name]
-    keys = ("path", "fingerprint", "digest", "metrics", "info")
-    spec = {
-        "entry": kind.entry or stage.entry,
-        "fingerprint": expected.value,
-        "model": _output(stage, "model", inputs) or recipe.policy.model_name_or_path,
-        "data": _output(stage, "data", inputs),
-        "kind": asdict(kind),
-        "stage": stage.model_dump(),
-        "recipe": recipe.model_dump(),
-        "inputs": {name: {key: result[key] for key in keys} for name, result in inputs.items()},
-    }
-    (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
+    recipe, data = run.pipeline.recipes[stage.name], _output(stage, "data", inputs)
+    laid_out = Stage(
+        path=path,
+        config=stage,
+        recipe=recipe,
+        model=_output(stage, "model", inputs) or recipe.policy.model_name_or_path,
+        data=Path(data) if data else None,
+        inputs=inputs,
+        fingerprint=expected.value,
+        kind=run.pipeline.kind_of(stage),
+    )
+    laid_out.save()
+    return laid_out
 
 
 def _make_room(path: Path, expected: Fingerprint) -> None:
@@ -293,15 +289,14 @@ def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     """A light stage: no worker, no torch."""
     path = run.stage_path(stage.name)
-    _lay_out(run, stage, expected)
+    laid_out = _lay_out(run, stage, expected)
     began = time.time()
     attempt = int(read_state(path)["attempt"]) + 1
     update_state(path, state="running", attempt=attempt, started=began, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
-    loaded = load_stage(path)
-    outcome = import_thing(run.kinds[stage.kind].entry)(loaded)
+    outcome = import_thing(laid_out.entry)(laid_out)
     result = manifest.commit(
-        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=loaded.inputs
+        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=laid_out.inputs
     )
     _finish(run, stage, expected)
     return result

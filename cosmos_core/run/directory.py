@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
-from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
@@ -27,7 +27,6 @@ from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
-from cosmos_core.types import StageKind
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
@@ -40,7 +39,6 @@ class Run:
 
     path: Path
     pipeline: Pipeline
-    kinds: dict[str, StageKind]
     verify: bool = False
     """Whether files are hashed again instead of trusting their size, times and inode."""
 
@@ -64,9 +62,7 @@ class Run:
         return self.path / "stages" / name
 
 
-def create_run(
-    pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
-) -> Run:
+def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | None = None) -> Run:
     """Make the directory of a new run; make nothing when the pipeline cannot run here.
 
     Raises:
@@ -99,12 +95,10 @@ def create_run(
     }
     write_json(path / "run.json", facts)
     _list_run(output_dir, facts)
-    return Run(path, load_pipeline(path / PIPELINE, (), kinds), kinds)
+    return open_run(path, pipeline.kinds)
 
 
-def open_or_create_run(
-    pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
-) -> Run:
+def open_or_create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | None = None) -> Run:
     """Return the existing run `run_id` of this pipeline, to go on with, or a new one.
 
     Raises:
@@ -112,16 +106,16 @@ def open_or_create_run(
     """
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
-        return create_run(pipeline, kinds, run_id=run_id, command=command)
+        return create_run(pipeline, run_id=run_id, command=command)
     if different := differences(existing, pipeline):
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
             f"or resume it as it is"
         )
-    return open_run(existing, kinds)
+    return open_run(existing, pipeline.kinds)
 
 
-def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
+def open_run(path: Path, kinds: Kinds) -> Run:
     """Open an existing run from its directory alone.
 
     Raises:
@@ -129,7 +123,7 @@ def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
     """
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
-    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds), kinds)
+    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
 
 
 def claim(run: Run) -> Lock:

@@ -215,7 +215,7 @@ def test_cosmos_run_shows_progress_metrics_curves_and_cards_on_the_given_server(
 
 def test_one_stage_of_a_run_is_a_deployment_of_its_own(orchestra: Orchestra, place: Workspace) -> None:
     file = place.write("counting.toml", COUNTING)
-    run = create_run(load_pipeline(file, [f"pipeline.output_dir={place.path}/outputs"], all_kinds()), all_kinds())
+    run = create_run(load_pipeline(file, [f"pipeline.output_dir={place.path}/outputs"], all_kinds()))
     early = orchestra.run("stage/local", f"run={run.path}", "name=second_half")
     failed = orchestra.wait_for(early, "FAILED", 60)
     assert "stage 'second_half' starts from 'first', but it is not done" in failed["state"]["message"]

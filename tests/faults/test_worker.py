@@ -28,7 +28,7 @@ def make_run(folder: Path, function: str, settings: str = "") -> Run:
         f'[pipeline]\noutput_dir = "{folder / "outputs"}"\ngrace_seconds = 2\n'
         f'[[pipeline.stages]]\nname = "s"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:{function}"\n{settings}\n'
     )
-    return create_run(load_pipeline(file, (), all_kinds()), all_kinds())
+    return create_run(load_pipeline(file, (), all_kinds()))
 
 
 def attempts_until_given_up(run: Run) -> int:
