@@ -20,7 +20,7 @@ from cosmos_core.launch.server import prefect_server
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import SHARED, read_json
+from cosmos_core.run.files import SHARED, read_object
 from cosmos_core.run.state import read_state
 
 _WATCH_SECONDS = 0.3
@@ -122,8 +122,7 @@ def _watching(run: Run, display: Display) -> Iterator[None]:
     def look() -> None:
         for stage in run.pipeline.stages:
             path = run.stage_path(stage.name)
-            progress = read_json(path / "progress.json")
-            display.update(stage.name, read_state(path)["state"], progress if isinstance(progress, dict) else None)
+            display.update(stage.name, read_state(path)["state"], read_object(path / "progress.json") or None)
 
     def watch() -> None:
         while not done.wait(_WATCH_SECONDS):

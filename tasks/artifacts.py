@@ -29,7 +29,7 @@ from prefect.runtime import flow_run
 
 from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves
-from cosmos_core.observe.record import RunRecord, loading_line, read_run, rows
+from cosmos_core.observe.record import RunRecord, loading_line, read_run
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader
 
@@ -125,12 +125,11 @@ def _key(*parts: str) -> str:
 def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", "| stage | kind | state | time | metrics |"]
     lines.append("|---|---|---|---|---|")
-    for row in rows(run):
-        metrics = ", ".join(
-            f"{key} {wording.number(value)}" for key, value in wording.key_metrics(row["metrics"]).items()
-        )
-        time_ = wording.duration(row["seconds"])
-        lines.append(f"| {row['stage']} | {row['kind']} | {row['state']} | {time_} | {metrics} |")
+    for stage in run.stages:
+        shown = wording.key_metrics(stage.metrics).items()
+        metrics = ", ".join(f"{key} {wording.number(value)}" for key, value in shown)
+        time_ = wording.duration(stage.seconds)
+        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {metrics} |")
     lines += ["", f"run directory `{run.path}`"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]

@@ -32,7 +32,7 @@ from cosmos_core.launch.processes import start_time
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import read_object
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
@@ -262,8 +262,8 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
 
 def _make_room(path: Path, expected: Fingerprint) -> None:
     """Content of another fingerprint is moved aside, and said so: a checkpoint among it will not be continued."""
-    saved = read_json(path / FINGERPRINT)
-    if isinstance(saved, dict) and saved.get("value") != expected.value:
+    saved = read_object(path / FINGERPRINT)
+    if saved and saved.get("value") != expected.value:
         changed = "; ".join(expected.difference(saved["ingredients"])[:3])
         supersede(path)
         record_event(path, "superseded", changed)

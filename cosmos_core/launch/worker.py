@@ -20,11 +20,11 @@ from typing import Any
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import is_alive, kill_marked, start_time
-from cosmos_core.observe.tail import Tail
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import read_object
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.progress import PHASE_SECONDS
 from cosmos_core.run.state import read_state, record_event, update_state
+from cosmos_core.run.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class _Live:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
+        """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
         with self._lock:
             if self._num_runs == 0:  # at the beginning of a run: what is left of a cancelled one shall still see it
                 self.stopping.clear()
@@ -68,36 +69,21 @@ class _Live:
                 self._children.discard(child)
 
     def stop_all(self) -> None:
+        """Ask every worker of this process to save and end; this run starts no new ones."""
         with self._lock:
             self.stopping.set()
             for child in self._children:
                 child.stop()
 
+    def sleep_unless_stopping(self, seconds: float) -> None:
+        """Wait; raise `Preempted` when asked to stop meanwhile."""
+        if self.stopping.wait(seconds):
+            raise Preempted("asked to stop")
+
 
 _live = _Live()
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
-    with _live.stoppable():
-        yield
-
-
-def stop_all() -> None:
-    """Ask every worker of this process to save and end; this run starts no new ones."""
-    _live.stop_all()
-
-
-def is_stopping() -> bool:
-    """Return whether `stop_all` was called."""
-    return _live.stopping.is_set()
-
-
-def sleep_unless_stopping(seconds: float) -> None:
-    """Wait; raise `Preempted` when asked to stop meanwhile."""
-    if _live.stopping.wait(seconds):
-        raise Preempted("asked to stop")
+stoppable, stop_all, sleep_unless_stopping = _live.stoppable, _live.stop_all, _live.sleep_unless_stopping
+is_stopping = _live.stopping.is_set
 
 
 @dataclass
@@ -124,12 +110,12 @@ def run(launch: Launch) -> Result:
         Preempted: it was asked to stop and saved its state (exit 75).
         StageFailed: it crashed, hung, or ran out of time.
     """
-    if is_stopping():
-        raise Preempted("asked to stop")
+    sleep_unless_stopping(0)
     path = launch.stage_path
     for stale in ("error.json", "progress.json"):
         (path / stale).unlink(missing_ok=True)
-    attempt = int(read_state(path)["attempt"]) + 1
+    before = read_state(path)
+    attempt = int(before["attempt"]) + 1
     log = path / "logs" / f"attempt_{attempt}.log"
     child = Child(
         [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)],
@@ -139,7 +125,6 @@ def run(launch: Launch) -> Result:
         inherit=launch.locks,
     )
     began = time.time()
-    before = read_state(path)
     update_state(
         path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
         launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), started=before.get("started") or began,
@@ -192,8 +177,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
     while (code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
         lines.forward(launch.on_line)
-        progress = read_json(launch.stage_path / "progress.json")
-        if isinstance(progress, dict):
+        if progress := read_object(launch.stage_path / "progress.json"):
             _tell(launch.on_progress, progress)
             pulse.feel(progress)
         if pulse.has_stopped() and not reason:
@@ -247,8 +231,8 @@ def _tell(receiver: Callable[[Any], object], value: Any) -> None:
 
 def _position(path: Path) -> dict[str, Any]:
     """Return what the worker last said of itself, for `state.json`."""
-    progress = read_json(path / "progress.json")
-    if not isinstance(progress, dict):
+    progress = read_object(path / "progress.json")
+    if not progress:
         return {}
     position = {key: progress[key] for key in ("heartbeat", "phase", "step", "total")}
     if progress["checkpoint_step"] is not None:
@@ -257,8 +241,8 @@ def _position(path: Path) -> dict[str, Any]:
 
 
 def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
-    error = read_json(path / "error.json")
-    message = error["message"] if isinstance(error, dict) else ""
+    error = read_object(path / "error.json")
+    message = error.get("message", "")
     if reason:
         raise StageFailed(f"stage {path.name!r} was ended: {reason}; log: {log}")
     if code == EXIT_OK:
@@ -268,7 +252,7 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
         return result
     if code == EXIT_PREEMPTED or is_stopping():
         raise Preempted(message or f"stage {path.name!r} was stopped (exit {code})")
-    if isinstance(error, dict) and error["type"] in BY_NAME:
+    if error.get("type") in BY_NAME:
         raise BY_NAME[error["type"]](message)
     if code == EXIT_USAGE:
         raise ConfigError(message or f"stage {path.name!r} refused its configuration; log: {log}")

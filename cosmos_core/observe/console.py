@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cosmos_core.observe import wording
-from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
+from cosmos_core.observe.record import RunRecord, StageRecord, busy_seconds, loading_line, read_run
 
 LINE_SECONDS = 10.0
 """Off a terminal a running stage says at most this often where it is."""
@@ -155,29 +155,11 @@ class Display:
         return table
 
 
-def summary_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Return the table at the end of a run: each stage with state, time and metrics; `rows` are those of `record`."""
-    return _make_table(rows, title, {"stage": _name, "state": _state, "time": _time, "metrics": _metrics})
-
-
-def status_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Return the table of `cosmos status`: stage, kind, state, attempt, step, time, metrics; `rows` as there."""
-    columns: dict[str, Callable[[dict[str, Any]], str | Text]] = {
-        "stage": _name,
-        "kind": lambda row: str(row.get("kind", "")),
-        "state": _state,
-        "attempt": lambda row: str(row.get("attempt") or ""),
-        "step": lambda row: _ratio(row.get("step"), row.get("total")),
-        "time": _time,
-        "metrics": _metrics,
-    }
-    return _make_table(rows, title, columns)
-
-
 def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print where every stage of a run stands."""
     run = read_run(run_path)
-    _console(stream).print(Group(status_table(rows(run), f"{run.name}  {run.path.name}  {run.outcome}"), *_errors(run)))
+    title = f"{run.name}  {run.path.name}  {run.outcome}"
+    _console(stream).print(Group(_table(run, _STATUS, title), *_errors(run)))
 
 
 def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO | None = None) -> None:
@@ -201,7 +183,7 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
     console.print(Text(title, style="bold"), soft_wrap=True)  # not the table's title, which is as narrow as the table
-    console.print(Group(summary_table(rows(run)), *_errors(run)))
+    console.print(Group(_table(run, _SUMMARY), *_errors(run)))
     for line in lines:
         console.print(line, soft_wrap=True)  # a path or a line of Python is copied from here: never broken
 
@@ -211,42 +193,47 @@ def _console(stream: TextIO | None) -> Console:
     return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_WIDTH)
 
 
-def _errors(run: Any) -> list[Text]:
+def _errors(run: RunRecord) -> list[Text]:
     broken = [stage for stage in run.stages if stage.status == "failed" and stage.state.get("error")]
     return [Text(f"{stage.name}: {stage.state['error']}", style="red") for stage in broken]
 
 
-def _make_table(
-    rows: Sequence[dict[str, Any]], title: str, columns: dict[str, Callable[[dict[str, Any]], str | Text]]
-) -> Table:
+def _table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
         is_number = name in {"attempt", "step", "time"}
         table.add_column(name, justify="right" if is_number else "left", header_style="dim", no_wrap=name != "metrics")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
+    for stage in run.stages:
+        table.add_row(*(cell(stage) for cell in columns.values()))
     return table
 
 
-def _name(row: dict[str, Any]) -> str | Text:
-    return Text(str(row.get("stage", "")))
+def _state(stage: StageRecord) -> Text:
+    return Text(f"{_MARKS.get(stage.status, ' ')} {stage.status}", style=STYLES.get(stage.status, ""))
 
 
-def _state(row: dict[str, Any]) -> str | Text:
-    state = str(row.get("state", ""))
-    return Text(f"{_MARKS.get(state, ' ')} {state}", style=STYLES.get(state, ""))
-
-
-def _time(row: dict[str, Any]) -> str | Text:
-    return wording.duration(row.get("seconds")) if row.get("seconds") is not None else ""
-
-
-def _metrics(row: dict[str, Any]) -> str | Text:
-    shown, best = wording.table_metrics(row.get("metrics") or {}), row.get("best")
-    words = [f"{key} {wording.number(value)}" for key, value in shown.items()]
-    if best:
+def _metrics(stage: StageRecord) -> Text:
+    words = [f"{key} {wording.number(value)}" for key, value in wording.table_metrics(stage.metrics).items()]
+    if best := stage.best:
         words.append(f"best {wording.family(best['metric'])} {wording.number(best['value'])} at step {best['step']}")
     return Text("  ".join(words))
+
+
+_SUMMARY: dict[str, Callable[[StageRecord], str | Text]] = {
+    "stage": lambda stage: Text(stage.name),
+    "state": _state,
+    "time": lambda stage: "" if stage.seconds is None else wording.duration(stage.seconds),
+    "metrics": _metrics,
+}
+_STATUS: dict[str, Callable[[StageRecord], str | Text]] = {
+    "stage": _SUMMARY["stage"],
+    "kind": lambda stage: stage.kind.name,
+    "state": _state,
+    "attempt": lambda stage: str(stage.state["attempt"] or ""),
+    "step": lambda stage: _ratio(*stage.position),
+    "time": _SUMMARY["time"],
+    "metrics": _metrics,
+}
 
 
 def _ratio(step: Any, total: Any) -> str:

@@ -5,7 +5,6 @@ For showing only. What decides about reuse or failure reads the files through `r
 
 from __future__ import annotations
 
-import json
 import time
 import tomllib
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import json_objects, read_json, read_object
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import read_kind
 from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.tail import Tail
 from cosmos_core.types import StageKind
 
 
@@ -54,6 +54,12 @@ class StageRecord:
         return dict(self.result.get("metrics") or self.progress.get("metrics") or {})
 
     @property
+    def position(self) -> tuple[Any, Any]:
+        """Return the step that it has reached and the number of steps; None where it does not say."""
+        step, total = (self.progress.get(key, self.state.get(key)) for key in ("step", "total"))
+        return step, total
+
+    @property
     def info(self) -> dict[str, Any]:
         """Return what the stage left beside metrics: its model, checks, conditions."""
         return dict(self.result.get("info") or {})
@@ -61,13 +67,13 @@ class StageRecord:
     @cached_property
     def best(self) -> dict[str, Any]:
         """Return the best step by validation so far: `step`, `metric`, `value`; empty: none was validated."""
-        found = self.info.get("best") or _read_dict(self.path / "best.json")
+        found = self.info.get("best") or read_object(self.path / "best.json")
         return found if isinstance(found, dict) and {"step", "metric", "value"} <= found.keys() else {}
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`."""
-        return [line for line in read_metrics(self.path / "metrics.jsonl") if isinstance(line, dict)]
+        return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
@@ -78,12 +84,12 @@ class StageRecord:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of `events.jsonl`."""
-        return _json_lines(self.path / "events.jsonl")
+        return json_objects(Tail(self.path / "events.jsonl").lines())
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Return the lines of `samples.jsonl`."""
-        return [line for line in _json_lines(self.path / "samples.jsonl") if "prompt" in line]
+        return [line for line in json_objects(Tail(self.path / "samples.jsonl").lines()) if "prompt" in line]
 
 
 @dataclass(frozen=True)
@@ -128,30 +134,12 @@ def read_run(path: Path) -> RunRecord:
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
     after = {entry["name"]: _names(entry.get("after", ())) for entry in entries}
-    facts = _read_dict(path / "run.json")
+    facts = read_object(path / "run.json")
     kinds = facts.get("kinds")
     known = kinds if isinstance(kinds, dict) else {}
     stages = [_read_stage(path / "stages" / entry["name"], entry, after, known) for entry in entries]
     name = str(pipeline.get("name") or facts.get("pipeline") or "pipeline")
     return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
-
-
-def rows(run: RunRecord) -> list[dict[str, Any]]:
-    """Return a dict for each stage for the tables of `console`: name, kind, state, step, seconds, metrics, best."""
-    return [
-        {
-            "stage": stage.name,
-            "kind": stage.kind.name,
-            "state": stage.status,
-            "attempt": stage.state["attempt"],
-            "step": stage.progress.get("step", stage.state.get("step")),
-            "total": stage.progress.get("total", stage.state.get("total")),
-            "seconds": stage.seconds,
-            "metrics": stage.metrics,
-            "best": stage.best,
-        }
-        for stage in run.stages
-    ]
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:
@@ -184,7 +172,7 @@ def loading_line(model: Path) -> str:
 def _read_stage(
     path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], kinds: dict[str, Any]
 ) -> StageRecord:
-    name, result = entry["name"], _read_dict(path / "result.json")
+    name, result = entry["name"], read_object(path / "result.json")
     return StageRecord(
         path=path,
         name=name,
@@ -192,7 +180,7 @@ def _read_stage(
         after=after[name],
         depth=_depth(name, after),
         state=read_state(path),
-        progress=_read_dict(path / "progress.json"),
+        progress=read_object(path / "progress.json"),
         result=result,
     )
 
@@ -213,26 +201,9 @@ def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _read_dict(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    return value if isinstance(value, dict) else {}
-
-
 def _read_pipeline(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("pipeline", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
     return table if isinstance(table, dict) else {}
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:  # a last line that was cut by a kill
-            continue
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines

@@ -22,7 +22,7 @@ from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
-from cosmos_core.run.files import SHARED, read_json, write_json, write_text
+from cosmos_core.run.files import SHARED, read_json, read_object, write_json, write_text
 from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
@@ -210,8 +210,8 @@ def _unused(output_dir: Path, run_id: str) -> Path:
 
 
 def _began(pipeline_file: Path) -> tuple[float, str]:
-    facts = read_json(pipeline_file.with_name("run.json"))
-    return (float(facts.get("started") or 0) if isinstance(facts, dict) else 0.0), pipeline_file.parent.name
+    started = read_object(pipeline_file.with_name("run.json")).get("started")
+    return (started if isinstance(started, int | float) else 0.0), pipeline_file.parent.name
 
 
 def _list_run(output_dir: Path, facts: dict[str, Any]) -> None:
@@ -232,8 +232,7 @@ def _git_commit() -> str:
 
 def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
     """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
-    facts = read_json(run_path / "run.json")
-    fixed = facts.get("fixed") if isinstance(facts, dict) else None  # when the run was made, with the values as given
+    fixed = read_object(run_path / "run.json").get("fixed")  # when the run was made, with the values as given
     changes = _changes(pipeline, read_toml(run_path / PIPELINE))
     return [key for key, (given, _) in changes.items() if not (fixed and key in fixed and fixed[key] == given)]
 

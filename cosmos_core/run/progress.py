@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import write_json
+from cosmos_core.run.files import json_objects, write_json, write_text
+from cosmos_core.run.tail import Tail
 
 # Seconds without a heartbeat after which a phase counts as hung. A phase that is not named here has 600.
 PHASE_SECONDS = {
@@ -100,43 +101,25 @@ class Metrics:
         if not self.path.exists():
             return
         kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 class MetricsReader:
     """The lines of a `metrics.jsonl` that grows, each read once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._inode = -1
+        self._tail = Tail(path)
         self.lines: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines there are by now; one that a kill has cut, or that is no such line, is passed over."""
-        if not self._path.exists():
-            return self.lines
-        with open(self._path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:  # cut back when a checkpoint was resumed
-                self._inode, self._offset, self.lines = status.st_ino, 0, []
-            file.seek(self._offset)
-            new, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(new) + len(newline)
-        self.lines += filter(None, map(_line, new.decode(errors="replace").splitlines()))
+        new = self._tail.lines()
+        if self._tail.was_replaced:  # cut back when a checkpoint was resumed
+            self.lines = []
+        self.lines += [line for line in json_objects(new) if "step" in line]
         return self.lines
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
     return MetricsReader(path).update()
-
-
-def _line(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and "step" in line else None

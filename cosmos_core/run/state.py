@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.files import read_object, write_json
 
 State = dict[str, Any]
 FINISHED = frozenset({"done", "reused"})
@@ -16,8 +16,7 @@ FRESH: State = {"state": "waiting", "attempt": 0, "failures": 0, "worker_seconds
 
 def read_state(stage_path: Path) -> State:
     """Return the state of a stage; one that nobody touched is waiting."""
-    found = read_json(stage_path / "state.json")
-    return {**FRESH, **found} if isinstance(found, dict) else dict(FRESH)
+    return FRESH | read_object(stage_path / "state.json")
 
 
 def update_state(stage_path: Path, **changes: Any) -> State:

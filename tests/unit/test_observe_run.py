@@ -19,7 +19,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
-from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
+from cosmos_core.observe.record import busy_seconds, loading_line, read_run
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 
@@ -325,9 +325,9 @@ def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -
     progress = {"phase": "step", "step": 12, "total": 80, "metrics": {"reward/mean": 0.5}}
     write(run / "stages" / "grpo" / "progress.json", progress)
     (run / "stages" / "grpo" / "result.json").unlink()
-    row = next(row for row in rows(read_run(run)) if row["stage"] == "grpo")
-    assert (row["state"], row["attempt"], row["step"], row["total"]) == ("running", 2, 12, 80)
-    assert row["metrics"] == {"reward/mean": 0.5}
+    stage = next(stage for stage in read_run(run).stages if stage.name == "grpo")
+    assert (stage.status, stage.state["attempt"], stage.position) == ("running", 2, (12, 80))
+    assert stage.metrics == {"reward/mean": 0.5}
     out = io.StringIO()
     print_status(run, stream=out)
     line = next(line for line in out.getvalue().splitlines() if line.startswith("grpo"))

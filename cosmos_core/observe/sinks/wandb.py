@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe.sinks.base import numbers
-from cosmos_core.run.files import read_json, write_text
+from cosmos_core.run.files import read_object, write_text
 from cosmos_core.run.stage import Stage
 
 _INIT_SECONDS = 30.0
@@ -26,7 +26,7 @@ class WandbSink:
         import wandb
 
         config = stage.recipe.logging
-        facts = read_json(stage.run_path / "run.json") or {}
+        facts = read_object(stage.run_path / "run.json")
         title = f"{config.experiment_name or facts.get('pipeline') or 'cosmos'}-{stage.run_path.name}"
         self._run = wandb.init(
             project=config.project_name,
