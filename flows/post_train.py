@@ -88,6 +88,6 @@ def force(run: Run, from_stage: str, request: str) -> None:
         return
     for name in sorted(run.pipeline.behind(from_stage)):
         path = run.stage_path(name)
-        if not request or read_state(path).get("forced_by") != request:
+        if not request or read_state(path).forced_by != request:
             supersede(path)
             update_state(path, forced=True, forced_by=request)

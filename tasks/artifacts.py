@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -31,7 +30,7 @@ from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import RunRecord, loading_line, read_run
 from cosmos_core.run.manifest import Result
-from cosmos_core.run.progress import MetricsReader
+from cosmos_core.run.progress import MetricsReader, Position
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +50,13 @@ class StageArtifacts:
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
 
-    def update(self, progress: dict[str, Any]) -> None:
+    def update(self, progress: Position) -> None:
         """Show the worker's progress."""
         now = time.monotonic()
         with _never_costs_the_run():
-            if now >= self._next_progress and progress.get("total"):
+            if now >= self._next_progress and progress.total:
                 self._next_progress = now + _PROGRESS_SECONDS
-                self._show_progress(100.0 * progress["step"] / progress["total"])
+                self._show_progress(100.0 * progress.step / progress.total)
             if now >= self._next_table:
                 self._next_table = now + _TABLE_SECONDS
                 self._show_metrics()

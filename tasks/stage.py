@@ -37,6 +37,7 @@ from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
+from cosmos_core.run.progress import Position
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
@@ -116,7 +117,7 @@ def should_retry(run: Run, name: str, error: object) -> bool:
         return True
     if error.exit_code == EXIT_USAGE:
         return False
-    return int(read_state(run.stage_path(name))["failures"]) <= run.pipeline.stage(name).retries
+    return read_state(run.stage_path(name)).failures <= run.pipeline.stage(name).retries
 
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
@@ -133,7 +134,7 @@ def perform(
     run: Run,
     name: str,
     *,
-    on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_progress: Callable[[Position], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
     """Bring one stage, whose inputs are done, to its result; return it and whether it was there already.
@@ -145,7 +146,7 @@ def perform(
     with Lock(run.path / "locks" / f"{name}.lock") as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
-            is_finished = read_state(path)["state"] in FINISHED
+            is_finished = read_state(path).state in FINISHED
             if not is_finished:
                 worker.reap(path)
                 _take_charge(path)
@@ -177,7 +178,7 @@ def _made_once(
     stage: StageConfig,
     expected: Fingerprint,
     lock: Lock,
-    on_progress: Callable[[dict[str, Any]], None],
+    on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result in a worker, unless another run is making the same: then wait for it and take it over."""
@@ -220,7 +221,7 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
     """A verified result with this fingerprint, of this run or taken over from another."""
     path = run.stage_path(stage.name)
     state = read_state(path)
-    if not run.pipeline.kind_of(stage).is_reusable or (state.get("forced") and read_result(path) is None):
+    if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
         return None
     decision = decide(run.output_dir, path, expected, thorough=run.verify)
     if decision is None or decision.action == "run":
@@ -232,9 +233,9 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
         save_fingerprint(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
         register(run.output_dir, path, expected.value)
-    if state["state"] not in FINISHED or decision.action == "adopt":
+    if state.state not in FINISHED or decision.action == "adopt":
         record_event(path, "reused", decision.reason)
-        update_state(path, state="reused", started=time.time(), ended=time.time(), error="")
+        update_state(path, state="reused", ended=time.time(), error="")
     return result
 
 
@@ -290,11 +291,12 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Res
     """A light stage: no worker, no torch."""
     path = run.stage_path(stage.name)
     laid_out = _lay_out(run, stage, expected)
-    began = time.time()
-    attempt = int(read_state(path)["attempt"]) + 1
-    update_state(path, state="running", attempt=attempt, started=began, ended=None, error="")
-    record_event(path, "started", f"attempt {attempt}")
+    state, began = read_state(path), time.time()
+    spans = state.closed_spans(began)
+    update_state(path, state="running", attempt=state.attempt + 1, spans=[*spans, (began, None)], ended=None, error="")
+    record_event(path, "started", f"attempt {state.attempt + 1}")
     outcome = import_thing(laid_out.entry)(laid_out)
+    update_state(path, spans=[*spans, (began, time.time())])
     result = manifest.commit(
         path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=laid_out.inputs
     )
@@ -312,11 +314,11 @@ def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
 def _record_failure(path: Path, error: CosmosError) -> None:
     """Count attempts without progress; a preemption is not one."""
     state = read_state(path)
-    gained = (state.get("checkpoint_step") or 0) > (state.get("failed_at") or 0)
-    failures = state["failures"] if isinstance(error, Preempted) else 1 if gained else state["failures"] + 1
+    gained = (state.checkpoint_step or 0) > (state.failed_at or 0)
+    failures = state.failures if isinstance(error, Preempted) else 1 if gained else state.failures + 1
     kind = "stopped" if isinstance(error, Preempted) else "failed"
     update_state(
-        path, state=kind, failures=failures, failed_at=state.get("checkpoint_step"), error=str(error),
+        path, state=kind, failures=failures, failed_at=state.checkpoint_step, error=str(error),
         error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
     )  # fmt: skip
     record_event(path, "preempted" if isinstance(error, Preempted) else "crashed", str(error))
@@ -328,11 +330,11 @@ def _take_charge(path: Path) -> None:
     A new process, that is a person's resume, starts with a full budget of attempts and without a wait.
     """
     state = read_state(path)
-    if state.get("launcher_pid") != os.getpid():
+    if state.launcher_pid != os.getpid():
         update_state(path, launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), failures=0)
-    elif state["state"] == "failed":
+    elif state.state == "failed":
         update_state(path, state="retrying")
-        worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (int(state["failures"]) - 1)))
+        worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:

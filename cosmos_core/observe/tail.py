@@ -21,7 +21,7 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     tail = Tail(log)
     is_last = False
     while not is_last:
-        is_last = not (follow and read_state(log.parent.parent)["state"] == "running")
+        is_last = not (follow and read_state(log.parent.parent).state == "running")
         sys.stdout.write(tail.text(is_last=is_last))
         sys.stdout.flush()
         if not is_last:

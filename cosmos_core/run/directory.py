@@ -22,7 +22,7 @@ from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
-from cosmos_core.run.files import SHARED, read_json, read_object, write_json, write_text
+from cosmos_core.run.files import SHARED, Document, read_document, write_json, write_text
 from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
@@ -31,6 +31,25 @@ from cosmos_core.run.lock import Lock
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Facts(Document):
+    """What `run.json` holds: how the run was begun."""
+
+    run_id: str = ""
+    pipeline: str = ""
+    started: float = 0.0
+    """Seconds since 1970."""
+    command: list[str] = []
+    host: str = ""
+    git_commit: str = ""
+    python: str = ""
+    versions: dict[str, str] = {}
+    seeds: dict[str, int | None] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    """The fields of the kinds of its stages."""
+    fixed: dict[str, Any] = {}
+    """Settings that were given otherwise, or not at all, with the values as given."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +99,21 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
     write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
     (path / "stages").mkdir()
     seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
-    facts = {
-        "run_id": path.name,
-        "pipeline": pipeline.config.name,
-        "started": time.time(),
-        "command": command or sys.argv,
-        "host": socket.gethostname(),
-        "git_commit": _git_commit(),
-        "python": sys.version.split()[0],
-        "versions": stage_facts(pipeline).versions,
-        "seeds": seeds,
-        "kinds": {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        "fixed": {key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
-    }
-    write_json(path / "run.json", facts)
-    _list_run(output_dir, facts)
+    facts = Facts(
+        run_id=path.name,
+        pipeline=pipeline.config.name,
+        started=time.time(),
+        command=command or sys.argv,
+        host=socket.gethostname(),
+        git_commit=_git_commit(),
+        python=sys.version.split()[0],
+        versions=stage_facts(pipeline).versions,
+        seeds=seeds,
+        kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
+        fixed={key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
+    )
+    write_json(path / "run.json", facts.model_dump())
+    _list_runs(output_dir)
     return open_run(path, pipeline.kinds)
 
 
@@ -149,7 +168,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     """
     if name and (Path(name) / PIPELINE).is_file():
         return Path(name)
-    runs = [path.parent.name for path in sorted(output_dir.glob(f"*/{PIPELINE}"), key=_began)]
+    runs = [facts.run_id for facts in runs_in(output_dir)]
     if name in {"", "latest"} and runs:
         return output_dir / runs[-1]
     if name in runs:
@@ -209,17 +228,24 @@ def _unused(output_dir: Path, run_id: str) -> Path:
     raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
 
 
-def _began(pipeline_file: Path) -> tuple[float, str]:
-    started = read_object(pipeline_file.with_name("run.json")).get("started")
-    return (started if isinstance(started, int | float) else 0.0), pipeline_file.parent.name
+def read_facts(run_path: Path) -> Facts | None:
+    """Return how a run was begun; None: nobody knows, `run.json` is missing or damaged."""
+    return read_document(run_path / "run.json", Facts)
 
 
-def _list_run(output_dir: Path, facts: dict[str, Any]) -> None:
+def runs_in(output_dir: Path) -> list[Facts]:
+    """Return what is known of the runs in a folder, the oldest first."""
+    paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
+    found = [(read_facts(path) or Facts()).model_copy(update={"run_id": path.name}) for path in paths]
+    return sorted(found, key=lambda facts: (facts.started, facts.run_id))
+
+
+def _list_runs(output_dir: Path) -> None:
+    """Write `runs.json`, for other programs to read; ours look at the runs."""
     with Lock(output_dir / SHARED / "runs.lock") as lock:
         lock.acquire()
-        runs = read_json(output_dir / RUNS) or []
-        runs.append({key: facts[key] for key in ("run_id", "pipeline", "started")})
-        write_json(output_dir / RUNS, runs)
+        keys = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS, [facts.model_dump(include=keys) for facts in runs_in(output_dir)])
 
 
 def _git_commit() -> str:
@@ -231,10 +257,16 @@ def _git_commit() -> str:
 
 
 def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
-    fixed = read_object(run_path / "run.json").get("fixed")  # when the run was made, with the values as given
+    """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same.
+
+    Raises:
+        ConfigError: nobody knows any more what was given then.
+    """
+    facts = read_facts(run_path)
+    if facts is None:
+        raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
     changes = _changes(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, (given, _) in changes.items() if not (fixed and key in fixed and fixed[key] == given)]
+    return [key for key, (given, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != given]
 
 
 def _changes(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json
 
 SHARED = ".cosmos"
@@ -50,10 +51,36 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+class Document(BaseModel):
+    """What a JSON file of a run directory holds: types are as declared, keys that are not declared are left out."""
+
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+
+
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
+    """Return what a JSON file holds; None when it is missing, damaged or of another shape."""
+    try:
+        return shape.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one when it is missing, damaged or another value."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
+
+
+def parsed(values: Iterable[Any], shape: type[DocumentT]) -> list[DocumentT]:
+    """Return values that JSON gave in a shape; those that have another are passed over."""
+    found = []
+    for value in values:
+        with suppress(ValueError):
+            found.append(shape.model_validate(value))
+    return found
 
 
 def json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
