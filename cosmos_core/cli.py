@@ -57,12 +57,11 @@ def run(
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
     from cosmos_core.run.directory import open_or_create_run
-    from tasks.kinds import all_kinds
 
     pipeline = _pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    _run_flow(open_or_create_run(pipeline, all_kinds(), run_id=run_id), from_stage, verify)
+    _run_flow(open_or_create_run(pipeline, run_id=run_id), from_stage, verify)
 
 
 @app.command()
@@ -91,7 +90,6 @@ def plan(
 
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pinned
-    from tasks.kinds import all_kinds
 
     pipeline = _pipeline(configs, overrides)
     output_dir = _ready(pipeline, is_only_planned=estimate)
@@ -101,7 +99,7 @@ def plan(
         if not estimate:
             raise
         note([str(error)])
-    decisions = planning.plan(pipeline, all_kinds(), output_dir, thorough=verify)
+    decisions = planning.plan(pipeline, pipeline.kinds, output_dir, thorough=verify)
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]

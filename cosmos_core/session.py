@@ -20,8 +20,9 @@ from cosmos_core.launch.server import prefect_server
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import SHARED, read_json
-from cosmos_core.run.state import read_state
+from cosmos_core.run.files import SHARED
+from cosmos_core.run.progress import read_progress
+from cosmos_core.run.state import FINISHED, read_state
 
 _WATCH_SECONDS = 0.3
 _DRAIN_SECONDS = 5.0
@@ -65,20 +66,20 @@ def _is_not_of_a_run(record: logging.LogRecord) -> bool:
 def exit_code(run: Run) -> int:
     """Return the exit code that the states of all stages mean together."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    failed = [state.get("exit_code", EXIT_CRASH) for state in states if state["state"] == "failed"]
+    failed = [state.exit_code for state in states if state.state == "failed"]
     if EXIT_USAGE in failed:
         return EXIT_USAGE
     if failed:
         return EXIT_CRASH
-    return EXIT_OK if all(state["state"] in {"done", "reused"} for state in states) else EXIT_PREEMPTED
+    return EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
 
 
 def _explain(run: Run, code: int) -> None:
     """Say on standard error what failed, and how to go on where going on with the same settings can help."""
     for stage in run.pipeline.stages:
         state = read_state(run.stage_path(stage.name))
-        if state["state"] == "failed":
-            _say(f"{stage.name}: {state.get('error') or 'failed'}")
+        if state.state == "failed":
+            _say(f"{stage.name}: {state.error or 'failed'}")
     if code not in {EXIT_OK, EXIT_USAGE}:
         _say(f"run {run.id} is not complete; continue it with: cosmos resume {_short(run.path)}")
 
@@ -122,8 +123,7 @@ def _watching(run: Run, display: Display) -> Iterator[None]:
     def look() -> None:
         for stage in run.pipeline.stages:
             path = run.stage_path(stage.name)
-            progress = read_json(path / "progress.json")
-            display.update(stage.name, read_state(path)["state"], progress if isinstance(progress, dict) else None)
+            display.update(stage.name, read_state(path).state, read_progress(path))
 
     def watch() -> None:
         while not done.wait(_WATCH_SECONDS):

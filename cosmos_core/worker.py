@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import threading
-import tomllib
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -65,12 +64,11 @@ def main() -> int:
 def run_program(stage: Stage) -> None:
     """Call the program of the stage's kind and commit what it returns."""
     stage.progress.phase("start")
-    spec = tomllib.loads((stage.path / "stage.toml").read_text(encoding="utf-8"))
-    program = _program(spec["entry"])
+    program = _program(stage.entry)
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
-        raise ConfigError(f"stage {stage.name!r}: arguments do not fit {spec['entry']}: {error}") from error
+        raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
     size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if size > 1:
         group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)

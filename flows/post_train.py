@@ -75,7 +75,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
     note = pipeline.output_dir.expanduser().absolute() / ".cosmos" / "flow_runs" / request
     if request and not run_id and note.is_file():
         run_id = note.read_text(encoding="utf-8")
-    run = open_or_create_run(pipeline, kinds, run_id=run_id)
+    run = open_or_create_run(pipeline, run_id=run_id)
     if request:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_text(note, run.id)
@@ -88,6 +88,6 @@ def force(run: Run, from_stage: str, request: str) -> None:
         return
     for name in sorted(run.pipeline.behind(from_stage)):
         path = run.stage_path(name)
-        if not request or read_state(path).get("forced_by") != request:
+        if not request or read_state(path).forced_by != request:
             supersede(path)
             update_state(path, forced=True, forced_by=request)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -29,9 +28,9 @@ from prefect.runtime import flow_run
 
 from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves
-from cosmos_core.observe.record import RunRecord, loading_line, read_run, rows
+from cosmos_core.observe.record import RunRecord, loading_line, read_run
 from cosmos_core.run.manifest import Result
-from cosmos_core.run.progress import MetricsReader
+from cosmos_core.run.progress import MetricsReader, Position
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +50,13 @@ class StageArtifacts:
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
 
-    def update(self, progress: dict[str, Any]) -> None:
+    def update(self, progress: Position) -> None:
         """Show the worker's progress."""
         now = time.monotonic()
         with _never_costs_the_run():
-            if now >= self._next_progress and progress.get("total"):
+            if now >= self._next_progress and progress.total:
                 self._next_progress = now + _PROGRESS_SECONDS
-                self._show_progress(100.0 * progress["step"] / progress["total"])
+                self._show_progress(100.0 * progress.step / progress.total)
             if now >= self._next_table:
                 self._next_table = now + _TABLE_SECONDS
                 self._show_metrics()
@@ -125,12 +124,11 @@ def _key(*parts: str) -> str:
 def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", "| stage | kind | state | time | metrics |"]
     lines.append("|---|---|---|---|---|")
-    for row in rows(run):
-        metrics = ", ".join(
-            f"{key} {wording.number(value)}" for key, value in wording.key_metrics(row["metrics"]).items()
-        )
-        time_ = wording.duration(row["seconds"])
-        lines.append(f"| {row['stage']} | {row['kind']} | {row['state']} | {time_} | {metrics} |")
+    for stage in run.stages:
+        shown = wording.key_metrics(stage.metrics).items()
+        metrics = ", ".join(f"{key} {wording.number(value)}" for key, value in shown)
+        time_ = wording.duration(stage.seconds)
+        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {metrics} |")
     lines += ["", f"run directory `{run.path}`"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]

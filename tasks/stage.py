@@ -12,12 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
@@ -27,7 +25,6 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
-from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError, GateFailed, Preempted, StageFailed
 from cosmos_core.launch import worker
@@ -35,12 +32,13 @@ from cosmos_core.launch.processes import start_time
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import read_object
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
-from cosmos_core.run.stage import load_stage
+from cosmos_core.run.progress import Position
+from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
 
@@ -119,7 +117,7 @@ def should_retry(run: Run, name: str, error: object) -> bool:
         return True
     if error.exit_code == EXIT_USAGE:
         return False
-    return int(read_state(run.stage_path(name))["failures"]) <= run.pipeline.stage(name).retries
+    return read_state(run.stage_path(name)).failures <= run.pipeline.stage(name).retries
 
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
@@ -136,7 +134,7 @@ def perform(
     run: Run,
     name: str,
     *,
-    on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_progress: Callable[[Position], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
     """Bring one stage, whose inputs are done, to its result; return it and whether it was there already.
@@ -148,7 +146,7 @@ def perform(
     with Lock(run.path / "locks" / f"{name}.lock") as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
-            is_finished = read_state(path)["state"] in FINISHED
+            is_finished = read_state(path).state in FINISHED
             if not is_finished:
                 worker.reap(path)
                 _take_charge(path)
@@ -157,7 +155,7 @@ def perform(
                 return found, True
             if is_finished:
                 _take_charge(path)
-            if not run.kinds[stage.kind].in_worker:
+            if not run.pipeline.kind_of(stage).in_worker:
                 return _in_this_process(run, stage, expected), False
             return _made_once(run, stage, expected, lock, on_progress, on_line)
         except CosmosError as error:
@@ -172,7 +170,7 @@ def perform(
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
     upstream = {name: result["digest"] for name, result in _inputs(run, stage).items()}
-    return fingerprint(run.pipeline, stage, run.kinds[stage.kind], upstream, run.digests)
+    return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 
 
 def _made_once(
@@ -180,7 +178,7 @@ def _made_once(
     stage: StageConfig,
     expected: Fingerprint,
     lock: Lock,
-    on_progress: Callable[[dict[str, Any]], None],
+    on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result in a worker, unless another run is making the same: then wait for it and take it over."""
@@ -223,7 +221,7 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
     """A verified result with this fingerprint, of this run or taken over from another."""
     path = run.stage_path(stage.name)
     state = read_state(path)
-    if not run.kinds[stage.kind].is_reusable or (state.get("forced") and read_result(path) is None):
+    if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
         return None
     decision = decide(run.output_dir, path, expected, thorough=run.verify)
     if decision is None or decision.action == "run":
@@ -235,39 +233,38 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
         save_fingerprint(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
         register(run.output_dir, path, expected.value)
-    if state["state"] not in FINISHED or decision.action == "adopt":
+    if state.state not in FINISHED or decision.action == "adopt":
         record_event(path, "reused", decision.reason)
-        update_state(path, state="reused", started=time.time(), ended=time.time(), error="")
+        update_state(path, state="reused", ended=time.time(), error="")
     return result
 
 
-def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
+def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     """Make the stage directory say what is to be done; content of another fingerprint is moved aside, not mixed in."""
     path = run.stage_path(stage.name)
     _make_room(path, expected)
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected)
-    kind = run.kinds[stage.kind]
     inputs = _inputs(run, stage)
-    recipe = run.pipeline.recipes[stage.name]
-    keys = ("path", "fingerprint", "digest", "metrics", "info")
-    spec = {
-        "entry": kind.entry or stage.entry,
-        "fingerprint": expected.value,
-        "model": _output(stage, "model", inputs) or recipe.policy.model_name_or_path,
-        "data": _output(stage, "data", inputs),
-        "kind": asdict(kind),
-        "stage": stage.model_dump(),
-        "recipe": recipe.model_dump(),
-        "inputs": {name: {key: result[key] for key in keys} for name, result in inputs.items()},
-    }
-    (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
+    recipe, data = run.pipeline.recipes[stage.name], _output(stage, "data", inputs)
+    laid_out = Stage(
+        path=path,
+        config=stage,
+        recipe=recipe,
+        model=_output(stage, "model", inputs) or recipe.policy.model_name_or_path,
+        data=Path(data) if data else None,
+        inputs=inputs,
+        fingerprint=expected.value,
+        kind=run.pipeline.kind_of(stage),
+    )
+    laid_out.save()
+    return laid_out
 
 
 def _make_room(path: Path, expected: Fingerprint) -> None:
     """Content of another fingerprint is moved aside, and said so: a checkpoint among it will not be continued."""
-    saved = read_json(path / FINGERPRINT)
-    if isinstance(saved, dict) and saved.get("value") != expected.value:
+    saved = read_object(path / FINGERPRINT)
+    if saved and saved.get("value") != expected.value:
         changed = "; ".join(expected.difference(saved["ingredients"])[:3])
         supersede(path)
         record_event(path, "superseded", changed)
@@ -293,15 +290,15 @@ def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     """A light stage: no worker, no torch."""
     path = run.stage_path(stage.name)
-    _lay_out(run, stage, expected)
-    began = time.time()
-    attempt = int(read_state(path)["attempt"]) + 1
-    update_state(path, state="running", attempt=attempt, started=began, ended=None, error="")
-    record_event(path, "started", f"attempt {attempt}")
-    loaded = load_stage(path)
-    outcome = import_thing(run.kinds[stage.kind].entry)(loaded)
+    laid_out = _lay_out(run, stage, expected)
+    state, began = read_state(path), time.time()
+    spans = state.closed_spans(began)
+    update_state(path, state="running", attempt=state.attempt + 1, spans=[*spans, (began, None)], ended=None, error="")
+    record_event(path, "started", f"attempt {state.attempt + 1}")
+    outcome = import_thing(laid_out.entry)(laid_out)
+    update_state(path, spans=[*spans, (began, time.time())])
     result = manifest.commit(
-        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=loaded.inputs
+        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=laid_out.inputs
     )
     _finish(run, stage, expected)
     return result
@@ -317,11 +314,11 @@ def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
 def _record_failure(path: Path, error: CosmosError) -> None:
     """Count attempts without progress; a preemption is not one."""
     state = read_state(path)
-    gained = (state.get("checkpoint_step") or 0) > (state.get("failed_at") or 0)
-    failures = state["failures"] if isinstance(error, Preempted) else 1 if gained else state["failures"] + 1
+    gained = (state.checkpoint_step or 0) > (state.failed_at or 0)
+    failures = state.failures if isinstance(error, Preempted) else 1 if gained else state.failures + 1
     kind = "stopped" if isinstance(error, Preempted) else "failed"
     update_state(
-        path, state=kind, failures=failures, failed_at=state.get("checkpoint_step"), error=str(error),
+        path, state=kind, failures=failures, failed_at=state.checkpoint_step, error=str(error),
         error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
     )  # fmt: skip
     record_event(path, "preempted" if isinstance(error, Preempted) else "crashed", str(error))
@@ -333,11 +330,11 @@ def _take_charge(path: Path) -> None:
     A new process, that is a person's resume, starts with a full budget of attempts and without a wait.
     """
     state = read_state(path)
-    if state.get("launcher_pid") != os.getpid():
+    if state.launcher_pid != os.getpid():
         update_state(path, launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), failures=0)
-    elif state["state"] == "failed":
+    elif state.state == "failed":
         update_state(path, state="retrying")
-        worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (int(state["failures"]) - 1)))
+        worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:

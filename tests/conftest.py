@@ -96,7 +96,7 @@ class Workspace:
 
     def state(self, name: str) -> str:
         """The state of a stage of the newest run."""
-        return str(read_state(self.stage(name))["state"])
+        return read_state(self.stage(name)).state
 
     def expect_quiet(self, seconds: float = 15) -> None:
         """Nothing that was started here is running any more."""

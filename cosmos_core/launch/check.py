@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
-import tomli_w
-
 from cosmos_core.config.compose import Pipeline, source_of
-from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.fingerprint import threads
 from cosmos_core.run.manifest import Result
+from cosmos_core.run.stage import Stage
 
 _PROGRAM = "cosmos_core.train.check:run"
 
@@ -54,19 +52,19 @@ def look(
         StageFailed: the program crashed.
     """
     recipe = recipe or pipeline.recipes[stage.name]
-    spec = {
-        "entry": program,
-        "fingerprint": "look",
-        "model": model or stage.model or recipe.policy.model_name_or_path,
-        "data": data,
-        "kind": asdict(pipeline.kind_of(stage)),
-        "stage": stage.model_dump(),
-        "recipe": recipe.model_dump(),
-    }
     with stoppable(), tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
-        (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")
+        Stage(
+            path=path,
+            config=stage,
+            recipe=recipe,
+            model=model or stage.model or recipe.policy.model_name_or_path,
+            data=Path(data) if data else None,
+            inputs={},
+            fingerprint="look",
+            kind=replace(pipeline.kind_of(stage), entry=program),
+        ).save()
         return run(
             Launch(
                 stage_path=path,

@@ -17,6 +17,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.check import look
+from cosmos_core.run.hub import changed
 from cosmos_core.run.plan import Decision
 
 _PROGRAM = "cosmos_core.train.estimate:run"
@@ -132,7 +133,4 @@ def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, D
     dataset = source.train.train_policy.dataset
     if prepare is not stage and prepare.data:
         dataset = DatasetConfig(name=_made(prepare.data, "data", decisions), test_size=dataset.test_size)
-    policy = recipe.train.train_policy.model_copy(update={"dataset": dataset})
-    return recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"train_policy": policy}), "validation": source.validation}
-    )
+    return changed(changed(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)

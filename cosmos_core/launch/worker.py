@@ -20,11 +20,11 @@ from typing import Any
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import is_alive, kill_marked, start_time
-from cosmos_core.observe.tail import Tail
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import Document, read_document
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.progress import PHASE_SECONDS
+from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
 from cosmos_core.run.state import read_state, record_event, update_state
+from cosmos_core.run.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class _Live:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
+        """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
         with self._lock:
             if self._num_runs == 0:  # at the beginning of a run: what is left of a cancelled one shall still see it
                 self.stopping.clear()
@@ -68,36 +69,21 @@ class _Live:
                 self._children.discard(child)
 
     def stop_all(self) -> None:
+        """Ask every worker of this process to save and end; this run starts no new ones."""
         with self._lock:
             self.stopping.set()
             for child in self._children:
                 child.stop()
 
+    def sleep_unless_stopping(self, seconds: float) -> None:
+        """Wait; raise `Preempted` when asked to stop meanwhile."""
+        if self.stopping.wait(seconds):
+            raise Preempted("asked to stop")
+
 
 _live = _Live()
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
-    with _live.stoppable():
-        yield
-
-
-def stop_all() -> None:
-    """Ask every worker of this process to save and end; this run starts no new ones."""
-    _live.stop_all()
-
-
-def is_stopping() -> bool:
-    """Return whether `stop_all` was called."""
-    return _live.stopping.is_set()
-
-
-def sleep_unless_stopping(seconds: float) -> None:
-    """Wait; raise `Preempted` when asked to stop meanwhile."""
-    if _live.stopping.wait(seconds):
-        raise Preempted("asked to stop")
+stoppable, stop_all, sleep_unless_stopping = _live.stoppable, _live.stop_all, _live.sleep_unless_stopping
+is_stopping = _live.stopping.is_set
 
 
 @dataclass
@@ -111,7 +97,7 @@ class Launch:
     timeout_seconds: float | None = None
     locks: Sequence[int] = ()
     """Descriptors that the worker inherits, so that the locks live as long as it does."""
-    on_progress: Callable[[dict[str, Any]], None] = lambda progress: None
+    on_progress: Callable[[Position], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -124,12 +110,12 @@ def run(launch: Launch) -> Result:
         Preempted: it was asked to stop and saved its state (exit 75).
         StageFailed: it crashed, hung, or ran out of time.
     """
-    if is_stopping():
-        raise Preempted("asked to stop")
+    sleep_unless_stopping(0)
     path = launch.stage_path
     for stale in ("error.json", "progress.json"):
         (path / stale).unlink(missing_ok=True)
-    attempt = int(read_state(path)["attempt"]) + 1
+    before = read_state(path)
+    attempt = before.attempt + 1
     log = path / "logs" / f"attempt_{attempt}.log"
     child = Child(
         [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)],
@@ -139,11 +125,11 @@ def run(launch: Launch) -> Result:
         inherit=launch.locks,
     )
     began = time.time()
-    before = read_state(path)
+    spans = before.closed_spans(began)
     update_state(
         path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-        launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), started=before.get("started") or began,
-        attempt_started=began, ended=None, error="",
+        launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), spans=[*spans, (began, None)], ended=None,
+        error="",
     )  # fmt: skip
     record_event(path, "started", f"attempt {attempt}")
     try:
@@ -151,20 +137,18 @@ def run(launch: Launch) -> Result:
             code, reason = _follow(launch, child, log)
     finally:
         child.kill()
-        seconds = time.time() - began
-        update_state(path, worker_seconds=before["worker_seconds"] + seconds, ended=time.time(), **_position(path))
+        ended = time.time()
+        update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
     return _outcome(path, code, reason, log)
 
 
 def reap(stage_path: Path) -> bool:
     """End what a dead launcher left of an earlier attempt; return False when that launcher is alive."""
     state = read_state(stage_path)
-    if is_alive(state.get("launcher_pid"), state.get("launcher_started")) and state.get("launcher_pid") != os.getpid():
+    if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
         return False
-    if state.get("mark"):
-        killed = kill_marked(state["mark"])
-        if killed:
-            record_event(stage_path, "reaped", f"processes of attempt {state['attempt']}: {killed}")
+    if state.mark and (killed := kill_marked(state.mark)):
+        record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed}")
     return True
 
 
@@ -192,8 +176,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
     while (code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
         lines.forward(launch.on_line)
-        progress = read_json(launch.stage_path / "progress.json")
-        if isinstance(progress, dict):
+        if progress := read_progress(launch.stage_path):
             _tell(launch.on_progress, progress)
             pulse.feel(progress)
         if pulse.has_stopped() and not reason:
@@ -209,6 +192,14 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
     return code, reason
 
 
+class Refusal(Document):
+    """What `error.json` holds: how a worker ended."""
+
+    type: str
+    """Class of `cosmos_core.errors`."""
+    message: str
+
+
 class _Pulse:
     """How long a worker has been silent, on this process's clock: any change of its progress is a sign of life.
 
@@ -218,14 +209,14 @@ class _Pulse:
     def __init__(self) -> None:
         self.phase = "start"
         self._deadline_seconds: float = PHASE_SECONDS["start"]
-        self._seen: dict[str, Any] = {}
+        self._seen: Position | None = None
         self._since = time.monotonic()
 
-    def feel(self, progress: dict[str, Any]) -> None:
+    def feel(self, progress: Position) -> None:
         """Take what `progress.json` says now."""
         if progress != self._seen:
             self._seen, self._since = progress, time.monotonic()
-            self.phase, self._deadline_seconds = progress["phase"], progress["deadline_seconds"]
+            self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds
 
     @property
     def silent_seconds(self) -> float:
@@ -247,18 +238,16 @@ def _tell(receiver: Callable[[Any], object], value: Any) -> None:
 
 def _position(path: Path) -> dict[str, Any]:
     """Return what the worker last said of itself, for `state.json`."""
-    progress = read_json(path / "progress.json")
-    if not isinstance(progress, dict):
+    progress = read_progress(path)
+    if progress is None:
         return {}
-    position = {key: progress[key] for key in ("heartbeat", "phase", "step", "total")}
-    if progress["checkpoint_step"] is not None:
-        position["checkpoint_step"] = progress["checkpoint_step"]
-    return position
+    position = progress.model_dump(include={"heartbeat", "phase", "step", "total", "checkpoint_step"})
+    return {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
 
 
 def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
-    error = read_json(path / "error.json")
-    message = error["message"] if isinstance(error, dict) else ""
+    error = read_document(path / "error.json", Refusal) or Refusal(type="", message="")
+    message = error.message
     if reason:
         raise StageFailed(f"stage {path.name!r} was ended: {reason}; log: {log}")
     if code == EXIT_OK:
@@ -268,8 +257,8 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
         return result
     if code == EXIT_PREEMPTED or is_stopping():
         raise Preempted(message or f"stage {path.name!r} was stopped (exit {code})")
-    if isinstance(error, dict) and error["type"] in BY_NAME:
-        raise BY_NAME[error["type"]](message)
+    if error.type in BY_NAME:
+        raise BY_NAME[error.type](message)
     if code == EXIT_USAGE:
         raise ConfigError(message or f"stage {path.name!r} refused its configuration; log: {log}")
     ended = f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cosmos_core.observe import wording
-from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
+from cosmos_core.observe.record import RunRecord, StageRecord, busy_seconds, loading_line, read_run
+from cosmos_core.run.progress import Position
 
 LINE_SECONDS = 10.0
 """Off a terminal a running stage says at most this often where it is."""
@@ -41,12 +42,12 @@ class _Line:
     """What is known about one stage."""
 
     state: str = "waiting"
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: Position | None = None
     began: float | None = None
     ended: float | None = None
     printed: float = 0.0
-    anchor: tuple[Any, float, int] | None = None
-    """pid, heartbeat and step that the pace is counted from: the attempt's first step, which pays for compiling."""
+    anchor: Position | None = None
+    """What the pace is counted from: the attempt's first step, which pays for compiling."""
 
 
 class Display:
@@ -83,7 +84,7 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def update(self, stage: str, state: str, progress: dict[str, Any] | None = None) -> None:
+    def update(self, stage: str, state: str, progress: Position | None = None) -> None:
         """Tell where a stage stands; `progress` is its `progress.json`, None leaves the last one."""
         with self._lock:
             line = self._lines[stage]
@@ -92,7 +93,7 @@ class Display:
                 self._change(line, state)
             if progress is not None:
                 line.progress = progress
-                _set_anchor(line)
+                _set_anchor(line, progress)
             now = self._clock()
             is_due = state in _ACTIVE and now - line.printed >= LINE_SECONDS
             if self._live is None and (has_changed or is_due):
@@ -155,29 +156,11 @@ class Display:
         return table
 
 
-def summary_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Return the table at the end of a run: each stage with state, time and metrics; `rows` are those of `record`."""
-    return _make_table(rows, title, {"stage": _name, "state": _state, "time": _time, "metrics": _metrics})
-
-
-def status_table(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Return the table of `cosmos status`: stage, kind, state, attempt, step, time, metrics; `rows` as there."""
-    columns: dict[str, Callable[[dict[str, Any]], str | Text]] = {
-        "stage": _name,
-        "kind": lambda row: str(row.get("kind", "")),
-        "state": _state,
-        "attempt": lambda row: str(row.get("attempt") or ""),
-        "step": lambda row: _ratio(row.get("step"), row.get("total")),
-        "time": _time,
-        "metrics": _metrics,
-    }
-    return _make_table(rows, title, columns)
-
-
 def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print where every stage of a run stands."""
     run = read_run(run_path)
-    _console(stream).print(Group(status_table(rows(run), f"{run.name}  {run.path.name}  {run.outcome}"), *_errors(run)))
+    title = f"{run.name}  {run.path.name}  {run.outcome}"
+    _console(stream).print(Group(_table(run, _STATUS, title), *_errors(run)))
 
 
 def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO | None = None) -> None:
@@ -186,7 +169,7 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
     `since` is the unix time at which this command began; None: the start of the run.
     """
     run = read_run(run_path)
-    since = float(run.facts.get("started") or run.ended) if since is None else since
+    since = run.facts.started or run.ended if since is None else since
     wall, inside = max(0.0, run.ended - since), busy_seconds(run, since)
     facts = {
         "time inside stage workers": wording.duration(inside),
@@ -201,7 +184,7 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
     console.print(Text(title, style="bold"), soft_wrap=True)  # not the table's title, which is as narrow as the table
-    console.print(Group(summary_table(rows(run)), *_errors(run)))
+    console.print(Group(_table(run, _SUMMARY), *_errors(run)))
     for line in lines:
         console.print(line, soft_wrap=True)  # a path or a line of Python is copied from here: never broken
 
@@ -211,42 +194,47 @@ def _console(stream: TextIO | None) -> Console:
     return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_WIDTH)
 
 
-def _errors(run: Any) -> list[Text]:
-    broken = [stage for stage in run.stages if stage.status == "failed" and stage.state.get("error")]
-    return [Text(f"{stage.name}: {stage.state['error']}", style="red") for stage in broken]
+def _errors(run: RunRecord) -> list[Text]:
+    broken = [stage for stage in run.stages if stage.status == "failed" and stage.state.error]
+    return [Text(f"{stage.name}: {stage.state.error}", style="red") for stage in broken]
 
 
-def _make_table(
-    rows: Sequence[dict[str, Any]], title: str, columns: dict[str, Callable[[dict[str, Any]], str | Text]]
-) -> Table:
+def _table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
         is_number = name in {"attempt", "step", "time"}
         table.add_column(name, justify="right" if is_number else "left", header_style="dim", no_wrap=name != "metrics")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
+    for stage in run.stages:
+        table.add_row(*(cell(stage) for cell in columns.values()))
     return table
 
 
-def _name(row: dict[str, Any]) -> str | Text:
-    return Text(str(row.get("stage", "")))
+def _state(stage: StageRecord) -> Text:
+    return Text(f"{_MARKS.get(stage.status, ' ')} {stage.status}", style=STYLES.get(stage.status, ""))
 
 
-def _state(row: dict[str, Any]) -> str | Text:
-    state = str(row.get("state", ""))
-    return Text(f"{_MARKS.get(state, ' ')} {state}", style=STYLES.get(state, ""))
-
-
-def _time(row: dict[str, Any]) -> str | Text:
-    return wording.duration(row.get("seconds")) if row.get("seconds") is not None else ""
-
-
-def _metrics(row: dict[str, Any]) -> str | Text:
-    shown, best = wording.table_metrics(row.get("metrics") or {}), row.get("best")
-    words = [f"{key} {wording.number(value)}" for key, value in shown.items()]
-    if best:
-        words.append(f"best {wording.family(best['metric'])} {wording.number(best['value'])} at step {best['step']}")
+def _metrics(stage: StageRecord) -> Text:
+    words = [f"{key} {wording.number(value)}" for key, value in wording.table_metrics(stage.metrics).items()]
+    if best := stage.best:
+        words.append(f"best {wording.family(best.metric)} {wording.number(best.value)} at step {best.step}")
     return Text("  ".join(words))
+
+
+_SUMMARY: dict[str, Callable[[StageRecord], str | Text]] = {
+    "stage": lambda stage: Text(stage.name),
+    "state": _state,
+    "time": lambda stage: "" if stage.seconds is None else wording.duration(stage.seconds),
+    "metrics": _metrics,
+}
+_STATUS: dict[str, Callable[[StageRecord], str | Text]] = {
+    "stage": _SUMMARY["stage"],
+    "kind": lambda stage: stage.kind.name,
+    "state": _state,
+    "attempt": lambda stage: str(stage.state.attempt or ""),
+    "step": lambda stage: _ratio(*stage.position),
+    "time": _SUMMARY["time"],
+    "metrics": _metrics,
+}
 
 
 def _ratio(step: Any, total: Any) -> str:
@@ -256,26 +244,25 @@ def _ratio(step: Any, total: Any) -> str:
 
 
 def _phase(line: _Line) -> str:
-    phase = str(line.progress.get("phase", ""))
-    if line.state not in _ACTIVE or (phase in _STEPPING and line.progress.get("step")):
+    if line.progress is None or line.state not in _ACTIVE:
         return ""
-    return phase
+    return "" if line.progress.phase in _STEPPING and line.progress.step else line.progress.phase
 
 
 def _steps(line: _Line) -> str:
-    ratio = _ratio(line.progress.get("step"), line.progress.get("total"))
+    ratio = _ratio(line.progress.step, line.progress.total) if line.progress else ""
     return f"step {ratio}" if ratio else ""
 
 
 def _numbers(line: _Line) -> list[str]:
-    metrics = line.progress.get("metrics") or {}
+    metrics = line.progress.metrics if line.progress else {}
     found, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
     numbers = [f"{found[0]} {wording.number(found[1])}"] if found else []
     return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in _ACTIVE else numbers
 
 
 def _bar(line: _Line, width: int, now: float) -> ProgressBar:
-    step, total = line.progress.get("step") or 0, line.progress.get("total")
+    step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
     if line.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=width)
     is_unknown = not total and line.state == "running"
@@ -284,18 +271,15 @@ def _bar(line: _Line, width: int, now: float) -> ProgressBar:
     )
 
 
-def _set_anchor(line: _Line) -> None:
-    progress = line.progress
-    pid, step = progress.get("pid"), progress.get("step") or 0
-    is_stale = line.anchor is not None and (line.anchor[0] != pid or line.anchor[2] > step)
-    if (line.anchor is None or is_stale) and step:
-        line.anchor = (pid, float(progress.get("heartbeat", 0)), step)
+def _set_anchor(line: _Line, now: Position) -> None:
+    is_stale = line.anchor is not None and (line.anchor.pid != now.pid or line.anchor.step > now.step)
+    if (line.anchor is None or is_stale) and now.step:
+        line.anchor = now
 
 
 def _eta_seconds(line: _Line) -> float | None:
     """Return seconds to the last step at the pace since the first step that was seen; None: not known yet."""
-    step, total, heartbeat = (line.progress.get(key) for key in ("step", "total", "heartbeat"))
-    if line.anchor is None or not step or not total or not heartbeat:
+    now, first = line.progress, line.anchor
+    if now is None or first is None or not now.total or now.step <= first.step:
         return None
-    _, since, first = line.anchor
-    return (heartbeat - since) / (step - first) * (total - step) if step > first else None
+    return (now.heartbeat - first.heartbeat) / (now.step - first.step) * (now.total - now.step)

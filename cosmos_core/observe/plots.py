@@ -13,11 +13,9 @@ import re
 import threading
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_core.observe.wording import family
-from cosmos_core.run.progress import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,15 +41,15 @@ _drawing = threading.Lock()  # matplotlib's settings are global, and stages end 
 Series = dict[str, tuple[list[float], list[float]]]
 
 
-def curves(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
+def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
     """Return a PNG with one panel for each family in `keys` that the metrics have; a note where they have none.
 
-    `source` is a `metrics.jsonl` or its lines. NaN and infinities leave a gap.
+    `lines` are those of `metrics.jsonl`. NaN and infinities leave a gap.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = _panels(source, keys)
+    panels = _panels(lines, keys)
     width = max(1, min(3, len(panels)))
     height = max(1, math.ceil(len(panels) / width))
     with _drawing, matplotlib.rc_context(_STYLE):
@@ -65,7 +63,7 @@ def curves(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS
     return buffer.getvalue()
 
 
-def curves_svg(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
+def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
     """Return one `<svg>` for each panel, to stand inside an html page; empty when there is nothing to draw.
 
     Colours are the page's CSS variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
@@ -76,15 +74,14 @@ def curves_svg(source: Path | Sequence[dict[str, Any]], keys: Sequence[str] = PA
 
     pictures = []
     with _drawing, matplotlib.rc_context(_STYLE):
-        for name, series in _panels(source, keys).items():
+        for name, series in _panels(lines, keys).items():
             figure = Figure(figsize=_SIZE, layout="constrained")
             _draw(figure.add_subplot(), name, series)
             pictures.append(_inline(figure, f"{name} by step"))
     return "\n".join(pictures)
 
 
-def _panels(source: Path | Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Series]:
-    lines = read_metrics(source) if isinstance(source, Path) else source
+def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Series]:
     panels: dict[str, Series] = {key: {} for key in keys}
     for line in lines:
         step = line.get("step")

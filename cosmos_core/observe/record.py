@@ -5,7 +5,6 @@ For showing only. What decides about reuse or failure reads the files through `r
 
 from __future__ import annotations
 
-import json
 import time
 import tomllib
 from dataclasses import dataclass
@@ -13,11 +12,48 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import read_json
-from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.directory import Facts, read_facts
+from cosmos_core.run.files import Document, json_objects, parsed, read_document, read_json
+from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import read_kind
-from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.state import FINISHED, State, read_state
+from cosmos_core.run.tail import Tail
 from cosmos_core.types import StageKind
+
+
+class Best(Document):
+    """The best step by validation so far."""
+
+    step: int
+    metric: str
+    value: float
+
+
+class Rank(Document):
+    """What a rank reported of where it ran."""
+
+    host: str
+    gpus: list[str]
+    threads: int
+
+
+class Event(Document):
+    """A line of `events.jsonl`."""
+
+    time: float
+    event: str
+    detail: str = ""
+
+
+class Sample(Document):
+    """A line of `samples.jsonl`: a completion."""
+
+    prompt: str
+    step: float = 0
+    reference: str = ""
+    completion: str = ""
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,59 +67,65 @@ class StageRecord:
     after: tuple[str, ...]
     depth: int
     """Longest chain of stages before it; 0: it waits for nothing."""
-    state: dict[str, Any]
-    progress: dict[str, Any]
-    result: dict[str, Any]
+    state: State
+    progress: Position | None
+    result: Result | None
 
     @property
     def status(self) -> str:
         """Return `waiting`, `running`, `retrying`, `done`, `reused`, `failed` or `stopped`."""
-        return str(self.state["state"])
+        return self.state.state
 
     @property
     def seconds(self) -> float | None:
-        """Return the time from its first attempt to its end, or to now while it runs; None: it did not run here."""
-        started, ended = self.state.get("started"), self.state.get("ended")
-        if not started or self.status in {"waiting", "reused"}:
-            return None
-        return max(0.0, float(ended or time.time()) - float(started))
+        """Return the time of all attempts, without the pauses between them; None: it did not run here."""
+        is_here = self.state.spans and self.status not in {"waiting", "reused"}
+        return self.state.seconds(time.time()) if is_here else None
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Return final metrics of a finished stage, else the newest of a running one."""
-        return dict(self.result.get("metrics") or self.progress.get("metrics") or {})
+        newest = self.progress.metrics if self.progress else {}
+        return dict(self.result["metrics"] or newest if self.result else newest)
+
+    @property
+    def position(self) -> tuple[int | None, int | None]:
+        """Return the step that it has reached and the number of steps; None where it does not say."""
+        where = self.progress or self.state
+        return where.step, where.total
 
     @property
     def info(self) -> dict[str, Any]:
         """Return what the stage left beside metrics: its model, checks, conditions."""
-        return dict(self.result.get("info") or {})
+        return dict(self.result["info"]) if self.result else {}
 
     @cached_property
-    def best(self) -> dict[str, Any]:
-        """Return the best step by validation so far: `step`, `metric`, `value`; empty: none was validated."""
-        found = self.info.get("best") or _read_dict(self.path / "best.json")
-        return found if isinstance(found, dict) and {"step", "metric", "value"} <= found.keys() else {}
+    def best(self) -> Best | None:
+        """Return the best step by validation so far; None: none was validated."""
+        if (found := self.info.get("best")) is None:
+            return read_document(self.path / "best.json", Best)
+        return parsed([found], Best)[0] if parsed([found], Best) else None
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`."""
-        return [line for line in read_metrics(self.path / "metrics.jsonl") if isinstance(line, dict)]
+        return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
-    def ranks(self) -> list[dict[str, Any]]:
+    def ranks(self) -> list[Rank]:
         """Return the facts that each rank reported where it ran."""
         found = read_json(self.path / "facts.json")
-        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        return parsed(found, Rank) if isinstance(found, list) else []
 
     @cached_property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """Return the lines of `events.jsonl`."""
-        return _json_lines(self.path / "events.jsonl")
+        return parsed(json_objects(Tail(self.path / "events.jsonl").lines()), Event)
 
     @cached_property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[Sample]:
         """Return the lines of `samples.jsonl`."""
-        return [line for line in _json_lines(self.path / "samples.jsonl") if "prompt" in line]
+        return parsed(json_objects(Tail(self.path / "samples.jsonl").lines()), Sample)
 
 
 @dataclass(frozen=True)
@@ -92,7 +134,7 @@ class RunRecord:
 
     path: Path
     name: str
-    facts: dict[str, Any]
+    facts: Facts
     """`run.json`."""
     stages: tuple[StageRecord, ...]
     """Each after those that it waits for."""
@@ -110,7 +152,7 @@ class RunRecord:
     @property
     def ended(self) -> float:
         """Return the unix time of the last thing that happened, or now while something runs or waits to."""
-        ends = [float(stage.state["ended"]) for stage in self.stages if stage.state.get("ended")]
+        ends = [stage.state.ended for stage in self.stages if stage.state.ended]
         return max(ends) if ends and self.outcome != "running" else time.time()
 
     @property
@@ -128,48 +170,19 @@ def read_run(path: Path) -> RunRecord:
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
     after = {entry["name"]: _names(entry.get("after", ())) for entry in entries}
-    facts = _read_dict(path / "run.json")
-    kinds = facts.get("kinds")
-    known = kinds if isinstance(kinds, dict) else {}
-    stages = [_read_stage(path / "stages" / entry["name"], entry, after, known) for entry in entries]
-    name = str(pipeline.get("name") or facts.get("pipeline") or "pipeline")
+    facts = read_facts(path) or Facts()
+    stages = [_read_stage(path / "stages" / entry["name"], entry, after, facts) for entry in entries]
+    name = str(pipeline.get("name") or facts.pipeline or "pipeline")
     return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
 
-def rows(run: RunRecord) -> list[dict[str, Any]]:
-    """Return a dict for each stage for the tables of `console`: name, kind, state, step, seconds, metrics, best."""
-    return [
-        {
-            "stage": stage.name,
-            "kind": stage.kind.name,
-            "state": stage.status,
-            "attempt": stage.state["attempt"],
-            "step": stage.progress.get("step", stage.state.get("step")),
-            "total": stage.progress.get("total", stage.state.get("total")),
-            "seconds": stage.seconds,
-            "metrics": stage.metrics,
-            "best": stage.best,
-        }
-        for stage in run.stages
-    ]
-
-
 def busy_seconds(run: RunRecord, since: float) -> float:
-    """Return seconds after `since` (unix time) in which a worker ran; parallel stages are not counted twice.
-
-    A stage with several attempts is taken as one block of its worker seconds: when exactly the pauses fell is not kept.
-    """
-    blocks = []
-    for stage in run.stages:
-        begin = float(stage.state.get("started") or 0)
-        length = float(stage.state.get("worker_seconds") or 0)
-        if begin < since:  # of an earlier command: only its last attempt can lie in this one
-            begin = float(stage.state.get("attempt_started") or begin)
-            length = float(stage.state.get("ended") or begin) - begin
-        if begin >= since and length > 0:
-            blocks.append((begin, begin + length))
+    """Return seconds after `since` (unix time) in which a worker ran; parallel stages are not counted twice."""
+    now = time.time()
     total, reached = 0.0, since
-    for begin, end in sorted(blocks):
+    for begin, end in sorted(
+        span for stage in run.stages if stage.kind.in_worker for span in stage.state.closed_spans(now)
+    ):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total
@@ -181,26 +194,25 @@ def loading_line(model: Path) -> str:
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 
 
-def _read_stage(
-    path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], kinds: dict[str, Any]
-) -> StageRecord:
-    name, result = entry["name"], _read_dict(path / "result.json")
+def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], facts: Facts) -> StageRecord:
+    name, result = entry["name"], read_result(path)
+    kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
         path=path,
         name=name,
-        kind=_kind(str(entry.get("kind") or result.get("kind") or ""), kinds),
+        kind=_kind(kind, facts.kinds),
         after=after[name],
         depth=_depth(name, after),
         state=read_state(path),
-        progress=_read_dict(path / "progress.json"),
+        progress=read_progress(path),
         result=result,
     )
 
 
-def _kind(name: str, recorded: dict[str, Any]) -> StageKind:
+def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return read_kind(recorded[name])
-    except (AttributeError, KeyError, TypeError):  # damaged, or of a version with other fields
+    except (KeyError, TypeError):  # damaged, or of a version with other fields
         return StageKind(name=name, entry="", result_version=0)
 
 
@@ -213,26 +225,9 @@ def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _read_dict(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    return value if isinstance(value, dict) else {}
-
-
 def _read_pipeline(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("pipeline", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
     return table if isinstance(table, dict) else {}
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:  # a last line that was cut by a kill
-            continue
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines

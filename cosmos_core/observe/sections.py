@@ -11,13 +11,22 @@ from typing import Any
 
 from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves_svg
-from cosmos_core.observe.record import RunRecord, StageRecord, busy_seconds
+from cosmos_core.observe.record import Rank, RunRecord, Sample, StageRecord, busy_seconds
+from cosmos_core.run.files import Document, parsed
 
 NUM_PROMPTS = 12
 """Prompts that are shown side by side; the rest is in `samples.jsonl`."""
 _NUM_ROLLOUTS = 4  # of the first and of the last logged step of a stage that trains on rollouts
 _NUM_FILES = 40  # of a stage's outputs
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_max"
+
+
+class Condition(Document):
+    """One condition of a gate, with what was measured."""
+
+    condition: str
+    value: float
+    passed: bool
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
@@ -35,8 +44,7 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     shown += [("log-prob difference", f"≤ {max(differences):.1e}")] if differences else []
-    started = run.facts.get("started")
-    if isinstance(started, int | float):
+    if started := run.facts.started:
         wall, inside = max(0.0, run.ended - started), busy_seconds(run, started)
         shown += [
             ("wall time", wording.duration(wall)),
@@ -74,46 +82,49 @@ def samples(run: RunRecord) -> dict[str, Any]:
     rows = []
     for prompt in prompts[:NUM_PROMPTS]:
         lines = [each.get(prompt) for each in completions]
-        reference = next((str(line["reference"]) for line in lines if line and line.get("reference")), "")
+        reference = next((line.reference for line in lines if line and line.reference), "")
         rows.append({"prompt": prompt, "reference": reference, "lines": lines})
     return {"stages": stages, "rows": rows, "total": len(prompts)}
 
 
-def gates(run: RunRecord) -> list[tuple[StageRecord, dict[str, Any]]]:
+def gates(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
     """Return every condition of every gate with what was measured."""
-    return [(stage, condition) for stage in run.stages for condition in _dicts(stage.info.get("conditions"))]
+    return [
+        (stage, condition)
+        for stage in run.stages
+        if isinstance(conditions := stage.info.get("conditions"), list)
+        for condition in parsed(conditions, Condition)
+    ]
 
 
 def lineage(run: RunRecord) -> list[dict[str, Any]]:
     """Return what each stage was made from and what it made, by digest."""
-    rows = []
-    for stage in (stage for stage in run.stages if stage.result):
-        inputs, files = stage.result.get("inputs"), _dicts(stage.result.get("outputs"))
-        made_from = inputs.items() if isinstance(inputs, dict) else ()
-        rows.append({
+    return [
+        {
             "stage": stage,
-            "reused_from": stage.result.get("reused_from"),
-            "inputs": [(name, entry.get("digest")) for name, entry in made_from if isinstance(entry, dict)],
-            "digest": stage.result.get("digest"),
-            "files": files[:_NUM_FILES],
-            "num_files": len(files),
-            "size": sum(file["size"] for file in files if isinstance(file.get("size"), int)),
-        })  # fmt: skip
-    return rows
+            "reused_from": result["reused_from"],
+            "inputs": [(name, entry["digest"]) for name, entry in result["inputs"].items()],
+            "digest": result["digest"],
+            "files": result["outputs"][:_NUM_FILES],
+            "num_files": len(result["outputs"]),
+            "size": sum(file["size"] for file in result["outputs"]),
+        }
+        for stage in run.stages
+        if (result := stage.result)
+    ]
 
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
     """Return command, host, commit, seeds and versions: name, value, and whether it is code."""
     facts = run.facts
-    command = facts.get("command")
     return [
-        ("command", " ".join(map(str, command)) if isinstance(command, list) else command, True),
+        ("command", " ".join(facts.command), True),
         ("run directory", run.path, True),
-        ("host", facts.get("host"), False),
-        ("git commit", facts.get("git_commit"), True),
-        ("python", facts.get("python"), False),
-        ("seeds", _pairs(facts.get("seeds")), False),
-        ("versions", _pairs(facts.get("versions")), False),
+        ("host", facts.host, False),
+        ("git commit", facts.git_commit, True),
+        ("python", facts.python, False),
+        ("seeds", "  ".join(f"{stage} {seed}" for stage, seed in facts.seeds.items()), False),
+        ("versions", "  ".join(f"{name} {version}" for name, version in facts.versions.items()), False),
     ]
 
 
@@ -130,13 +141,12 @@ def headline(stage: StageRecord) -> str:
 
 def times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return when, how often and where a stage ran; what is not known is left out."""
-    attempt = stage.state["attempt"]
+    state = stage.state
     pairs = [
-        ("started", wording.clock(stage.state.get("started"))),
-        ("ended", wording.clock(stage.state.get("ended"))),
-        ("wall time", wording.duration(stage.seconds)),
-        ("in the worker", wording.duration(stage.state.get("worker_seconds") or None)),
-        ("attempts", str(attempt) if attempt else ""),
+        ("started", wording.clock(state.spans[0][0] if state.spans else None)),
+        ("ended", wording.clock(state.ended)),
+        ("time", wording.duration(stage.seconds)),
+        ("attempts", str(state.attempt or "")),
         ("after", ", ".join(stage.after)),
         ("on", _machines(stage.ranks)),
     ]
@@ -158,48 +168,27 @@ def curves(stage: StageRecord) -> str:
     return curves_svg(stage.curves) if len(stage.curves) > 1 else ""
 
 
-def rollouts(stage: StageRecord) -> list[dict[str, Any]]:
+def rollouts(stage: StageRecord) -> list[Sample]:
     """Return a few rollouts of the first and of the last logged step of a stage that trains on them."""
     if stage.kind.feed != "rollouts":
         return []
-    steps = sorted({_step(line) for line in stage.samples})
+    steps = sorted({line.step for line in stage.samples})
     chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
-    return [
-        {**line, "step": f"{step:g}"}
-        for step in chosen
-        for line in [line for line in stage.samples if _step(line) == step][:_NUM_ROLLOUTS]
-    ]
+    return [line for step in chosen for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]]
 
 
-def _machines(ranks: Sequence[dict[str, Any]]) -> str:
+def _machines(ranks: Sequence[Rank]) -> str:
     """Return the machines of a stage's ranks: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
-    count = Counter(
-        (str(each.get("host", "")), ", ".join(dict.fromkeys(each.get("gpus") or ["cpu"])), each.get("threads", 0))
-        for each in ranks
-    )
+    count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus or ["cpu"])), rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
         for (host, device, threads), num in count.items()
     )
 
 
-def _newest_by_prompt(stage: StageRecord) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:
+    found: dict[str, Sample] = {}
     for line in stage.samples:
-        prompt = str(line["prompt"])
-        if prompt not in found or _step(line) > _step(found[prompt]):
-            found[prompt] = line
+        if line.prompt not in found or line.step > found[line.prompt].step:
+            found[line.prompt] = line
     return found
-
-
-def _step(line: dict[str, Any]) -> float:
-    step = line.get("step")
-    return step if isinstance(step, int | float) else 0
-
-
-def _pairs(value: Any) -> str:
-    return "  ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else ""
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

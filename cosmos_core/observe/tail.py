@@ -1,57 +1,14 @@
-"""Follow a file that grows, such as a log: nothing is read twice and no character is cut in two."""
+"""`cosmos logs`: the log of a stage's newest attempt."""
 
 from __future__ import annotations
 
-import codecs
-import os
 import sys
 import time
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.state import read_state
-
-
-class Tail:
-    """Gives what was appended to a file since the last call; a file that is not there yet is empty."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.was_replaced = False
-        """Whether the last call found another file under the name, or a shorter one, and began at its start."""
-        self._inode: int | None = None
-        self._offset = 0
-        self._rest = ""
-        self._decoder = _decoder()
-
-    def text(self, *, is_last: bool = False) -> str:
-        """Return the new text; a character of which a part is missing waits for the rest, unless this `is_last`."""
-        try:
-            with open(self.path, "rb") as file:
-                status = os.fstat(file.fileno())
-                self.was_replaced = self._inode not in {None, status.st_ino} or status.st_size < self._offset
-                if self.was_replaced:
-                    self._offset, self._rest, self._decoder = 0, "", _decoder()
-                self._inode = status.st_ino
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return ""
-        self._offset += len(data)
-        return self._decoder.decode(data, final=is_last)
-
-    def lines(self, *, is_last: bool = False) -> list[str]:
-        """Return the new lines that are whole; with `is_last` also one without an end."""
-        text = self.text(is_last=is_last)
-        *lines, self._rest = (self._rest + text).split("\n")
-        if is_last and self._rest:
-            lines.append(self._rest)
-            self._rest = ""
-        return lines
-
-
-def _decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("replace")
+from cosmos_core.run.tail import Tail
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
@@ -64,7 +21,7 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     tail = Tail(log)
     is_last = False
     while not is_last:
-        is_last = not (follow and read_state(log.parent.parent)["state"] == "running")
+        is_last = not (follow and read_state(log.parent.parent).state == "running")
         sys.stdout.write(tail.text(is_last=is_last))
         sys.stdout.flush()
         if not is_last:

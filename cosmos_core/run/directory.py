@@ -18,20 +18,38 @@ from typing import Any
 import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
-from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
-from cosmos_core.run.files import SHARED, read_json, write_json, write_text
+from cosmos_core.run.files import SHARED, Document, read_document, write_json, write_text
 from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
-from cosmos_core.types import StageKind
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Facts(Document):
+    """What `run.json` holds: how the run was begun."""
+
+    run_id: str = ""
+    pipeline: str = ""
+    started: float = 0.0
+    """Seconds since 1970."""
+    command: list[str] = []
+    host: str = ""
+    git_commit: str = ""
+    python: str = ""
+    versions: dict[str, str] = {}
+    seeds: dict[str, int | None] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    """The fields of the kinds of its stages."""
+    fixed: dict[str, Any] = {}
+    """Settings that were given otherwise, or not at all, with the values as given."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +58,6 @@ class Run:
 
     path: Path
     pipeline: Pipeline
-    kinds: dict[str, StageKind]
     verify: bool = False
     """Whether files are hashed again instead of trusting their size, times and inode."""
 
@@ -64,9 +81,7 @@ class Run:
         return self.path / "stages" / name
 
 
-def create_run(
-    pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
-) -> Run:
+def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | None = None) -> Run:
     """Make the directory of a new run; make nothing when the pipeline cannot run here.
 
     Raises:
@@ -84,27 +99,25 @@ def create_run(
     write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
     (path / "stages").mkdir()
     seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
-    facts = {
-        "run_id": path.name,
-        "pipeline": pipeline.config.name,
-        "started": time.time(),
-        "command": command or sys.argv,
-        "host": socket.gethostname(),
-        "git_commit": _git_commit(),
-        "python": sys.version.split()[0],
-        "versions": stage_facts(pipeline).versions,
-        "seeds": seeds,
-        "kinds": {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        "fixed": {key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
-    }
-    write_json(path / "run.json", facts)
-    _list_run(output_dir, facts)
-    return Run(path, load_pipeline(path / PIPELINE, (), kinds), kinds)
+    facts = Facts(
+        run_id=path.name,
+        pipeline=pipeline.config.name,
+        started=time.time(),
+        command=command or sys.argv,
+        host=socket.gethostname(),
+        git_commit=_git_commit(),
+        python=sys.version.split()[0],
+        versions=stage_facts(pipeline).versions,
+        seeds=seeds,
+        kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
+        fixed={key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
+    )
+    write_json(path / "run.json", facts.model_dump())
+    _list_runs(output_dir)
+    return open_run(path, pipeline.kinds)
 
 
-def open_or_create_run(
-    pipeline: Pipeline, kinds: dict[str, StageKind], *, run_id: str = "", command: list[str] | None = None
-) -> Run:
+def open_or_create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | None = None) -> Run:
     """Return the existing run `run_id` of this pipeline, to go on with, or a new one.
 
     Raises:
@@ -112,16 +125,16 @@ def open_or_create_run(
     """
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
-        return create_run(pipeline, kinds, run_id=run_id, command=command)
+        return create_run(pipeline, run_id=run_id, command=command)
     if different := differences(existing, pipeline):
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
             f"or resume it as it is"
         )
-    return open_run(existing, kinds)
+    return open_run(existing, pipeline.kinds)
 
 
-def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
+def open_run(path: Path, kinds: Kinds) -> Run:
     """Open an existing run from its directory alone.
 
     Raises:
@@ -129,7 +142,7 @@ def open_run(path: Path, kinds: dict[str, StageKind]) -> Run:
     """
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
-    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds), kinds)
+    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
 
 
 def claim(run: Run) -> Lock:
@@ -155,7 +168,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     """
     if name and (Path(name) / PIPELINE).is_file():
         return Path(name)
-    runs = [path.parent.name for path in sorted(output_dir.glob(f"*/{PIPELINE}"), key=_began)]
+    runs = [facts.run_id for facts in runs_in(output_dir)]
     if name in {"", "latest"} and runs:
         return output_dir / runs[-1]
     if name in runs:
@@ -215,17 +228,24 @@ def _unused(output_dir: Path, run_id: str) -> Path:
     raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
 
 
-def _began(pipeline_file: Path) -> tuple[float, str]:
-    facts = read_json(pipeline_file.with_name("run.json"))
-    return (float(facts.get("started") or 0) if isinstance(facts, dict) else 0.0), pipeline_file.parent.name
+def read_facts(run_path: Path) -> Facts | None:
+    """Return how a run was begun; None: nobody knows, `run.json` is missing or damaged."""
+    return read_document(run_path / "run.json", Facts)
 
 
-def _list_run(output_dir: Path, facts: dict[str, Any]) -> None:
+def runs_in(output_dir: Path) -> list[Facts]:
+    """Return what is known of the runs in a folder, the oldest first."""
+    paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
+    found = [(read_facts(path) or Facts()).model_copy(update={"run_id": path.name}) for path in paths]
+    return sorted(found, key=lambda facts: (facts.started, facts.run_id))
+
+
+def _list_runs(output_dir: Path) -> None:
+    """Write `runs.json`, for other programs to read; ours look at the runs."""
     with Lock(output_dir / SHARED / "runs.lock") as lock:
         lock.acquire()
-        runs = read_json(output_dir / RUNS) or []
-        runs.append({key: facts[key] for key in ("run_id", "pipeline", "started")})
-        write_json(output_dir / RUNS, runs)
+        keys = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS, [facts.model_dump(include=keys) for facts in runs_in(output_dir)])
 
 
 def _git_commit() -> str:
@@ -237,11 +257,16 @@ def _git_commit() -> str:
 
 
 def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same."""
-    facts = read_json(run_path / "run.json")
-    fixed = facts.get("fixed") if isinstance(facts, dict) else None  # when the run was made, with the values as given
+    """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same.
+
+    Raises:
+        ConfigError: nobody knows any more what was given then.
+    """
+    facts = read_facts(run_path)
+    if facts is None:
+        raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
     changes = _changes(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, (given, _) in changes.items() if not (fixed and key in fixed and fixed[key] == given)]
+    return [key for key, (given, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != given]
 
 
 def _changes(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

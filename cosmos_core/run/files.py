@@ -7,10 +7,13 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
 
 SHARED = ".cosmos"
 """Folder, beside the runs, of what they have in common."""
@@ -43,11 +46,50 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 def read_json(path: Path) -> Any | None:
     """Return the value of a JSON file; None when it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return from_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
-    except (ValueError, RecursionError):  # also a number without end, and lists in lists in lists
+
+
+class Document(BaseModel):
+    """What a JSON file of a run directory holds: types are as declared, keys that are not declared are left out."""
+
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+
+
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
+    """Return what a JSON file holds; None when it is missing, damaged or of another shape."""
+    try:
+        return shape.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one when it is missing, damaged or another value."""
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def parsed(values: Iterable[Any], shape: type[DocumentT]) -> list[DocumentT]:
+    """Return values that JSON gave in a shape; those that have another are passed over."""
+    found = []
+    for value in values:
+        with suppress(ValueError):
+            found.append(shape.model_validate(value))
+    return found
+
+
+def json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the objects in lines of JSON; one that a kill has cut, or that is another value, is passed over."""
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            found.append(from_json(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 def sync_folder(folder: Path) -> None:

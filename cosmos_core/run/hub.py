@@ -11,6 +11,7 @@ from typing import Any, Literal
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import TableT
 from cosmos_core.errors import CosmosError, DataError, ModelError
 from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.types import StageKind
@@ -39,24 +40,20 @@ def pinned(pipeline: Pipeline) -> Pipeline:
 
 
 def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[Repository, str]) -> Recipe:
-    def commit(repository: Repository) -> str:
-        if repository not in commits:
-            commits[repository] = commit_of(repository)
-        return commits[repository]
-
     model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
+    repositories: dict[str, Repository] = {}
     if isinstance(model, str) and source_of(model) is None:
-        revision = commit(("model", model, recipe.policy.model_revision or _NEWEST))
-        recipe = _changed(recipe, policy=_changed(recipe.policy, model_revision=revision))
-    train, validation = recipe.train.train_policy, recipe.validation
-    if train.dataset.name in data:
-        revision = commit(("dataset", train.dataset.name, train.dataset.revision or _NEWEST))
-        policy = _changed(train, dataset=_changed(train.dataset, revision=revision))
-        recipe = _changed(recipe, train=_changed(recipe.train, train_policy=policy))
-    if validation.dataset.name in data:
-        revision = commit(("dataset", validation.dataset.name, validation.dataset.revision or _NEWEST))
-        dataset = _changed(validation.dataset, revision=revision)
-        recipe = _changed(recipe, validation=_changed(validation, dataset=dataset))
+        repositories["policy.model_revision"] = ("model", model, recipe.policy.model_revision or _NEWEST)
+    datasets = {
+        "train.train_policy.dataset": recipe.train.train_policy.dataset,
+        "validation.dataset": recipe.validation.dataset,
+    }
+    for key, dataset in datasets.items():
+        if dataset.name in data:
+            repositories[f"{key}.revision"] = ("dataset", dataset.name, dataset.revision or _NEWEST)
+    for key, repository in repositories.items():
+        commits[repository] = commits.get(repository) or commit_of(repository)
+        recipe = changed(recipe, key, commits[repository])
     return recipe
 
 
@@ -105,5 +102,7 @@ def _unknown(repository: Repository, reason: str) -> CosmosError:
     )
 
 
-def _changed(table: Any, **update: Any) -> Any:
-    return table.model_copy(update=update)
+def changed(table: TableT, key: str, value: Any) -> TableT:
+    """Return a table with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    return table.model_copy(update={name: changed(getattr(table, name), rest, value) if rest else value})

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import split_target
-from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
+from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.facts import facts_of_workers
 from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
@@ -32,28 +32,28 @@ def check_inputs(pipeline: Pipeline) -> None:
     Raises:
         ModelError, DataError, RewardError, ConfigError: something is not; the message names stage and key.
     """
-    recipes = pipeline.recipes.values()
-    asked = {package for recipe in recipes for package in _sink_packages(recipe).values()}
-    asked |= {package for recipe in recipes for package in kernel_packages(recipe)}
+    asked = {package for recipe in pipeline.recipes.values() for package in _packages(recipe)}
     missing = asked - facts_of_workers(sorted(asked), pipeline.config.python).versions.keys() if asked else set()
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
-            _check_sinks(recipe, missing)
             if isinstance(model := model_source(stage, recipe, kind), Path):
                 files_of_model(model)
             data_sources(stage, recipe, kind)
             if kind.trains:
                 resume_source(recipe)
                 adapter_source(recipe)
-                _check_kernels(recipe, missing)
+                _check_gpu(recipe)
             if kind.scores:
-                for key, name in reward_names(recipe).items():
-                    _check_reward(key, name)
-            if stage.entry:
-                code_file(stage.entry)
-            if is_import_path(target := split_target(stage.target)[0]):
-                code_file(target)
+                _check_rewards(recipe)
+            for key, name in _user_code(stage, recipe):
+                _check_code(key, name)
+            for package, key in _packages(recipe).items():
+                if package in missing and (kind.trains or package not in kernel_packages(recipe)):
+                    raise ConfigError(
+                        f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{package}]' or "
+                        f"leave it out"
+                    )
         except (ConfigError, DataError, ModelError, RewardError) as error:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
 
@@ -195,48 +195,43 @@ def reward_names(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _check_reward(key: str, name: str) -> None:
-    key = key.removesuffix(f".{name}")
-    if is_import_path(name):
-        try:
-            code_file(name)
-        except ConfigError as error:
-            raise RewardError(f"{key}: {error}") from error
-    elif name not in (known := offered_names(REWARDS)):
-        raise RewardError(
-            f"{key}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
-            f"{suggestion(name, known)}"
-        )
+def _check_rewards(recipe: Recipe) -> None:
+    known = offered_names(REWARDS)
+    for key, name in reward_names(recipe).items():
+        if is_import_path(name):
+            _check_code(key.removesuffix(f".{name}"), name, RewardError)
+        elif name not in known:
+            raise RewardError(
+                f"{key.removesuffix(f'.{name}')}: there is no reward {name!r}; one of your own is module:function or "
+                f"path/file.py:function{suggestion(name, known)}"
+            )
 
 
-def _sink_packages(recipe: Recipe) -> dict[str, str]:
-    """Return the package that each sink of ours needs, which is also the extra that brings it."""
-    names = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
-    return {name: load_named(name, SINKS_FOLDER, "Sink").package for name in names}
+def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
+    """Return each function and class of a user's own, but rewards, with the key that names it."""
+    named = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
+    named += [("logging.logger", name) for name in recipe.logging.logger]
+    return [(key, name) for key, name in named if is_import_path(name)]
 
 
-def _check_sinks(recipe: Recipe, missing: set[str]) -> None:
-    for name in filter(is_import_path, recipe.logging.logger):
-        try:
-            code_file(name)
-        except ConfigError as error:
-            raise ConfigError(f"logging.logger: {error}") from error
-    for name, package in sorted(_sink_packages(recipe).items()):
-        if package in missing:
-            raise ConfigError(_not_installed(f"logging.logger {name!r}", package))
+def _check_code(key: str, name: str, error_class: type[CosmosError] = ConfigError) -> None:
+    try:
+        code_file(name)
+    except ConfigError as error:
+        raise error_class(f"{key}: {error}") from error
 
 
-def _check_kernels(recipe: Recipe, missing: set[str]) -> None:
+def _packages(recipe: Recipe) -> dict[str, str]:
+    """Return the packages, which are also the extras that bring them, with the settings that ask for them."""
+    sinks = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
+    named = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
+    return named | kernel_packages(recipe)
+
+
+def _check_gpu(recipe: Recipe) -> None:
     for key in _gpu_kernels(recipe).values():
         if facts_of_workers(is_group=True).device == "cpu":
             raise ConfigError(f"{key}: these kernels need an NVIDIA GPU, and this machine has none; leave it out")
-    for package, key in kernel_packages(recipe).items():
-        if package in missing:
-            raise ConfigError(_not_installed(key, package))
-
-
-def _not_installed(key: str, package: str) -> str:
-    return f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{package}]' or leave it out"
 
 
 def _looks_like_path(name: str) -> bool:

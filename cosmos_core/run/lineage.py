@@ -8,7 +8,7 @@ from typing import Any
 
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import read_object
 from cosmos_core.run.manifest import Result, problem, read_result
 
 
@@ -65,8 +65,8 @@ def stage_of(path: Path) -> Path:
         ConfigError: the path belongs to no run.
     """
     path = path.resolve()
-    published = read_json(path / "published.json")
-    if isinstance(published, dict) and "stage" in published:
+    published = read_object(path / "published.json")
+    if "stage" in published:
         return Path(published["stage"])
     for folder in (path, *path.parents):
         if folder.parent.name == "stages" and (folder.parent.parent / "pipeline.toml").is_file():

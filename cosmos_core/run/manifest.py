@@ -11,16 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import JsonValue
 
 from cosmos_core.config.load import without_none
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.run.files import files_below, read_json, sha256, write_json
+from cosmos_core.run.files import Document, files_below, read_document, read_object, sha256, write_json
 from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 Result = dict[str, Any]
-_KEYS = {"name", "kind", "fingerprint", "metrics", "info", "inputs", "outputs", "digest", "reused_from"}
-_RECORD_KEYS = {"path", "size", "sha256", "mtime_ns", "inode"}
+
+
+class _File(Document):
+    path: str
+    size: int
+    sha256: str
+    mtime_ns: int
+    inode: int
+
+
+class _Input(Document):
+    fingerprint: str
+    digest: str
+
+
+class _Shape(Document):
+    """What a `Result` has for certain."""
+
+    name: str
+    kind: str
+    fingerprint: str
+    metrics: dict[str, float]
+    info: dict[str, JsonValue]
+    inputs: dict[str, _Input]
+    outputs: list[_File]
+    digest: str
+    reused_from: str | None
 
 
 def commit(
@@ -77,8 +103,7 @@ def _check_outcome(outcome: Outcome, name: str) -> None:
 
 def read_result(stage_path: Path) -> Result | None:
     """Return the manifest of a stage; None when it has not finished, or its manifest was damaged."""
-    result = read_json(stage_path / RESULT)
-    return result if isinstance(result, dict) and result.keys() >= _KEYS and _has_records(result["outputs"]) else None
+    return read_object(stage_path / RESULT) if read_document(stage_path / RESULT, _Shape) else None
 
 
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
@@ -142,7 +167,3 @@ def _describe(stage_path: Path, file: Path) -> dict[str, Any]:
         "mtime_ns": status.st_mtime_ns,
         "inode": status.st_ino,
     }
-
-
-def _has_records(outputs: Any) -> bool:
-    return isinstance(outputs, list) and all(isinstance(r, dict) and r.keys() >= _RECORD_KEYS for r in outputs)

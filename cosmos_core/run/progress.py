@@ -14,13 +14,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import write_json
+from cosmos_core.run.files import Document, json_objects, read_document, write_json, write_text
+from cosmos_core.run.tail import Tail
 
 # Seconds without a heartbeat after which a phase counts as hung. A phase that is not named here has 600.
-PHASE_SECONDS = {
+PHASE_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
 }  # fmt: skip
+
+
+class Position(Document):
+    """What `progress.json` holds: where a worker is."""
+
+    pid: int = 0
+    phase: str = "start"
+    deadline_seconds: float = PHASE_SECONDS["start"]
+    step: int = 0
+    total: int | None = None
+    checkpoint_step: int | None = None
+    metrics: dict[str, Any] = {}
+    """The newest ones, as a program reported them."""
+    started: float = 0.0
+    heartbeat: float = 0.0
+    beats: int = 0
+    """Raised by each heartbeat."""
 
 
 class Progress:
@@ -35,28 +53,24 @@ class Progress:
         self._min_interval = min_interval_seconds
         self._last_write = 0.0
         self._lock = threading.Lock()  # `saved` comes from the thread that writes checkpoints
-        self._state: dict[str, Any] = {
-            "pid": os.getpid(), "phase": "start", "deadline_seconds": PHASE_SECONDS["start"], "step": 0, "total": None,
-            "checkpoint_step": None, "metrics": {}, "started": time.time(), "heartbeat": time.time(),
-            "beats": 0,
-        }  # fmt: skip
+        self._position = Position(pid=os.getpid(), started=time.time())
         self._write(force=True)
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
         """Enter a phase; None takes the phase's usual deadline."""
-        changed = name != self._state["phase"]
-        self._state["phase"] = name
-        self._state["deadline_seconds"] = deadline_seconds or PHASE_SECONDS.get(name, 600)
+        changed = name != self._position.phase
+        self._position.phase = name
+        self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
         self._write(force=changed)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Say that `step` of `total` is done; `metrics` are what a progress line shows."""
-        self._state.update(step=step, total=total, metrics=metrics)
+        self._position.step, self._position.total, self._position.metrics = step, total, metrics
         self._write(force=step == total)
 
     def saved(self, step: int) -> None:
         """Say that the checkpoint of `step` is complete: what counts as progress between attempts."""
-        self._state["checkpoint_step"] = step
+        self._position.checkpoint_step = step
         self._write(force=True)
 
     def beat(self) -> None:
@@ -66,10 +80,16 @@ class Progress:
     def _write(self, *, force: bool) -> None:
         now = time.monotonic()
         with self._lock:
-            self._state.update(heartbeat=time.time(), beats=self._state["beats"] + 1)
+            self._position.heartbeat = time.time()
+            self._position.beats += 1
             if force or now - self._last_write >= self._min_interval:
                 self._last_write = now
-                write_json(self._path, self._state, durable=False)
+                write_json(self._path, self._position.model_dump(warnings=False), durable=False)
+
+
+def read_progress(stage_path: Path) -> Position | None:
+    """Return where the worker of a stage is; None: it has not said so, or its file was damaged."""
+    return read_document(stage_path / "progress.json", Position)
 
 
 class Metrics:
@@ -100,43 +120,25 @@ class Metrics:
         if not self.path.exists():
             return
         kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 class MetricsReader:
     """The lines of a `metrics.jsonl` that grows, each read once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._inode = -1
+        self._tail = Tail(path)
         self.lines: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines there are by now; one that a kill has cut, or that is no such line, is passed over."""
-        if not self._path.exists():
-            return self.lines
-        with open(self._path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:  # cut back when a checkpoint was resumed
-                self._inode, self._offset, self.lines = status.st_ino, 0, []
-            file.seek(self._offset)
-            new, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(new) + len(newline)
-        self.lines += filter(None, map(_line, new.decode(errors="replace").splitlines()))
+        new = self._tail.lines()
+        if self._tail.was_replaced:  # cut back when a checkpoint was resumed
+            self.lines = []
+        self.lines += [line for line in json_objects(new) if "step" in line]
         return self.lines
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
     return MetricsReader(path).update()
-
-
-def _line(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and "step" in line else None

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.run.files import write_text
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
+
+_OF_AN_INPUT = ("path", "fingerprint", "digest", "metrics", "info")
 
 
 @dataclass
@@ -43,6 +49,11 @@ class Stage:
         return self.config.name
 
     @property
+    def entry(self) -> str:
+        """Return the import path of the program: that of the kind, or the user's own."""
+        return self.kind.entry or self.config.entry
+
+    @property
     def run_path(self) -> Path:
         """Return `<output_dir>/<run_id>`."""
         return self.path.parent.parent
@@ -64,9 +75,22 @@ class Stage:
         """Return what takes the metrics of each step."""
         return Metrics(self.path / "metrics.jsonl")
 
+    def save(self) -> None:
+        """Write `stage.toml`, from which `load_stage` makes the same in another process."""
+        spec = {
+            "model": self.model,
+            "data": str(self.data or ""),
+            "fingerprint": self.fingerprint,
+            "kind": asdict(self.kind),
+            "stage": self.config.model_dump(),
+            "recipe": self.recipe.model_dump(),
+            "inputs": {name: {key: result[key] for key in _OF_AN_INPUT} for name, result in self.inputs.items()},
+        }
+        write_text(self.path / "stage.toml", tomli_w.dumps(without_none(spec)))
+
 
 def load_stage(path: Path) -> Stage:
-    """Read `stage.toml` of a stage directory, as the planner wrote it."""
+    """Read `stage.toml` of a stage directory, as `Stage.save` wrote it."""
     spec = tomllib.loads((path / "stage.toml").read_text(encoding="utf-8"))
     return Stage(
         path=path,

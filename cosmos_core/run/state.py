@@ -5,19 +5,62 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cosmos_core.run.files import read_json, write_json
+from cosmos_core.errors import EXIT_CRASH
+from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.manifest import read_result
 
-State = dict[str, Any]
 FINISHED = frozenset({"done", "reused"})
-FRESH: State = {"state": "waiting", "attempt": 0, "failures": 0, "worker_seconds": 0.0, "checkpoint_step": None}
+
+
+class State(Document):
+    """Where a stage stands; times are seconds since 1970."""
+
+    state: Literal["waiting", "running", "retrying", "reused", "done", "failed", "stopped"] = "waiting"
+    attempt: int = 0
+    spans: list[tuple[float, float | None]] = []
+    """Begin and end of each attempt; the end of one that runs, or whose launcher was killed, is None."""
+    ended: float | None = None
+    """When it came to its present state, if it does nothing now."""
+    failures: int = 0
+    """Attempts in a row without progress."""
+    failed_at: int | None = None
+    """Step of the newest checkpoint when the last attempt failed."""
+    error: str = ""
+    error_type: str = ""
+    exit_code: int = EXIT_CRASH
+    forced: bool = False
+    """It is made again although its result was there: the wish of `forced_by`, a flow run."""
+    forced_by: str = ""
+    pid: int | None = None
+    """Of the supervisor of the worker; with the start time it names the process for good."""
+    pid_started: float | None = None
+    mark: str = ""
+    """What every process of the attempt has in its environment."""
+    launcher_pid: int | None = None
+    launcher_started: float | None = None
+    heartbeat: float | None = None
+    """This and what follows: what the worker said last."""
+    phase: str = ""
+    step: int | None = None
+    total: int | None = None
+    checkpoint_step: int | None = None
+
+    def seconds(self, now: float) -> float:
+        """Return the time of all attempts, without the pauses between them."""
+        return sum(max(0.0, end - begin) for begin, end in self.closed_spans(now))
+
+    def closed_spans(self, now: float) -> list[tuple[float, float]]:
+        """Return the attempts; one without an end lasts until now while it runs, else until its last heartbeat."""
+        last = now if self.state == "running" else self.heartbeat
+        return [(begin, max(begin, last or begin) if end is None else end) for begin, end in self.spans]
 
 
 def read_state(stage_path: Path) -> State:
-    """Return the state of a stage; one that nobody touched is waiting."""
-    found = read_json(stage_path / "state.json")
-    return {**FRESH, **found} if isinstance(found, dict) else dict(FRESH)
+    """Return the state of a stage; where it is missing or damaged, what its manifest says, or that it waits."""
+    found = read_document(stage_path / "state.json", State)
+    return found or State(state="waiting" if read_result(stage_path) is None else "done")
 
 
 def update_state(stage_path: Path, **changes: Any) -> State:
@@ -26,8 +69,8 @@ def update_state(stage_path: Path, **changes: Any) -> State:
     It does not wait for the disk, ten times per stage: a kill loses nothing, and a power cut ends what it speaks of.
     """
     stage_path.mkdir(parents=True, exist_ok=True)
-    state = {**read_state(stage_path), **changes}
-    write_json(stage_path / "state.json", state, durable=False)
+    state = read_state(stage_path).model_copy(update=changes)
+    write_json(stage_path / "state.json", state.model_dump(), durable=False)
     return state
 
 

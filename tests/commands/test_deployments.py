@@ -215,7 +215,7 @@ def test_cosmos_run_shows_progress_metrics_curves_and_cards_on_the_given_server(
 
 def test_one_stage_of_a_run_is_a_deployment_of_its_own(orchestra: Orchestra, place: Workspace) -> None:
     file = place.write("counting.toml", COUNTING)
-    run = create_run(load_pipeline(file, [f"pipeline.output_dir={place.path}/outputs"], all_kinds()), all_kinds())
+    run = create_run(load_pipeline(file, [f"pipeline.output_dir={place.path}/outputs"], all_kinds()))
     early = orchestra.run("stage/local", f"run={run.path}", "name=second_half")
     failed = orchestra.wait_for(early, "FAILED", 60)
     assert "stage 'second_half' starts from 'first', but it is not done" in failed["state"]["message"]
@@ -236,9 +236,9 @@ def test_a_cancelled_run_saves_a_checkpoint_and_resume_completes_it(orchestra: O
     expect_gone(flow_run, 15)
     stage = place.path / "outputs" / "cancelled" / "stages" / "sft"
     state = read_state(stage)
-    saved = state["checkpoint_step"]
-    assert (state["state"], state["failures"]) == ("stopped", 0)
-    assert 8 <= saved < 1000
+    saved = state.checkpoint_step
+    assert (state.state, state.failures) == ("stopped", 0)
+    assert saved is not None and 8 <= saved < 1000
     assert (stage / "checkpoints" / f"step_{saved}" / "policy" / "manifest.json").is_file()
     assert read_result(stage) is None
     log = (stage / "logs" / "attempt_1.log").read_text().splitlines()
@@ -246,7 +246,7 @@ def test_a_cancelled_run_saves_a_checkpoint_and_resume_completes_it(orchestra: O
 
     place.cosmos("resume", "outputs/cancelled")
     assert read_result(stage) is not None
-    assert read_state(stage)["attempt"] == 2
+    assert read_state(stage).attempt == 2
     steps = [json.loads(line)["step"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 1001)), "no step is missing"
     place.expect_quiet()

@@ -99,7 +99,7 @@ def test_it_changes_the_recipe_of_its_stage_alone(change: Change, expected: floa
 )
 def test_it_changes_the_run_directory(change: Change, expected: dict[str, str], tmp_path: Path) -> None:
     def facts(found: Pipeline) -> dict[str, str]:
-        run = create_run(found, all_kinds())
+        run = create_run(found)
         said = json.loads((run.path / "run.json").read_text())
         # Two runs of one second differ in a suffix.
         run_id = "the time" if said["run_id"].startswith("20") else said["run_id"]
@@ -135,7 +135,7 @@ def test_it_changes_the_nodes_of_an_estimate(change: Change, expected: str, tmp_
 def reported(found: Pipeline) -> dict[str, Any]:
     """What the program of `second` says in a worker of its own, or how it ended."""
     try:
-        result, _ = perform(create_run(found, all_kinds()), "second")
+        result, _ = perform(create_run(found), "second")
     except StageFailed as error:
         return {"error": str(error).partition("; log")[0]}
     return dict(result["info"])
@@ -191,7 +191,7 @@ def test_it_changes_which_signals_ask_to_stop(change: Change, tmp_path: Path) ->
 @changes(Change("pipeline.stages.retries", 0, ALONE))
 def test_it_changes_how_often_a_stage_is_tried(change: Change, tmp_path: Path) -> None:
     def attempts(found: Pipeline) -> int:
-        run, failures = create_run(found, all_kinds()), 1
+        run, failures = create_run(found), 1
         update_state(run.stage_path("second"), failures=failures)
         while should_retry(run, "second", StageFailed("crashed")):
             failures += 1

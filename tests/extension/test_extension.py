@@ -133,7 +133,7 @@ def test_a_reward_an_algorithm_and_an_engine_of_the_users_train(run: Workspace) 
 
 def test_a_killed_training_goes_on_from_its_checkpoint_with_the_state_of_the_algorithm(run: Workspace) -> None:
     assert (run.path / "mark").exists()
-    assert read_state(run.stage("killed"))["attempt"] == 2
+    assert read_state(run.stage("killed")).attempt == 2
     assert lines(run, "killed") == lines(run, "whole")
     assert weights(run, "killed") == weights(run, "whole")
 

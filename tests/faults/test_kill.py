@@ -107,9 +107,9 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_exit_75(
     workspace.expect_quiet()
     for name in active:
         state = read_state(workspace.stage(name))
-        assert state["state"] == "stopped"
-        assert state["error"].startswith("saved at step")
-        assert state["failures"] == 0, "a preemption does not count as a failed attempt"
+        assert state.state == "stopped"
+        assert state.error.startswith("saved at step")
+        assert state.failures == 0, "a preemption does not count as a failed attempt"
         assert read_result(workspace.stage(name)) is None
     workspace.cosmos("resume")
     assert (workspace.stage("left") / "out.txt").read_text() == chain(42, 60)

@@ -28,7 +28,7 @@ def make_run(folder: Path, function: str, settings: str = "") -> Run:
         f'[pipeline]\noutput_dir = "{folder / "outputs"}"\ngrace_seconds = 2\n'
         f'[[pipeline.stages]]\nname = "s"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:{function}"\n{settings}\n'
     )
-    return create_run(load_pipeline(file, (), all_kinds()), all_kinds())
+    return create_run(load_pipeline(file, (), all_kinds()))
 
 
 def attempts_until_given_up(run: Run) -> int:
@@ -66,7 +66,7 @@ def test_a_worker_with_another_clock_is_neither_killed_nor_does_it_hide_a_hang(t
     hung = make_run(tmp_path / "hung", "on_another_clock", f"arguments = {{ offset = {offset}, hangs = true }}")
     with pytest.raises(StageFailed, match=r"no sign of life for [23] s in phase 'collective'"):
         perform(hung, "s")
-    assert read_state(hung.stage_path("s"))["phase"] == "collective"
+    assert read_state(hung.stage_path("s")).phase == "collective"
 
 
 def test_a_run_after_a_cancelled_one_in_the_same_process_is_not_stopped(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
 def test_attempts_without_progress_are_bounded_by_retries(tmp_path: Path) -> None:
     run = make_run(tmp_path, "never_progress", "retries = 1")
     assert attempts_until_given_up(run) == 2
-    assert read_state(run.stage_path("s"))["error"].startswith("stage 's' crashed (exit code 3)")
+    assert read_state(run.stage_path("s")).error.startswith("stage 's' crashed (exit code 3)")
 
 
 def test_a_crash_after_progress_is_retried_and_continues_from_the_checkpoint(tmp_path: Path) -> None:

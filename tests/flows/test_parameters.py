@@ -86,7 +86,7 @@ def test_the_form_in_the_ui_has_a_type_a_default_and_a_description_for_every_par
 def test_a_stage_whose_input_is_not_done_or_was_altered_is_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "chain.toml"
     file.write_text(CHAIN.replace("OUTPUTS", str(tmp_path / "outputs")))
-    run = create_run(load_pipeline(file, (), all_kinds()), all_kinds())
+    run = create_run(load_pipeline(file, (), all_kinds()))
     with pytest.raises(ConfigError, match=r"^.*: stage 'second' starts from 'first', but it is not done; run .*$"):
         stage.fn(str(run.path), "second")
     perform(run, "first")

@@ -93,7 +93,7 @@ def counting_run(folder: Path, *overrides: str) -> Run:
     """A new run of two stages that count."""
     file = folder / "counting.toml"
     file.write_text(COUNTING.format(folder=folder, programs=PROGRAMS))
-    return create_run(load_pipeline(file, overrides, all_kinds()), all_kinds())
+    return create_run(load_pipeline(file, overrides, all_kinds()))
 
 
 def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Path:
@@ -109,7 +109,7 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
         assert result is not None
         inputs[upstream] = result
     digests = {upstream: result["digest"] for upstream, result in inputs.items()}
-    expected = fingerprint(run.pipeline, stage, run.kinds[stage.kind], digests, run.digests)
+    expected = fingerprint(run.pipeline, stage, run.pipeline.kinds[stage.kind], digests, run.digests)
     save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
     commit(path, outcome, name=name, kind=stage.kind, fingerprint=expected.value, inputs=inputs)

@@ -11,6 +11,7 @@ import pytest
 
 from cosmos_core.observe import wording
 from cosmos_core.observe.console import Display
+from cosmos_core.run.progress import Position
 
 
 class Clock:
@@ -23,11 +24,8 @@ class Clock:
         return self.now
 
 
-def progress(step: int, total: int | None, at: float, phase: str = "step", **metrics: float) -> dict[str, Any]:
-    return {
-        "pid": 7, "phase": phase, "step": step, "total": total, "metrics": metrics, "started": 1000.0,
-        "heartbeat": 1000.0 + at,
-    }  # fmt: skip
+def progress(step: int, total: int | None, at: float, phase: str = "step", **metrics: float) -> Position:
+    return Position(pid=7, phase=phase, step=step, total=total, metrics=metrics, heartbeat=1000.0 + at)
 
 
 @pytest.fixture
@@ -73,9 +71,9 @@ def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO
     display.update("sft", "running", progress(1, 40, 5, loss=2.0))
     display.update("sft", "running", progress(21, 40, 25, loss=1.0))
     display.update("sft", "retrying")
-    display.update("sft", "running", {**progress(20, 40, 100, loss=1.0), "pid": 8})
+    display.update("sft", "running", progress(20, 40, 100, loss=1.0).model_copy(update={"pid": 8}))
     clock.now += 10
-    display.update("sft", "running", {**progress(21, 40, 104, loss=1.0), "pid": 8})
+    display.update("sft", "running", progress(21, 40, 104, loss=1.0).model_copy(update={"pid": 8}))
     assert out.getvalue().splitlines() == [
         "sft  running",
         "sft  retrying",

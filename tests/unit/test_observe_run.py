@@ -19,7 +19,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
-from cosmos_core.observe.record import busy_seconds, loading_line, read_run, rows
+from cosmos_core.observe.record import busy_seconds, loading_line, read_run
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 
@@ -84,11 +84,14 @@ def finished_run(tmp_path: Path) -> Path:
         is_self = kind == "report"
         state = "running" if is_self else "reused" if name == "prepare" else "done"
         write(folder / "state.json", {
-            "state": state, "attempt": 2 if name == "grpo" else 1, "started": begun,
-            "ended": None if is_self else ended, "worker_seconds": seconds, "error": "",
+            "state": state, "attempt": 2 if name == "grpo" else 1, "error": "",
+            "spans": [[begun, None if is_self else begun + seconds]], "ended": None if is_self else ended,
         })  # fmt: skip
         write_lines(folder / "events.jsonl", [{"time": begun, "event": "started", "detail": "attempt 1"}])
-        outputs = [{"path": f"out/{i}.bin", "size": 1_830_000, "sha256": f"{i}{name}" + "e" * 50} for i in range(2)]
+        outputs = [
+            {"path": f"out/{i}.bin", "size": 1_830_000, "sha256": f"{i}{name}" + "e" * 50, "mtime_ns": 1, "inode": 1}
+            for i in range(2)
+        ]
         result = {
             "name": name, "kind": kind, "fingerprint": "f" * 64, "created": ended, "metrics": metrics, "info": info,
             "inputs": {other: {"fingerprint": "f" * 64, "digest": f"d-{other}" + "0" * 50} for other in after},
@@ -136,9 +139,9 @@ def failed_run(tmp_path: Path) -> Path:
     run = tmp_path / "20251009101500"
     write_pipeline(run)
     sft = run / "stages" / "sft"
-    done = {"state": "done", "attempt": 1, "started": STARTED, "ended": STARTED + 5}
+    done = {"state": "done", "attempt": 1, "spans": [[STARTED, STARTED + 5]], "ended": STARTED + 5}
     write(run / "stages" / "prepare" / "state.json", done)
-    failed = {"state": "failed", "attempt": 3, "started": STARTED + 6, "ended": STARTED + 66}
+    failed = {"state": "failed", "attempt": 3, "spans": [[STARTED + 6, STARTED + 66]], "ended": STARTED + 66}
     write(sft / "state.json", {**failed, "error": f"boom {HOSTILE}"})
     (sft / "result.json").write_text('{"name": "sft", "met')
     (sft / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
@@ -300,7 +303,7 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path
     assert lines[1].split() == ["stage", "state", "time", "metrics"]
     assert lines[2].split() == ["prepare", "≡", "reused", "rows", "20,000"]
     assert next(line for line in lines if line.startswith("grpo ")).split() == [
-        "grpo", "✓", "done", "2m24s", "reward", "0.710", "loss", "-0.002"
+        "grpo", "✓", "done", "2m23s", "reward", "0.710", "loss", "-0.002"
     ]  # fmt: skip
     assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
     assert f"model                      {model}" in lines
@@ -321,13 +324,15 @@ def test_the_summary_of_a_failed_run_says_why(tmp_path: Path) -> None:
 
 def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
-    write(run / "stages" / "grpo" / "state.json", {"state": "running", "attempt": 2, "started": time.time() - 100})
+    write(
+        run / "stages" / "grpo" / "state.json", {"state": "running", "attempt": 2, "spans": [[time.time() - 100, None]]}
+    )
     progress = {"phase": "step", "step": 12, "total": 80, "metrics": {"reward/mean": 0.5}}
     write(run / "stages" / "grpo" / "progress.json", progress)
     (run / "stages" / "grpo" / "result.json").unlink()
-    row = next(row for row in rows(read_run(run)) if row["stage"] == "grpo")
-    assert (row["state"], row["attempt"], row["step"], row["total"]) == ("running", 2, 12, 80)
-    assert row["metrics"] == {"reward/mean": 0.5}
+    stage = next(stage for stage in read_run(run).stages if stage.name == "grpo")
+    assert (stage.status, stage.state.attempt, stage.position) == ("running", 2, (12, 80))
+    assert stage.metrics == {"reward/mean": 0.5}
     out = io.StringIO()
     print_status(run, stream=out)
     line = next(line for line in out.getvalue().splitlines() if line.startswith("grpo"))
@@ -346,9 +351,12 @@ def test_status_and_summary_name_the_best_step_by_validation(tmp_path: Path, is_
     write_pipeline(run)
     best = {"step": 20, "metric": "validation/loss", "value": 0.5125}
     sft = run / "stages" / "sft"
-    write(sft / "state.json", {"state": "done" if is_done else "running", "attempt": 1, "started": STARTED})
+    write(sft / "state.json", {"state": "done" if is_done else "running", "attempt": 1, "spans": [[STARTED, None]]})
     if is_done:
-        write(sft / "result.json", {"name": "sft", "metrics": {"loss": 0.7}, "info": {"best": best}})
+        write(sft / "result.json", {
+            "name": "sft", "kind": "sft", "fingerprint": "f", "metrics": {"loss": 0.7}, "info": {"best": best},
+            "inputs": {}, "outputs": [], "digest": "d", "reused_from": None,
+        })  # fmt: skip
     else:
         write(sft / "best.json", best)
     out = io.StringIO()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.observe.tail import Tail, print_log
+from cosmos_core.observe.tail import print_log
 from cosmos_core.run.state import update_state
+from cosmos_core.run.tail import Tail
 
 TEXT = "größer 🎉\n"
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import torch
 from safetensors.torch import load_file
 
 from cosmos_core.checkpoint import export
-from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import prepare
 from cosmos_core.errors import ModelError
@@ -48,12 +45,7 @@ def trained(path: Path, inputs: Path, **settings: Any) -> dict[str, Any]:
     """The result of a training, as a stage behind it gets it."""
     config = recipe({**STEPS, **settings})
     stage = stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")
-    spec = {
-        "entry": "", "kind": asdict(stage.kind), "stage": {"name": "sft", "kind": "sft"},
-        "recipe": without_none(config.model_dump()),
-        "model": stage.model, "data": str(stage.data), "fingerprint": stage.fingerprint,
-    }  # fmt: skip
-    (path / "stage.toml").write_text(tomli_w.dumps(spec))
+    stage.save()
     outcome = run(stage)
     return {
         "kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "path": str(path), "info": dict(outcome.info),

@@ -73,10 +73,10 @@ def test_what_is_remembered_is_believed_unless_everything_is_to_be_hashed(tmp_pa
 @pytest.mark.parametrize("name", ["rows.jsonl", "model/tokenizer.json", "model/model.safetensors"])
 def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) -> None:
     make_inputs(tmp_path)
-    run = create_run(load_recipe(tmp_path), all_kinds())
+    run = create_run(load_recipe(tmp_path))
     for stage in ("prepare", "sft"):
         finish(run, stage)
-    decisions = plan(run.pipeline, run.kinds, run.output_dir)
+    decisions = plan(run.pipeline, run.pipeline.kinds, run.output_dir)
     assert {decisions[stage].action for stage in ("prepare", "sft")} == {"adopt"}
     file = tmp_path / name
     status = file.stat()
@@ -87,9 +87,9 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     settle(file)
     Digests(cache).of_file(file)
     cache.write_text(cache.read_text().replace(sha256(content[:-1] + "?"), sha256(content)))
-    quick = plan(run.pipeline, run.kinds, run.output_dir)
+    quick = plan(run.pipeline, run.pipeline.kinds, run.output_dir)
     assert {quick[stage].action for stage in ("prepare", "sft")} == {"adopt"}, "the cache is believed"
-    thorough = plan(run.pipeline, run.kinds, run.output_dir, thorough=True)
+    thorough = plan(run.pipeline, run.pipeline.kinds, run.output_dir, thorough=True)
     assert "run" in {thorough[stage].action for stage in ("prepare", "sft")}
     again = replace(open_run(run.path, all_kinds()), verify=True)
     assert again.digests.of_file(file) == sha256(content[:-1] + "?")
@@ -323,19 +323,19 @@ def test_names_on_the_hub_are_pinned_to_the_commits_that_they_mean_now(tmp_path:
 
 
 def test_a_model_that_moved_on_the_hub_is_another_and_a_run_keeps_its_own(tmp_path: Path, hub: Hub) -> None:
-    pipeline, kinds = named_recipe(tmp_path), all_kinds()
-    run = open_or_create_run(pipeline, kinds, run_id="mine")
+    pipeline = named_recipe(tmp_path)
+    run = open_or_create_run(pipeline, run_id="mine")
     assert revisions(run.pipeline, "prepare") == (FIRST, FIRST)
     hub.commits["/api/models/org/model/revision/main"] = SECOND
-    again = open_or_create_run(pipeline, kinds, run_id="mine")
+    again = open_or_create_run(pipeline, run_id="mine")
     assert (again.id, revisions(again.pipeline, "sft")) == ("mine", (FIRST, ""))
-    other = create_run(pipeline, kinds)
+    other = create_run(pipeline)
     for stage in ("prepare", "sft"):
         assert fingerprint_of(other.pipeline, stage).value != fingerprint_of(run.pipeline, stage).value
         difference = fingerprint_of(other.pipeline, stage).difference(fingerprint_of(run.pipeline, stage).ingredients)
         assert "model: hub:org/mode... -> hub:org/mode..." in difference
     with pytest.raises(ConfigError, match=r"run mine exists and was made with other settings .*model_revision"):
-        open_or_create_run(named_recipe(tmp_path, "policy.model_revision=v2"), kinds, run_id="mine")
+        open_or_create_run(named_recipe(tmp_path, "policy.model_revision=v2"), run_id="mine")
 
 
 def test_without_a_network_the_cache_says_which_commit_it_has(
@@ -366,7 +366,7 @@ def test_what_the_hub_does_not_have_is_one_line_before_anything_runs(
     tmp_path: Path, hub: Hub, settings: tuple[str, ...], error: type[CosmosError], said: str
 ) -> None:
     with pytest.raises(error) as caught:
-        create_run(named_recipe(tmp_path, *settings), all_kinds())
+        create_run(named_recipe(tmp_path, *settings))
     assert str(caught.value).startswith(f"{tmp_path}/recipe.toml: stage 'prepare': {said}")
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; check the name, download it, or write the commit as its revision")

@@ -58,12 +58,12 @@ def test_runs_that_begin_in_the_same_second_are_all_made_and_all_listed(tmp_path
         "import sys\nfrom pathlib import Path\nfrom cosmos_core.config.compose import load_pipeline\n"
         "from cosmos_core.run.directory import create_run\nfrom tasks.kinds import all_kinds\n"
         "pipeline = load_pipeline(Path(sys.argv[1]), (), all_kinds())\n"
-        "for _ in range(5): create_run(pipeline, all_kinds())\n"
+        "for _ in range(5): create_run(pipeline)\n"
     )
     pipeline = counting_run(tmp_path).pipeline
     other = subprocess.Popen([sys.executable, "-c", program, str(pipeline.source)], cwd=Path(__file__).parents[2])
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: create_run(pipeline, all_kinds()), range(10)))
+        list(pool.map(lambda _: create_run(pipeline), range(10)))
     assert other.wait(timeout=120) == 0
     listed = read_json(tmp_path / "outputs" / "runs.json")
     assert isinstance(listed, list)
@@ -74,14 +74,14 @@ def test_runs_that_begin_in_the_same_second_are_all_made_and_all_listed(tmp_path
 
 def test_a_run_id_that_is_taken_gets_a_suffix(tmp_path: Path) -> None:
     pipeline = counting_run(tmp_path).pipeline
-    names = [create_run(pipeline, all_kinds(), run_id="mine").id for _ in range(3)]
+    names = [create_run(pipeline, run_id="mine").id for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "a\0b", "x" * 101, "two words"])
 def test_a_run_id_is_a_plain_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        create_run(counting_run(tmp_path).pipeline, all_kinds(), run_id=name)
+        create_run(counting_run(tmp_path).pipeline, run_id=name)
     assert str(caught.value) == (
         f"run_id = {name!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
     )
@@ -90,12 +90,12 @@ def test_a_run_id_is_a_plain_name(tmp_path: Path, name: str) -> None:
 def test_an_existing_run_id_is_continued_when_it_means_the_same_and_refused_otherwise(tmp_path: Path) -> None:
     kinds = all_kinds()
     pipeline = counting_run(tmp_path).pipeline
-    assert open_or_create_run(pipeline, kinds, run_id="mine").id == "mine"
-    assert open_or_create_run(pipeline, kinds, run_id="mine").id == "mine"
+    assert open_or_create_run(pipeline, run_id="mine").id == "mine"
+    assert open_or_create_run(pipeline, run_id="mine").id == "mine"
     file = tmp_path / "counting.toml"
     other = load_pipeline(file, ("second.arguments.steps=9", "train.epoch=3"), kinds)
     with pytest.raises(ConfigError) as caught:
-        open_or_create_run(other, kinds, run_id="mine")
+        open_or_create_run(other, run_id="mine")
     assert str(caught.value) == (
         "run mine exists and was made with other settings (pipeline.stages.first.overrides.train.epoch, "
         "pipeline.stages.second.arguments.steps, pipeline.stages.second.overrides.train.epoch); leave the run id out, "
@@ -111,7 +111,7 @@ def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path) -> None:
         f"no run 'at all' in {outputs}; give its path, or the folder of runs with --output-dir"
     )
     pipeline = counting_run(tmp_path).pipeline
-    named, last = create_run(pipeline, all_kinds(), run_id="zebra"), create_run(pipeline, all_kinds(), run_id="ant")
+    named, last = create_run(pipeline, run_id="zebra"), create_run(pipeline, run_id="ant")
     assert find_run("zebra", outputs) == named.path
     assert find_run(str(named.path), Path("nowhere")) == named.path
     assert find_run("", outputs) == find_run("latest", outputs) == last.path, "the newest, not the last by name"
@@ -170,7 +170,7 @@ def test_what_is_not_there_is_told_with_stage_and_key_before_a_run_is_made(
     make_inputs(tmp_path)
     pipeline = load_recipe(tmp_path, setting)
     with pytest.raises(error) as caught:
-        create_run(pipeline, all_kinds())
+        create_run(pipeline)
     assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
     assert not (tmp_path / "outputs").exists()
 
@@ -221,9 +221,9 @@ def test_the_number_of_threads_is_fixed_when_a_run_is_made(tmp_path: Path) -> No
     text = (tmp_path / "counting.toml").read_text().replace("threads = 1\n", "")
     (tmp_path / "counting.toml").write_text(text)
     pipeline = load_pipeline(tmp_path / "counting.toml", (), all_kinds())
-    run = open_or_create_run(pipeline, all_kinds(), run_id="mine")
+    run = open_or_create_run(pipeline, run_id="mine")
     assert run.pipeline.config.threads == len(os.sched_getaffinity(0))
-    assert open_or_create_run(pipeline, all_kinds(), run_id="mine").path == run.path
+    assert open_or_create_run(pipeline, run_id="mine").path == run.path
 
 
 def test_moving_a_stage_aside_keeps_every_older_one(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from cosmos_core.run.lineage import lineage, stage_of
 from cosmos_core.run.manifest import adopt, commit, problem, read_result
 from cosmos_core.run.plan import decide, plan
 from cosmos_core.types import Outcome
-from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 
@@ -184,28 +183,28 @@ def actions(decisions: dict) -> dict[str, tuple[str, str]]:
 def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     outputs = tmp_path / "outputs"
-    assert actions(plan(run.pipeline, run.kinds, outputs)) == {
+    assert actions(plan(run.pipeline, run.pipeline.kinds, outputs)) == {
         "first": ("run", "never made before"),
         "second": ("depends", "after first"),
     }
     finish(run, "first")
-    assert actions(plan(run.pipeline, run.kinds, outputs)) == {
+    assert actions(plan(run.pipeline, run.pipeline.kinds, outputs)) == {
         "first": ("adopt", f"same fingerprint as run {run.id}"),
         "second": ("run", "never made before"),
     }
     decision = decide(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
     assert (decision.action, decision.reason) == ("reuse", "done in this run")
     finish(run, "second")
-    assert actions(plan(run.pipeline, run.kinds, outputs)) == {
+    assert actions(plan(run.pipeline, run.pipeline.kinds, outputs)) == {
         "first": ("adopt", f"same fingerprint as run {run.id}"),
         "second": ("adopt", f"same fingerprint as run {run.id}"),
     }
     changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
-    assert actions(plan(changed, run.kinds, outputs))["second"] == (
+    assert actions(plan(changed, run.pipeline.kinds, outputs))["second"] == (
         "run", f"changed since run {run.id}: entry.arguments.steps: 4 -> 9"
     )  # fmt: skip
     several = counting_run(tmp_path, "second.arguments={a = 1, b = 2, steps = 3}").pipeline
-    assert actions(plan(several, run.kinds, outputs))["second"][1].endswith(
+    assert actions(plan(several, run.pipeline.kinds, outputs))["second"][1].endswith(
         "entry.arguments.a: nothing -> 1; entry.arguments.b: nothing -> 2 and 1 more"
     )
 
@@ -219,11 +218,11 @@ def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipel
     stranger = counting_run(tmp_path, "first.arguments.steps=9", "pipeline.name=stranger")
     finish(stranger, "first")
     current = counting_run(tmp_path)
-    assert actions(plan(current.pipeline, current.kinds, outputs))["first"] == (
+    assert actions(plan(current.pipeline, current.pipeline.kinds, outputs))["first"] == (
         "run", f"changed since run {newest.id}: entry.arguments.steps: 8 -> 3"
     )  # fmt: skip
     finish(current, "first")
-    assert actions(plan(current.pipeline, current.kinds, outputs))["second"] == ("run", "never made before"), (
+    assert actions(plan(current.pipeline, current.pipeline.kinds, outputs))["second"] == ("run", "never made before"), (
         "stages of the same kind there are, but none of its name"
     )
 
@@ -231,21 +230,21 @@ def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipel
 def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     (finish(run, "first") / "result.json").unlink()
-    assert actions(plan(run.pipeline, run.kinds, tmp_path / "outputs"))["first"] == (
+    assert actions(plan(run.pipeline, run.pipeline.kinds, tmp_path / "outputs"))["first"] == (
         "run", f"unfinished in run {run.id}"
     )  # fmt: skip
 
 
 def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the_rows(tmp_path: Path) -> None:
     make_inputs(tmp_path)
-    run = create_run(load_recipe(tmp_path), all_kinds())
+    run = create_run(load_recipe(tmp_path))
     for name in ("prepare", "sft", "validate", "export"):
         finish(run, name, name)
     (tmp_path / "README.md").write_text("changed")
     (tmp_path / "model" / "README.md").write_text("changed")
-    decisions = plan(load_recipe(tmp_path), run.kinds, run.output_dir)
+    decisions = plan(load_recipe(tmp_path), run.pipeline.kinds, run.output_dir)
     assert {name: decision.action for name, decision in decisions.items()} == dict.fromkeys(decisions, "adopt")
-    decisions = plan(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.kinds, run.output_dir)
+    decisions = plan(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.pipeline.kinds, run.output_dir)
     assert actions(decisions) == {
         "prepare": ("adopt", f"same fingerprint as run {run.id}"),
         "sft": ("run", f"changed since run {run.id}: config.train.optm_lr: 1e-06 -> 0.001"),
@@ -268,7 +267,7 @@ def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is
     (first.stage_path("first") / "out" / "a.txt").write_text("altered")
     decision = decide(outputs, second.stage_path("first"), expected)
     assert (decision.action, decision.reason) == ("run", "made before, but out/a.txt is gone")
-    assert actions(plan(second.pipeline, second.kinds, outputs))["first"] == (
+    assert actions(plan(second.pipeline, second.pipeline.kinds, outputs))["first"] == (
         "run", f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
     )  # fmt: skip
 
@@ -279,10 +278,10 @@ def test_a_plan_survives_damaged_records_of_other_runs(tmp_path: Path) -> None:
     other = counting_run(tmp_path, "first.arguments.steps=9")
     for damage in ("{", "[]", "{}", '{"ingredients": {"kind": "custom"}}', '{"ingredients": 3}'):
         (path / "fingerprint.json").write_text(damage)
-        assert plan(other.pipeline, other.kinds, tmp_path / "outputs")["first"].action == "run"
+        assert plan(other.pipeline, other.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
     for entry in (tmp_path / "outputs" / ".cosmos" / "fingerprints").rglob("*.json"):
         entry.write_text("[")
-    assert plan(run.pipeline, run.kinds, tmp_path / "outputs")["first"].action == "run"
+    assert plan(run.pipeline, run.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
 
 
 def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_path: Path) -> None:
@@ -292,10 +291,10 @@ def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_p
     (tmp_path / "counting.toml").write_text(text + gate)
     from cosmos_core.config.compose import load_pipeline
 
-    pipeline = load_pipeline(tmp_path / "counting.toml", (), run.kinds)
+    pipeline = load_pipeline(tmp_path / "counting.toml", (), run.pipeline.kinds)
     finish(run, "first")
     finish(run, "second")
-    assert actions(plan(pipeline, run.kinds, tmp_path / "outputs"))["gate"] == (
+    assert actions(plan(pipeline, run.pipeline.kinds, tmp_path / "outputs"))["gate"] == (
         "run", "looks at the outside world, so it runs each time"
     )  # fmt: skip
 
@@ -305,7 +304,7 @@ def test_a_plan_of_a_missing_input_is_one_line(tmp_path: Path) -> None:
     pipeline = load_recipe(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError) as caught:
-        plan(pipeline, counting_run(tmp_path).kinds, tmp_path / "outputs")
+        plan(pipeline, pipeline.kinds, tmp_path / "outputs")
     assert str(caught.value) == f"train.train_policy.dataset.name = '{tmp_path}/rows.jsonl': no such file or folder"
 
 

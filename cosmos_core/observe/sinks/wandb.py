@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe.sinks.base import numbers
-from cosmos_core.run.files import read_json, write_text
+from cosmos_core.run.directory import Facts, read_facts
+from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 
 _INIT_SECONDS = 30.0
@@ -26,8 +27,8 @@ class WandbSink:
         import wandb
 
         config = stage.recipe.logging
-        facts = read_json(stage.run_path / "run.json") or {}
-        title = f"{config.experiment_name or facts.get('pipeline') or 'cosmos'}-{stage.run_path.name}"
+        facts = read_facts(stage.run_path) or Facts()
+        title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
         self._run = wandb.init(
             project=config.project_name,
             group=config.group_name or title,

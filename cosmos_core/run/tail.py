@@ -1,0 +1,49 @@
+"""Follow a file that grows, such as a log: nothing is read twice and no character is cut in two."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from pathlib import Path
+
+
+class Tail:
+    """Gives what was appended to a file since the last call; a file that is not there yet is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.was_replaced = False
+        """Whether the last call found another file under the name, or a shorter one, and began at its start."""
+        self._inode: int | None = None
+        self._offset = 0
+        self._rest = ""
+        self._decoder = _decoder()
+
+    def text(self, *, is_last: bool = False) -> str:
+        """Return the new text; a character of which a part is missing waits for the rest, unless this `is_last`."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                self.was_replaced = self._inode not in {None, status.st_ino} or status.st_size < self._offset
+                if self.was_replaced:
+                    self._offset, self._rest, self._decoder = 0, "", _decoder()
+                self._inode = status.st_ino
+                file.seek(self._offset)
+                data = file.read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return ""
+        self._offset += len(data)
+        return self._decoder.decode(data, final=is_last)
+
+    def lines(self, *, is_last: bool = False) -> list[str]:
+        """Return the new lines that are whole; with `is_last` also one without an end."""
+        text = self.text(is_last=is_last)
+        *lines, self._rest = (self._rest + text).split("\n")
+        if is_last and self._rest:
+            lines.append(self._rest)
+            self._rest = ""
+        return lines
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
