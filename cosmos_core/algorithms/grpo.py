@@ -103,7 +103,7 @@ class Grpo(Algorithm):
         return Update(
             chosen,
             loss,
-            Wants(config.temperature, entropy="value"),
+            Wants(config.temperature, entropy="value" if config.log_entropy else ""),
             has_constant_gradient=fixed.old is None and fixed.reference is None and not self._is_corrected,
         )
 

@@ -89,7 +89,10 @@ class CausalLM:
         self.whole = without_weights(model) if mesh else None
         self._train, self._reading = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
-        self._is_packed = (train.sequence_packing and reading.vision is None) or bool(mesh and mesh.context)
+        packs = train.sequence_packing
+        if packs is None:
+            packs = self.device.type == "cuda" or not train.compile
+        self._is_packed = (packs and reading.vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and reading.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner: Sequential | Pipelined = self._parallelize()
@@ -227,10 +230,11 @@ class CausalLM:
         compute_dtype = getattr(torch, self._train.param_dtype)
         reason = enable_packing(self.model, runner.roots if mesh else (), compute_dtype)
         runner.reshard()
-        if reason and mesh and (key := "cp_size" if mesh.context else "pp_size" if mesh.pipeline else ""):
-            raise ModelError(f"policy.parallelism.{key} = {getattr(mesh.sizes, key)}: {reason}; set it to 1")
+        if reason and mesh and mesh.context:
+            raise ModelError(f"policy.parallelism.cp_size = {mesh.sizes.cp_size}: {reason}; set it to 1")
         if reason:
-            logger.warning("train.sequence_packing: rows are padded, because %s", reason)
+            level = logging.WARNING if self._train.sequence_packing else logging.INFO
+            logger.log(level, "train.sequence_packing: rows are padded, because %s", reason)
             self._is_packed = False
 
     def _row_length(self, length: int) -> int:

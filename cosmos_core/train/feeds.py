@@ -94,13 +94,14 @@ def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | N
     if not policy.balances_tokens:
         return None
     assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # the schema asks for it
+    is_packed = bool(train.sequence_packing)  # where the model decides, the budget is for either
     return BalancedSteps(
-        _pair_lengths(rows, is_packed=train.sequence_packing) if isinstance(rows, Pairs) else rows.lengths,
+        _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
         Budget(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
-            is_packed=train.sequence_packing,
+            is_packed=is_packed,
             prefers_closest=policy.load_balanced_batching_strategy == "prefer_closest",
         ),
         batches_per_step=policy.load_balanced_batches_per_optimizer_step,

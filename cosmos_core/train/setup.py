@@ -90,7 +90,9 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     if export is None:
         return Outcome()
     others = [name for name in (SAMPLES, REFERENCE) if (stage.path / name).exists()]
-    info: dict[str, JsonValue] = {"model": folder, "step": trained.step, "checks": list(export.checks)}
+    info: dict[str, JsonValue] = {
+        "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
+    }  # fmt: skip
     if export.adapter:
         info["adapter"] = f"{folder}/{export.adapter}"
     if trained.best is not None:
