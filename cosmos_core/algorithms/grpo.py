@@ -19,7 +19,7 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
 from cosmos_core.algorithms.correction import importance_weights
-from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicySettings, advantages, policy_loss, positive_nll
+from cosmos_core.algorithms.policy_loss import PolicyInputs, advantages, policy_loss, positive_nll
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -47,13 +47,6 @@ class Grpo(Algorithm):
         super().__init__(config, custom, sampling)
         self._wants = Wants(config.temperature)
         self._is_corrected = sampling is not None and sampling.changes_distribution
-        self._settings = PolicySettings(
-            epsilon_low=config.epsilon_low,
-            epsilon_high=config.epsilon_high,
-            lower_bound_ratio=config.lower_bound_ratio,
-            kl_beta=config.kl_beta,
-            unbiased_kl_estimate=config.unbiased_kl_estimate,
-        )
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
         """Return completions with a valid score as samples; an invalid one is left out, its group compared without."""
@@ -124,7 +117,7 @@ class Grpo(Algorithm):
                 entropy_BT=micro.outputs.get("entropy"),
                 weights_BT=weights_BS,
             ),
-            self._settings,
+            self.config,
         )
         return policy, metrics
 

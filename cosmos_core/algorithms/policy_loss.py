@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
+from cosmos_core.config.schema.grpo import GrpoConfig
 
 STD_EPSILON = 1e-6
 
@@ -40,17 +41,6 @@ class PolicyInputs:
     """Entropy of the policy at each token, for the metric."""
     weights_BT: Tensor | None = None
     """pi_old / mu of tokens that were drawn from another policy mu (`correction`); None: 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """The parameters of the loss, named and meant as in `[train.train_policy]`."""
-
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    lower_bound_ratio: float = 3.0
-    kl_beta: float = 0.0
-    unbiased_kl_estimate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +83,7 @@ def _group_advantages(rewards: list[float], normalise_std: bool) -> list[float]:
     return (centred_G / (rewards_G.std() + STD_EPSILON) if normalise_std else centred_G).tolist()
 
 
-def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
+def policy_loss(inputs: PolicyInputs, settings: GrpoConfig) -> PolicyLoss:
     """Return the clipped, dual-clipped policy loss of each token, plus `kl_beta` times the KL to the reference.
 
     With rho = pi / pi_old and A the advantage: -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), and for
@@ -133,9 +123,7 @@ def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denomi
     return -masked(logprobs_BT, positive_BT).sum() / denominator
 
 
-def _clipped(
-    ratio_BT: Tensor, advantages_B1: Tensor, mask_BT: Tensor, settings: PolicySettings
-) -> tuple[Tensor, Metrics]:
+def _clipped(ratio_BT: Tensor, advantages_B1: Tensor, mask_BT: Tensor, settings: GrpoConfig) -> tuple[Tensor, Metrics]:
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
     high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
     loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(low, high) * advantages_B1)

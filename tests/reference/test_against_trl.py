@@ -30,9 +30,10 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, selective_log_softmax
 
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
-from cosmos_core.algorithms.policy_loss import STD_EPSILON, PolicyInputs, PolicySettings, advantages, policy_loss
+from cosmos_core.algorithms.policy_loss import STD_EPSILON, PolicyInputs, advantages, policy_loss
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.models.scorer import Scorer, Wants
+from tests.reference.test_losses import clipping
 
 MAX_TOKENS = 12
 
@@ -110,7 +111,7 @@ def our_loss(inputs, loss_type, settings, max_tokens=None):
 )
 @pytest.mark.parametrize(("beta", "unbiased"), [(0.0, False), (0.2, False), (0.2, True)])
 def test_grpo_loss_and_metrics_equal_trl(loss_type, max_tokens, trl_type, beta, unbiased):
-    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=beta, unbiased_kl_estimate=unbiased)
+    settings = clipping(0.2, 0.28, 3.0, kl_beta=beta, unbiased_kl_estimate=unbiased)
     logits_BTV, inputs = random_batch()
     loss, metrics = our_loss(inputs, loss_type, settings, max_tokens)
     expected, expected_metrics = trl_loss(inputs, trl_type, settings)
@@ -128,7 +129,7 @@ def test_grpo_loss_and_metrics_equal_trl(loss_type, max_tokens, trl_type, beta, 
 
 
 def test_the_dual_clip_bites_in_the_comparison_with_delta():
-    settings = PolicySettings(0.2, 0.28, 1.5)
+    settings = clipping(0.2, 0.28, 1.5)
     _, inputs = random_batch(seed=3)
     loss, metrics = our_loss(inputs, "token-mean", settings)
     assert metrics["clip_dual"] > 0
@@ -136,7 +137,7 @@ def test_the_dual_clip_bites_in_the_comparison_with_delta():
 
 
 def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
-    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.2)
+    settings = clipping(0.2, 0.28, 3.0, kl_beta=0.2)
     _, inputs = random_batch()
     num_tokens = int(inputs.mask_BT.sum())
     ours, theirs, metrics = 0.0, 0.0, {}
@@ -155,8 +156,8 @@ def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
 def test_on_the_first_update_trl_and_we_take_the_policy_itself_as_the_old_one():
     logits_BTV, inputs = random_batch()
     first = PolicyInputs(inputs.logprobs_BT, inputs.advantages_B, inputs.mask_BT, entropy_BT=inputs.entropy_BT)
-    loss, _ = our_loss(first, "token-mean", PolicySettings())
-    expected, _ = trl_loss(first, "bnpo", PolicySettings())
+    loss, _ = our_loss(first, "token-mean", clipping())
+    expected, _ = trl_loss(first, "bnpo", clipping())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     gradients = [torch.autograd.grad(value, logits_BTV, retain_graph=True)[0] for value in (loss, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-15)

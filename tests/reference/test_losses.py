@@ -11,8 +11,9 @@ import torch
 
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
 from cosmos_core.algorithms.kl import k3
-from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicySettings, advantages, policy_loss, positive_nll
+from cosmos_core.algorithms.policy_loss import PolicyInputs, advantages, policy_loss, positive_nll
 from cosmos_core.algorithms.sft import sft_loss
+from cosmos_core.config.schema.grpo import GrpoConfig
 
 LOSS_TYPES = [
     ("token-mean", None),
@@ -105,13 +106,17 @@ def token_loss_by_hand(b, t, *, unbiased, low=0.2, high=0.28, dual=3.0):
     return loss + 0.1 * kl * (ratio if unbiased else 1)
 
 
+def clipping(low=0.2, high=0.2, bound=3.0, **values):
+    return GrpoConfig(type="grpo", epsilon_low=low, epsilon_high=high, lower_bound_ratio=bound, **values)
+
+
 def two_by_three():
     return PolicyInputs(f64(LOGPROBS), f64(ADVANTAGES), torch.tensor(MASK), f64(OLD), f64(REF), f64(REF).abs())
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_two_answers_of_three_tokens_match_a_plain_loop(unbiased):
-    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.1, unbiased_kl_estimate=unbiased)
+    settings = clipping(0.2, 0.28, 3.0, kl_beta=0.1, unbiased_kl_estimate=unbiased)
     result = policy_loss(two_by_three(), settings)
     expected = [[token_loss_by_hand(b, t, unbiased=unbiased) * MASK[b][t] for t in range(3)] for b in range(2)]
     torch.testing.assert_close(result.loss_BT, f64(expected), rtol=0, atol=1e-14)
@@ -129,7 +134,7 @@ def test_two_answers_of_three_tokens_match_a_plain_loop(unbiased):
 
 def test_a_negative_epsilon_leaves_its_side_open():
     for low, high in ((-1.0, 0.28), (0.2, -1.0), (-1.0, -1.0)):
-        settings = PolicySettings(low, high, 1e9, kl_beta=0.1)
+        settings = clipping(low, high, 1e9, kl_beta=0.1)
         bounds = {"low": low if low >= 0 else None, "high": high if high >= 0 else None, "dual": 1e9}
         expected = [
             [token_loss_by_hand(b, t, unbiased=False, **bounds) * MASK[b][t] for t in range(3)] for b in range(2)
@@ -141,7 +146,7 @@ def test_a_negative_epsilon_leaves_its_side_open():
 def test_the_first_update_has_a_ratio_of_exactly_one(dtype):
     logprobs_BT = (-torch.rand(4, 50) * 20).to(dtype).requires_grad_()
     values_B = f64([1.0, -2.0, 0.5, 0.0])
-    result = policy_loss(PolicyInputs(logprobs_BT, values_B, torch.ones(4, 50)), PolicySettings())
+    result = policy_loss(PolicyInputs(logprobs_BT, values_B, torch.ones(4, 50)), clipping())
     assert torch.equal(result.loss_BT.double(), -values_B.unsqueeze(-1).expand(4, 50))
     assert means(result.metrics) == {"clip_low": 0, "clip_high": 0, "clip_dual": 0, "ratio": 1, "approx_kl": 0}
     result.loss_BT.sum().backward()
@@ -153,7 +158,7 @@ def test_what_stands_under_the_mask_has_no_influence_even_when_it_is_not_finite(
     rubbish_BT = f64([[-1.0, float("nan"), float("-inf")], [float("inf"), float("nan"), 0.0]])
     logprobs_BT = rubbish_BT.clone().requires_grad_()
     inputs = PolicyInputs(logprobs_BT, f64([2.0, float("nan")]), mask_BT, rubbish_BT, rubbish_BT, rubbish_BT)
-    result = policy_loss(inputs, PolicySettings(kl_beta=0.5, unbiased_kl_estimate=True))
+    result = policy_loss(inputs, clipping(kl_beta=0.5, unbiased_kl_estimate=True))
     loss = weighted_sum(result.loss_BT, mask_BT, "seq-mean-token-mean", denominator("seq-mean-token-mean", [1, 0]))
     loss.backward()
     assert loss.item() == -2
@@ -165,7 +170,7 @@ def test_what_stands_under_the_mask_has_no_influence_even_when_it_is_not_finite(
 def test_extreme_drift_stays_finite_and_is_counted(dtype):
     logprobs_BT = f64([[-100.0, -1.0, -30.0]]).to(dtype).requires_grad_()
     inputs = PolicyInputs(logprobs_BT, f64([-1.0]), torch.ones(1, 3), f64([[-1.0, -100.0, -30.0]]), f64([[-1.0] * 3]))
-    result = policy_loss(inputs, PolicySettings(kl_beta=1.0))
+    result = policy_loss(inputs, clipping(kl_beta=1.0))
     result.loss_BT.sum().backward()
     assert torch.isfinite(result.loss_BT).all()
     assert torch.isfinite(logprobs_BT.grad).all()
@@ -198,7 +203,7 @@ def test_the_expected_policy_gradient_is_exact():
     logprobs_V = logits_V.log_softmax(-1)
     p_V = logprobs_V.detach().exp()
     inputs = PolicyInputs(logprobs_V.unsqueeze(-1), values_V, torch.ones(5, 1))
-    (p_V.unsqueeze(-1) * policy_loss(inputs, PolicySettings()).loss_BT).sum().backward()
+    (p_V.unsqueeze(-1) * policy_loss(inputs, clipping()).loss_BT).sum().backward()
     torch.testing.assert_close(logits_V.grad, -p_V * (values_V - (p_V * values_V).sum()), rtol=0, atol=1e-15)
 
 
@@ -208,7 +213,7 @@ def test_the_kl_gradient_is_of_the_forward_kl_or_with_the_ratio_of_the_reverse_k
     logprobs_V = logits_V.log_softmax(-1)
     p_V, q_V = logprobs_V.detach().exp(), ref_V.exp()
     inputs = PolicyInputs(logprobs_V.unsqueeze(0), f64([0.0]), torch.ones(1, 5), None, ref_V.unsqueeze(0))
-    result = policy_loss(inputs, PolicySettings(kl_beta=1.0, unbiased_kl_estimate=unbiased))
+    result = policy_loss(inputs, clipping(kl_beta=1.0, unbiased_kl_estimate=unbiased))
     (p_V * result.loss_BT[0]).sum().backward()
     log_ratio_V = logprobs_V.detach() - ref_V
     reverse_kl = (p_V * log_ratio_V).sum()
@@ -278,7 +283,7 @@ def loss_of_split(sizes, loss_type, max_tokens, order=None):
     logits_BTV.requires_grad_()
     logprobs_BT = logits_BTV.log_softmax(-1)[..., 0]
     order = torch.arange(8) if order is None else order
-    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.3, unbiased_kl_estimate=True)
+    settings = clipping(0.2, 0.28, 3.0, kl_beta=0.3, unbiased_kl_estimate=True)
     d, total, metrics = denominator(loss_type, lengths, max_tokens), 0.0, {}
     d_positive = denominator("token-mean", [n for n, value in zip(lengths, values_B, strict=True) if value > 0])
     for start, end in pairwise([sum(sizes[:k]) for k in range(len(sizes) + 1)]):

@@ -237,7 +237,8 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     export_model(make_model("qwen3", tied=True), make_tokenizer(), source, dtype=torch.float32)
     upstream = {
         "kind": "sft", "digest": "d1g3st", "fingerprint": "f1", "metrics": {"validation/accuracy": 0.5},
-        "info": {"model": "final", "step": 12, "dtype": "float32"}, "inputs": {"prepare": {"digest": "d4ta", "fingerprint": "f0"}},
+        "info": {"model": "final", "step": 12, "dtype": "float32"},
+        "inputs": {"prepare": {"digest": "d4ta", "fingerprint": "f0"}},
     }  # fmt: skip
     stage = Stage(
         path=stage_path,
