@@ -143,7 +143,9 @@ class Grpo(Algorithm):
             difference, mismatch = _engine_difference(micro, _rows(fixed.old, micro))
             return Loss(value, add_metrics(add_metrics(policy.metrics, mismatch), correction), difference)
 
-        wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else "value")
+        wants = Wants(
+            config.temperature, entropy="gradient" if config.entropy_coeff else "value" if config.log_entropy else ""
+        )
         return Update(chosen, loss, wants, has_constant_gradient=self._is_constant(fixed))
 
     def _is_constant(self, fixed: _Fixed) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cosmos_core.checkpoint.pinned import pinned_model, pinned_step
+from cosmos_core.config.compose import source_of
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
@@ -65,7 +66,7 @@ def _export(stage: Stage, step: int) -> Outcome:
     checks = prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
     if adapter:
         checks.append(_prove_copy(adapter, target))
-    logger.info("exported %s in %s; checks: %s", target, dtype_name, ", ".join(checks))
+    logger.info("exported %s %s; checks: %s", target, _precision(stage), ", ".join(checks))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype_name}
     if adapter:
@@ -82,7 +83,7 @@ def model_card(stage: Stage, loader: str) -> str:
     lines += [f"# {stage.run_path.name}/{stage.name}", ""]
     lines += [f"- Base model: `{base}`", f"- Run: `{stage.run_path.name}`"]
     lines += [
-        f"- Precision: {stage.recipe.train.param_dtype}",
+        f"- Precision: {_precision(stage)}",
         f"- Fingerprint of this stage: `{stage.fingerprint}`",
         "",
     ]
@@ -110,8 +111,19 @@ def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
 
 def _trained_step(stage: Stage) -> int:
     """Return the steps that the model was trained, as the stage that it comes from says; 0 for a base model."""
-    upstream = stage.inputs.get(stage.config.model.removeprefix("stage:"), {})
-    return int(upstream.get("info", {}).get("step", 0))
+    return int(_upstream_info(stage).get("step", 0))
+
+
+def _precision(stage: Stage) -> str:
+    """Return the dtype of the export, and what it was cast from where it was trained in another."""
+    dtype, trained = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
+    return dtype if trained in {"", dtype} else f"{dtype}, cast from {trained}, in which it was trained"
+
+
+def _upstream_info(stage: Stage) -> Mapping[str, Any]:
+    """Return what the stage that the model comes from says of it; nothing for a base model."""
+    found: Mapping[str, Any] = stage.inputs.get(str(source_of(stage.config.model)), {}).get("info", {})
+    return found
 
 
 def _adapter_files(stage: Stage) -> dict[str, bytes]:

@@ -141,7 +141,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline)
     pipeline = _in_one_folder(pipeline)
-    return _absolute(_sorted(_with_prepared_data(pipeline)))
+    return _absolute(_in_trained_precision(_sorted(_with_prepared_data(pipeline))))
 
 
 def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
@@ -280,6 +280,18 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
             stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)})
         )
     return _with_stages(ordered, complete)
+
+
+def _in_trained_precision(pipeline: Pipeline) -> Pipeline:
+    """An export whose recipe names no `train.param_dtype` is in that of the stage whose model it publishes."""
+    recipes = dict(pipeline.recipes)
+    for stage in pipeline.stages:
+        kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
+        is_export = kind.makes == "model" and not kind.trains
+        if is_export and source and "param_dtype" not in recipe.train.model_fields_set:
+            trained = recipes[source].train.param_dtype
+            recipes[stage.name] = recipe.derived(train=recipe.train.derived(param_dtype=trained))
+    return replace(pipeline, recipes=recipes)
 
 
 def _in_order(pipeline: Pipeline) -> list[StageConfig]:

@@ -129,7 +129,7 @@ class ModelAdapter(Protocol):
         ...
 
     def cost(self, sample: Any) -> int:
-        """Return what a sample costs in a micro-batch: samples of like cost go together."""
+        """Return what a sample costs, in tokens: micro-batches have samples of like cost, and throughput counts it."""
         ...
 
     def group(self, sample: Any) -> int:
@@ -167,8 +167,4 @@ class ModelAdapter(Protocol):
         Raises:
             ModelError: the model does more than its parallel plan covers.
         """
-        ...
-
-    def size(self, sample: Any) -> int:
-        """Return how many tokens a sample counts in throughput."""
         ...

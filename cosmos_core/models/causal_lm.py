@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,12 @@ from cosmos_core.models.pipelined import Pipelined
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.prove import prove_export
 from cosmos_core.models.scorer import Scorer, Wants
-from cosmos_core.models.sequential import Sequential
+from cosmos_core.models.sequential import Sequential, forward_context
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.parallel.context import apply_cp, gather_chosen, shard_rows
 from cosmos_core.parallel.expert import apply_ep
-from cosmos_core.parallel.fsdp import apply_fsdp, fill, without_weights
+from cosmos_core.parallel.fsdp import apply_fsdp, fill, gathers_casts, without_weights
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.parallel.tensor import apply_tp, prove_split
@@ -89,7 +90,10 @@ class CausalLM:
         self.whole = without_weights(model) if mesh else None
         self._train, self._reading = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
-        self._is_packed = (train.sequence_packing and reading.vision is None) or bool(mesh and mesh.context)
+        packs = train.sequence_packing
+        if packs is None:
+            packs = self.device.type == "cuda" or not train.compile
+        self._is_packed = (packs and reading.vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and reading.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner: Sequential | Pipelined = self._parallelize()
@@ -116,10 +120,6 @@ class CausalLM:
 
     def cost(self, sample: Sample) -> int:
         """See `ModelAdapter.cost`: tokens, because rows of like length need little padding."""
-        return len(sample.input_ids)
-
-    def size(self, sample: Sample) -> int:
-        """See `ModelAdapter.size`."""
         return len(sample.input_ids)
 
     def group(self, sample: Sample) -> int:
@@ -186,7 +186,8 @@ class CausalLM:
     def prove(self) -> None:
         """See `ModelAdapter.prove`: a model may do more than what its tensor-parallel plan covers."""
         if self.mesh and self.mesh.tensor:
-            prove_split(self.model, self.runner.roots, self.mesh.tensor)
+            with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
+                prove_split(self.model, self.runner.roots, self.mesh.tensor)
             self.runner.reshard()
 
     def _parallelize(self) -> Sequential | Pipelined:
@@ -225,13 +226,20 @@ class CausalLM:
         """Make the model take rows end to end; where it cannot, rows are padded."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
-        reason = enable_packing(self.model, runner.roots if mesh else (), compute_dtype)
+        roots = runner.roots if mesh else ()
+        reason = enable_packing(self.model, roots, compute_dtype, is_gathered_in_it=self._is_gathered_cast)
         runner.reshard()
-        if reason and mesh and (key := "cp_size" if mesh.context else "pp_size" if mesh.pipeline else ""):
-            raise ModelError(f"policy.parallelism.{key} = {getattr(mesh.sizes, key)}: {reason}; set it to 1")
+        if reason and mesh and mesh.context:
+            raise ModelError(f"policy.parallelism.cp_size = {mesh.sizes.cp_size}: {reason}; set it to 1")
         if reason:
-            logger.warning("train.sequence_packing: rows are padded, because %s", reason)
+            level = logging.WARNING if self._train.sequence_packing else logging.INFO
+            logger.log(level, "train.sequence_packing: rows are padded, because %s", reason)
             self._is_packed = False
+
+    @property
+    def _is_gathered_cast(self) -> bool:
+        """Return whether blocks have their weights in `param_dtype` alone, and run under its autocast alone."""
+        return bool(self.mesh and self.mesh.fsdp) and gathers_casts(self._train)
 
     def _row_length(self, length: int) -> int:
         """Return how long to make rows of `length`: as kernels like it, and a multiple of the ranks of a context."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,12 +55,6 @@ def cut_to(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
         yield
     finally:
         holder._modules[name] = layers
-
-
-def first_layers(text: str) -> FirstLayers | None:
-    """Read what `json.dumps` wrote of one."""
-    found = json.loads(text)
-    return None if found is None else FirstLayers(*found)
 
 
 def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:

@@ -31,6 +31,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.models.scorer import has_no_data
 from cosmos_core.models.shapes import filled
+from cosmos_core.parallel.mesh import any_on_ranks
 
 NAME = "packed_sdpa"
 _NAMES = {"sdpa": NAME, "eager": "packed_eager"}
@@ -45,12 +46,17 @@ logger = logging.getLogger(__name__)
 
 
 def enable_packing(
-    model: PreTrainedModel, roots: Sequence[nn.Module] = (), compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    roots: Sequence[nn.Module] = (),
+    compute_dtype: torch.dtype | None = None,
+    *,
+    is_gathered_in_it: bool = False,
 ) -> str:
     """Make `model` understand rows end to end (`data.batch.packed_bounds`, restarting `position_ids`).
 
     `roots`: of a model that is split over ranks, the modules to call in its place; all ranks must call this.
-    `compute_dtype`: of autocast in training, which decides about the kernel; None: that of the weights. Returns why it
+    `compute_dtype`: of autocast in training, which decides about the kernel; None: that of the weights.
+    `is_gathered_in_it`: FSDP gathers the weights in `compute_dtype`, so nothing else can be computed. Returns why it
     cannot, and leaves the model as it was; an empty string: it can.
     """
     text = model.config.get_text_config()
@@ -64,9 +70,11 @@ def enable_packing(
         _set_attention(model, _NAMES[plain])
         return ""
     has_kernel = model.device.type == _VARLEN_DEVICE
-    for dtype in dict.fromkeys([model.dtype, *([compute_dtype] if has_kernel and compute_dtype else [])]):
+    dtypes = [] if is_gathered_in_it else [model.dtype]
+    for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, plain)
-        if not _is_exact(model, roots, plain, dtype):
+        differs = not _is_exact(model, roots, plain, dtype)
+        if any_on_ranks(differs) if roots else differs:  # ranks of a pipeline see layers of their own
             _set_attention(model, plain)
             return "packed sequences have other logits than separate ones"
     return ""

@@ -46,6 +46,8 @@ class StageModule(nn.Module):
         super().__init__()
         self.scorer = Scorer(model)
         self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
+        self.hidden_dtype = model.dtype
+        """Of what travels; where FSDP has gathered weights the model says theirs."""
         self.given: _Given | None = None
         self.names: list[str] = []
         """Of the outputs of the last stage: torch's schedules pass on tensors alone."""
@@ -76,7 +78,7 @@ class StageModule(nn.Module):
                 return tuple(found.values())
             hidden_BTH = self.scorer.hidden(inputs)
         missing = self.given.num_tokens - shape.numel()
-        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, missing)).to(self.scorer.model.dtype)
+        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, missing)).to(self.hidden_dtype)
 
 
 class Pipelined:
@@ -141,7 +143,8 @@ class Pipelined:
     def _schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
         """Torch's, for micro-batches of up to that many tokens."""
         config, model = self._model.config, self._model
-        like_PH = torch.empty(num_tokens, config.hidden_size, dtype=model.dtype, device="meta", requires_grad=True)
+        dtype = self.roots[0].hidden_dtype
+        like_PH = torch.empty(num_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
                 stage, stage.number, self._total, model.device, group=self._group,

@@ -1,7 +1,6 @@
 """Proof that an export is what was trained: its keys, its bytes, and a load by a fresh interpreter.
 
-A check is named in the result only when it ran. The fresh interpreter runs this same file as a program:
-`python -m cosmos_core.models.prove FOLDER PROBE`, and knows nothing but the folder and the probe tokens. Where
+A check is named in the result only when it ran. The fresh interpreter knows nothing but the folder and the probe. Where
 memory does not hold the model a second time, both sides compute with the first layers alone, as many as fit; keys and
 bytes are those of all layers, read again one tensor at a time.
 
@@ -14,18 +13,19 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import huggingface_hub
+import numpy as np
 import psutil
 import torch
+from pebble import ProcessPool
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -40,7 +40,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, first_layers, fitting, is_beyond
+from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, fitting, is_beyond
 from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
 
 _INDEX = "model.safetensors.index.json"
@@ -55,6 +55,17 @@ _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.0
 _MEMORY_SHARE = 0.8
 """Of the free memory, what copies of the model may take: files that are read go through it too."""
 _COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
+
+
+class Probe(NamedTuple):
+    """What both sides compute, and how."""
+
+    input_ids_BT: np.ndarray
+    dtype: torch.dtype
+    """Of the base of an adapter; everything else is float32."""
+    attention: str
+    num_threads: int
+    first: FirstLayers | None
 
 
 def prove_export(
@@ -76,7 +87,7 @@ def prove_export(
     """
     with merged(model):
         expected = revert_weight_conversion(model, plain_state(model))
-        checks = [_prove_keys(expected, target), _prove_bytes(expected, target, dtype)]
+        checks = _prove_files(expected, target, dtype)
         free = psutil.virtual_memory().available if memory is None else memory
         first = fitting(model, dtype, int(free * _MEMORY_SHARE))
         with cut_to(model, first):
@@ -88,9 +99,15 @@ def prove_export(
         return checks + _prove_adapter(model, merged_BTV, target, first)
 
 
-def _prove_keys(expected: dict[str, torch.Tensor], target: Path) -> str:
-    """Files hold the model's keys, no other, and of tied ones at least one; the index says where they are."""
-    found = {key: file.name for file in _weight_files(target) for key in _read(file, _keys)}
+def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
+    """Files hold the model's keys, no other, and of tied ones at least one; the index says where they are. Each tensor,
+    read again from disk, is the trainer's in `dtype`, bit for bit."""
+    found: dict[str, str] = {}
+    wrong: list[str] = []
+    for file, key, tensor in _tensors(target):
+        found[key] = file.name
+        if key in expected and not _same_bits(tensor, _cast(expected[key], dtype)):
+            wrong.append(key)
     aliases: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected.items():
         aliases.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
@@ -106,22 +123,23 @@ def _prove_keys(expected: dict[str, torch.Tensor], target: Path) -> str:
         raise StageFailed(
             f"export {target} failed the check 'keys': {_INDEX} does not match the files; run the stage again"
         )
-    return "keys"
-
-
-def _prove_bytes(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> str:
-    """Each tensor, read again from disk, is the trainer's in `dtype`, bit for bit."""
-
-    def compare(reader: safe_open) -> list[str]:
-        return [key for key in reader.keys() if not _same_bits(reader.get_tensor(key), _cast(expected[key], dtype))]  # noqa: SIM118
-
-    wrong = sorted(key for file in _weight_files(target) for key in _read(file, compare))
     if wrong:
         raise StageFailed(
-            f"export {target} failed the check 'bytes': {_some(wrong)} on disk is not what was trained; "
+            f"export {target} failed the check 'bytes': {_some(sorted(wrong))} on disk is not what was trained; "
             "it must not be used, check the disk and run the stage again"
         )
-    return "bytes"
+    return ["keys", "bytes"]
+
+
+def _tensors(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    for file in sorted(target.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as reader:
+                yield from ((file, key, reader.get_tensor(key)) for key in reader.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise StageFailed(
+                f"export file {file} is damaged ({error}); check the disk and run the stage again"
+            ) from error
 
 
 def _prove_reload(
@@ -162,19 +180,23 @@ def _prove_adapter(
 def _reloaded(model: PreTrainedModel, folder: Path, first: FirstLayers | None) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV of a fresh interpreter, and what its tokenizer does."""
     attention = model.config._attn_implementation or "sdpa"
-    about = {
-        "parent": str(os.getpid()),
-        "threads": str(torch.get_num_threads()),
-        "attention": attention.removeprefix("packed_"),  # of packed rows: the one that it is named after
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "layers": json.dumps(first),
-    }
-    with tempfile.TemporaryDirectory() as scratch:
-        probe = Path(scratch) / "probe.safetensors"
-        save_file({"input_ids": _probe_ids(model)}, probe, metadata=about)
-        _run_fresh_interpreter(folder, probe)
-        with safe_open(_logits_file(probe), framework="pt") as found:
-            return found.get_tensor("logits"), json.loads(found.metadata()["tokenizer"])
+    probe = Probe(
+        _probe_ids(model).numpy(),
+        model.dtype,
+        attention.removeprefix("packed_"),  # of packed rows: the one that it is named after
+        torch.get_num_threads(),
+        first,
+    )
+    failed = f"export {folder} failed the check 'reload'"
+    with ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
+        try:
+            logits_BTV, tokenizer = pool.schedule(compute_logits, (folder, probe), timeout=_RELOAD_SECONDS).result()
+        except TimeoutError:
+            raise StageFailed(f"{failed}: not loaded after {_RELOAD_SECONDS} s") from None
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+    return torch.from_numpy(logits_BTV), tokenizer
 
 
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
@@ -224,67 +246,52 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
     return output.logits.float().cpu()
 
 
-def _run_fresh_interpreter(target: Path, probe: Path) -> None:
-    source = str(Path(__file__).parents[2])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    command = [sys.executable, "-m", "cosmos_core.models.prove", str(target), str(probe)]
-    try:
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_RELOAD_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise StageFailed(f"export {target} failed the check 'reload': not loaded after {_RELOAD_SECONDS} s") from None
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        raise StageFailed(
-            f"export {target} failed the check 'reload': a fresh interpreter cannot load it: {lines[-1]}"
-        ) from error
+# What follows runs in the fresh interpreter.
+
+
+def _start(parent: int) -> None:
+    """Be killed when the trainer dies, whatever kills it, and ask nothing of the network."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 @torch.no_grad()
-def write_logits(folder: Path, probe: Path) -> None:
-    """Load the export as any user would, in the fresh interpreter, and write the logits of the probe beside it."""
-    with safe_open(probe, framework="pt") as reader:
-        about, input_ids_BT = reader.metadata(), reader.get_tensor("input_ids")
-    _die_with(int(about["parent"]))
-    torch.set_num_threads(int(about["threads"]))
+def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
+    """Load the export as any user would; return the logits BTV of the probe, and what the tokenizer does."""
+    torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _with_adapter(folder, about) if has_adapter else _whole(folder, about)
+    model = _with_adapter(folder, probe) if has_adapter else _whole(folder, probe)
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
-    logits_BTV = model.eval()(input_ids=input_ids_BT, use_cache=False).logits
-    save_file(
-        {"logits": logits_BTV.float().contiguous()}, _logits_file(probe), metadata={"tokenizer": json.dumps(tokenizer)}
-    )
+    logits_BTV = model.eval()(input_ids=torch.from_numpy(probe.input_ids_BT), use_cache=False).logits
+    return logits_BTV.float().numpy(), tokenizer
 
 
-def _whole(folder: Path, about: dict[str, str]) -> Any:
-    first = first_layers(about["layers"])
-    config = cut_config(AutoConfig.from_pretrained(folder), first)
+def _whole(folder: Path, probe: Probe) -> Any:
+    config = cut_config(AutoConfig.from_pretrained(folder), probe.first)
     loaded: Any = auto_class(config).from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation=about["attention"], output_loading_info=True
+        folder, config=config, dtype=torch.float32, attn_implementation=probe.attention, output_loading_info=True
     )
     model, loading = loaded
-    loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_beyond(str(key), first)}
+    loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_beyond(str(key), probe.first)}
     wrong = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
     if wrong:
         raise StageFailed(f"transformers found {wrong}")
     return model
 
 
-def _with_adapter(folder: Path, about: dict[str, str]) -> Any:
+def _with_adapter(folder: Path, probe: Probe) -> Any:
     """Return the base that the adapter names, rounded as in training, with the adapter on it."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
-    config = cut_config(AutoConfig.from_pretrained(source, revision=revision), first_layers(about["layers"]))
+    config = cut_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
-        source, config=config, revision=revision, dtype=getattr(torch, about["dtype"]),
-        attn_implementation=about["attention"],
-    )  # fmt: skip
+        source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention
+    )
     return PeftModel.from_pretrained(base, str(folder)).float()
 
 
@@ -300,37 +307,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if is_of_images else AutoModelForCausalLM
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the trainer dies, whatever kills it."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        sys.exit(1)
-
-
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
-
-
-def _weight_files(target: Path) -> list[Path]:
-    return sorted(target.glob("*.safetensors"))
-
-
-def _logits_file(probe: Path) -> Path:
-    return probe.with_name("logits.safetensors")
-
-
-def _keys(reader: safe_open) -> list[str]:
-    return list(reader.keys())
-
-
-def _read(file: Path, read: Callable[[safe_open], list[str]]) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as reader:
-            return read(reader)
-    except SafetensorError as error:
-        raise StageFailed(f"export file {file} is damaged ({error}); check the disk and run the stage again") from error
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -346,7 +324,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _some(names: list[str]) -> str:
     return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-if __name__ == "__main__":
-    write_logits(Path(sys.argv[1]), Path(sys.argv[2]))

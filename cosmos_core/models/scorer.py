@@ -79,7 +79,7 @@ class Scorer(nn.Module):
         *,
         wants: Wants = LOGPROBS,
         dtype: torch.dtype = torch.float32,
-        expected_N: Tensor | float | None = None,
+        expected_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return `logprobs` N of the chosen tokens and what else is wanted: `entropy` N, `top_logprobs` and `top_ids`
@@ -93,8 +93,8 @@ class Scorer(nn.Module):
                 s + 1 of row b, given those before it.
             wants: the outputs and their temperature.
             dtype: of the log-softmax.
-            expected_N: the derivative of the loss by each log-probability, if it is known; one number: by all alike. A
-                wrong guess costs time and changes nothing.
+            expected_N: the derivative of the loss by each log-probability, if it is known. A wrong guess costs time and
+                changes nothing.
             top_ids_NK: the ids whose `top_logprobs` are computed, such as the likeliest of a teacher, in place of the
                 model's own `wants.top_k`.
         """
@@ -107,7 +107,7 @@ class Scorer(nn.Module):
         size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
         num_top = wants.top_k if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, dtype, max(1, size // (4 * self.vocabulary)))
-        if isinstance(expected_N, Tensor):
+        if expected_N is not None:
             expected_N = expected_N.to(dtype)  # that of the derivative it is compared with
         weights = head.trained if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
@@ -169,30 +169,6 @@ class Scorer(nn.Module):
                 return False
             ours = self._head(hidden, {})
         return whole.shape == ours.shape and torch.allclose(whole, ours, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
-
-
-def sequence_logprobs(
-    model: PreTrainedModel,
-    input_ids_BT: Tensor,
-    attention_mask_BT: Tensor,
-    *,
-    temperature: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return the log-probability of tokens 1..T-1 given those before them: BS.
-
-    Padding may be on either side. Where a token or the one before it is padding the value is 0.
-    """
-    is_real_BT = attention_mask_BT.bool()
-    is_scored_BS = is_real_BT[:, 1:] & is_real_BT[:, :-1]
-    inputs = {
-        "input_ids": input_ids_BT,
-        "attention_mask": attention_mask_BT,
-        "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
-    }
-    chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
-    logprobs_N = Scorer(model)(inputs, chosen_N, wants=Wants(temperature), dtype=dtype)["logprobs"]
-    return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)
 
 
 def has_no_data(model: nn.Module) -> bool:
@@ -344,10 +320,10 @@ class _ChunkedScore(torch.autograd.Function):
         hidden_NH: Tensor,
         labels_N: Tensor,
         top_ids_NK: Tensor | None,
-        expected_N: Tensor | float | None,
+        expected_N: Tensor | None,
         *weights: Tensor,
     ) -> Any:
-        ctx.task, ctx.weights, ctx.is_one_number = task, weights, isinstance(expected_N, float)
+        ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
         is_known = expected_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
         gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
@@ -358,14 +334,12 @@ class _ChunkedScore(torch.autograd.Function):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
                 softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast))
                 found.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
-                if gradients:
-                    upstream_M = _expected(expected_N, chunk, found[-1]["logprobs"])
-                    gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": upstream_M}, None))
+                if gradients and expected_N is not None:
+                    gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": expected_N[chunk]}, None))
                 del softmax
         ctx.ahead = gradients.found() if gradients else None
-        ctx.number = expected_N if ctx.is_one_number else None
         outputs = {name: _joined([each[name] for each in found], name, task, hidden_NH) for name in task.names}
-        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), None if ctx.is_one_number else expected_N)
+        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), expected_N)
         ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable))
         return tuple(outputs.values())
 
@@ -374,10 +348,9 @@ class _ChunkedScore(torch.autograd.Function):
         task: _Task = ctx.task
         hidden_NH, labels_N, top_ids_NK, expected_N = ctx.saved_tensors
         given = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
-        expected = ctx.number if ctx.is_one_number else expected_N
         ahead, ctx.ahead = ctx.ahead, None
         # One comparison on the device and one value read from it; a guess that is only near would change the gradient.
-        if ahead is not None and bool((given["logprobs"] == expected).all()):
+        if ahead is not None and bool((given["logprobs"] == expected_N).all()):
             return None, ahead[0], None, None, None, *ahead[1:]
         del ahead
         with _autocast(hidden_NH.device, ctx.compute_dtype):
@@ -433,13 +406,6 @@ class _Gradients:
         """Return the gradients in the order of the inputs."""
         totals = self._of_weights or [torch.zeros_like(weight) for weight in self._weights]
         return (self._of_hidden, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
-
-
-def _expected(expected_N: Tensor | float | None, chunk: slice, like_M: Tensor) -> Tensor:
-    if isinstance(expected_N, Tensor):
-        return expected_N[chunk].to(like_M.dtype)
-    assert expected_N is not None
-    return torch.full_like(like_M, expected_N)
 
 
 def _joined(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,8 @@ from cosmos_core.models.offload import activations_on_cpu
 from cosmos_core.models.scorer import Wants
 from cosmos_core.parallel.fsdp import reshard
 
-
-class Forward(Protocol):
-    """Gives the wanted outputs for a batch."""
-
-    def __call__(self, batch: Any, wants: Wants) -> dict[str, Tensor]:
-        """Return the outputs by name."""
-        ...
+Forward = Callable[[Any, Wants], dict[str, Tensor]]
+"""Gives the wanted outputs for a batch, by name."""
 
 
 class Sequential:

@@ -33,19 +33,28 @@ T = TypeVar("T", bound=Tensor)
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def settings(train: TrainConfig) -> dict[str, Any]:
-    """Return what `[train]` says of sharding as arguments of `fully_shard`."""
-    found: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=getattr(torch, train.fsdp_reduce_dtype))}
+def settings(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
+    """Return what `[train]` says of sharding as arguments of `fully_shard`; `casts`: weights are gathered in
+    `param_dtype`, in which autocast would multiply them."""
+    param_dtype = getattr(torch, train.param_dtype) if casts and gathers_casts(train) else None
+    policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
+    found: dict[str, Any] = {"mp_policy": policy}
     if train.fsdp_offload:
         found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     return found
+
+
+def gathers_casts(train: TrainConfig) -> bool:
+    """Return whether a block has other weights in its forward pass than outside of it: it computes under autocast."""
+    return train.param_dtype != train.master_dtype
 
 
 def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
 
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
-    its backward pass, because the head is applied and differentiated apart from the model's own forward.
+    its backward pass, because the head is applied and differentiated apart from the model's own forward; it is gathered
+    as it is, because the sums over layers begin and end with it.
     """
     if mesh.fsdp is None:
         return
@@ -60,11 +69,11 @@ def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: Train
     def placement(parameter: nn.Parameter) -> Shard | None:
         return inside(shards, parameter) if parameter in tensor_parallel else None
 
-    options = {"mesh": mesh.fsdp, "ignored_params": own, "shard_placement_fn": placement, **settings(train)}
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": own, "shard_placement_fn": placement}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=frees, **options)
-    fully_shard(root, reshard_after_forward=False, **options)
+        fully_shard(block, reshard_after_forward=frees, **options, **settings(train))
+    fully_shard(root, reshard_after_forward=False, **options, **settings(train, casts=False))
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
         if isinstance(module, FSDPModule):

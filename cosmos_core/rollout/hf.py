@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.scorer import sequence_logprobs
+from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
     Bucket,
@@ -94,8 +94,9 @@ class HfEngine:
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See `Engine.logprobs`."""
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference():
-            found: list[float] = sequence_logprobs(self._model, input_ids, torch.ones_like(input_ids))[0].tolist()
+            found: list[float] = Scorer(self._model)(inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
         return found
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:

@@ -7,7 +7,7 @@ state of the group source: a resumed run goes on with the same samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,36 +23,17 @@ from cosmos_core.rollout.groups import Dynamic, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
 
 
-class Feed(Protocol):
-    """Gives the samples of one train step after the other."""
+class Feed:
+    """Gives the samples of one train step after the other; those here are numbered, and `samples` gives each."""
 
     total_steps: int | None
     """Train steps until the data ends; None: unknown before it does."""
-    steps_per_epoch: int
-
-    def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step and metrics about them; None: the data has ended."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep, JSON values: the next step, and what was read ahead."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        ...
-
-
-class StepFeed:
-    """A feed whose steps are numbered and known beforehand; `samples` gives each."""
-
-    total_steps: int | None
     steps_per_epoch: int
     step = 0
     """The next train step, counted from 0."""
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """See `Feed.next`."""
+        """Return the samples of the next train step and metrics about them; None: the data has ended."""
         if self.total_steps is not None and self.step >= self.total_steps:
             return None
         found = self.samples(self.step)
@@ -64,11 +45,11 @@ class StepFeed:
         raise NotImplementedError(type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Feed.state_dict`."""
+        """Return what a checkpoint has to keep, JSON values: the next step, and what was read ahead."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Feed.load_state_dict`."""
+        """Go on from what `state_dict` returned."""
         self.step = int(state["step"])
 
 
@@ -94,13 +75,14 @@ def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | N
     if not policy.balances_tokens:
         return None
     assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # the schema asks for it
+    is_packed = bool(train.sequence_packing)  # where the model decides, the budget is for either
     return BalancedSteps(
-        _pair_lengths(rows, is_packed=train.sequence_packing) if isinstance(rows, Pairs) else rows.lengths,
+        _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
         Budget(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
-            is_packed=train.sequence_packing,
+            is_packed=is_packed,
             prefers_closest=policy.load_balanced_batching_strategy == "prefer_closest",
         ),
         batches_per_step=policy.load_balanced_batches_per_optimizer_step,
@@ -123,7 +105,7 @@ def micro_batch_tokens(recipe: Recipe) -> int:
     return policy.load_balanced_max_tokens_for_batch or rows * recipe.policy.model_max_length
 
 
-class RowFeed(StepFeed):
+class RowFeed(Feed):
     """Prepared rows in an order that is a pure function of seed, epoch and position."""
 
     def __init__(self, rows: Sequences | Pairs, recipe: Recipe) -> None:
@@ -201,7 +183,7 @@ class PairFeed(RowFeed):
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-class RolloutFeed(StepFeed):
+class RolloutFeed(Feed):
     """Scored groups of completions, turned into samples by the algorithm's credit rule."""
 
     def __init__(self, prompts: Prompts, source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:

@@ -114,7 +114,7 @@ class Loop:
         if self.average:
             self.average.update(self.step)
         seconds = time.perf_counter() - began
-        num_tokens = sum(self.trainer.adapter.size(sample) for sample in samples)
+        num_tokens = sum(self.trainer.adapter.cost(sample) for sample in samples)
         return metrics | {
             **learning_rates,
             "tokens": float(num_tokens),

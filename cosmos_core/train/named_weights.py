@@ -18,47 +18,23 @@ class NamedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._sets: dict[str, dict[str, Tensor]] = {}
-        self._unchanged: set[str] = set()
-        """Sets that are the policy's weights as long as nothing changes these."""
-
-    @property
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return each set's tensors by the name of their parameter."""
-        self.policy_will_change()
-        return self._sets
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sets or name in self._unchanged
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        """Of each set, by the name of their parameter."""
 
     def add(self, name: str, dtype: torch.dtype | None = None) -> None:
-        """Begin a set with the policy's weights, in `dtype` (None: theirs); it is copied before these change."""
-        if dtype is None:
-            self._unchanged.add(name)
-        else:
-            self._sets[name] = {n: weight.to(dtype, copy=True) for n, weight in self.policy.items()}
-
-    def drop(self, name: str) -> None:
-        """Forget a set."""
-        self._unchanged.discard(name)
-        self._sets.pop(name, None)
+        """Begin a set with a copy of the policy's weights, in `dtype` (None: theirs)."""
+        self.tensors[name] = {n: weight.to(dtype or weight.dtype, copy=True) for n, weight in self.policy.items()}
 
     def reset(self, name: str) -> None:
         """Make a set what the policy is now."""
         for n, weight in self.policy.items():
             self.tensors[name][n].copy_(weight)
 
-    def policy_will_change(self) -> None:
-        """Copy the sets that were the policy's weights until now."""
-        for name in self._unchanged:
-            self._sets[name] = {n: weight.clone() for n, weight in self.policy.items()}
-        self._unchanged.clear()
-
     @torch.no_grad()
     def lerp(self, name: str, weight: float) -> None:
         """Move a set towards the policy: set + weight * (policy - set)."""
         for n, tensor in self.policy.items():
-            average = self._sets[name][n]
+            average = self.tensors[name][n]
             average.lerp_(tensor.to(average.dtype), weight)
 
     @property
@@ -72,12 +48,12 @@ class NamedWeights:
 
         Tensors of the policy's dtype are swapped one by one; others are copied, because a cast loses bits.
         """
-        if name == "policy" or name in self._unchanged:
+        if name == "policy":
             yield
             return
         kept: dict[str, Tensor] = {}
         for n, weight in self.policy.items():
-            other = self._sets[name][n]
+            other = self.tensors[name][n]
             if other.dtype == weight.dtype:
                 _exchange(weight, other)
             else:
@@ -90,12 +66,12 @@ class NamedWeights:
                 if n in kept:
                     weight.copy_(kept[n])
                 else:
-                    _exchange(weight, self._sets[name][n])
+                    _exchange(weight, self.tensors[name][n])
 
     def copy_to_policy(self, name: str) -> None:
         """Overwrite the policy's weights with a set."""
         for n, weight in self.policy.items():
-            weight.copy_(self._sets[name][n])
+            weight.copy_(self.tensors[name][n])
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:

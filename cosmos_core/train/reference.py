@@ -40,10 +40,10 @@ def asks_once(recipe: Recipe) -> bool:
 
 
 def pair_logprobs(trainer: Trainer, pairs: Pairs, positions: np.ndarray, size: int) -> np.ndarray:
-    """Return the log-probabilities of the chosen and rejected responses at `positions` under the reference policy, sums
+    """Return the log-probabilities of the chosen and rejected responses at `positions` under the policy as it is, sums
     over their learned tokens: N x 2, float64; `size` pairs per forward pass."""
     samples = [sample for i in positions for sample in pair_samples(pairs, int(i), None)]
-    rows = trainer.evaluate(samples, weights=NAME, size=2 * size)
+    rows = trainer.evaluate(samples, size=2 * size)
     sums = [row["logprobs"].sum(dtype=torch.float64) for row in rows]
     return torch.stack(sums).cpu().numpy().reshape(-1, 2)
 

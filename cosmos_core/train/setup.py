@@ -68,8 +68,6 @@ def train(stage: Stage) -> Trained:
         generation = Generation(stage, trainer, stack)
         feed = _feed(stage, trainer, algorithm, generation)
         measure = _measure(stage, trainer, algorithm, generation)
-        if policy.scores_rows_once:
-            trainer.named.drop(REFERENCE)
         loop = Loop(
             stage, trainer, feed, algorithm, _checkpointer(stage, stack),
             publish=generation.publish if has_rollouts else _publish_nothing,
@@ -85,8 +83,10 @@ def open_trainer(stage: Stage) -> Trainer:
     """Return the trainer of a stage's model, with the weights that the algorithm asks for beside the policy's."""
     stage.progress.phase("load")
     trainer = Trainer(open_causal_lm(stage), stage.recipe.train, stage.progress)
-    for name in stage.recipe.train.train_policy.named_weights if stage.kind.trains else ():
-        trainer.named.add(name)
+    policy = stage.recipe.train.train_policy
+    if stage.kind.trains and not policy.scores_rows_once:  # that is done before the policy differs from them
+        for name in policy.named_weights:
+            trainer.named.add(name)
     return trainer
 
 
@@ -98,7 +98,9 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     if export is None:
         return Outcome()
     others = [name for name in (SAMPLES, REFERENCE) if (stage.path / name).exists()]
-    info: dict[str, JsonValue] = {"model": folder, "step": trained.step, "checks": list(export.checks)}
+    info: dict[str, JsonValue] = {
+        "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
+    }  # fmt: skip
     if export.adapter:
         info["adapter"] = f"{folder}/{export.adapter}"
     if trained.best is not None:

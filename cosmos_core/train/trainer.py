@@ -87,7 +87,6 @@ class Trainer:
             raise StageFailed(
                 f"loss = {loss}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
             )
-        self.named.policy_will_change()
         self.optimizer.step()
         return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values)}
 

@@ -117,14 +117,14 @@ def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
 
 
 @changes(
-    (Change("train.train_policy.mini_batch", 4, EAGER), [4, 4]),
-    (Change("train.train_policy.mini_batch", 4, EAGER_GRPO), [4, 4]),
-    (Change("train.sequence_packing", True, EAGER), [1, 1, 1, 1]),
+    (Change("train.train_policy.mini_batch", 4, EAGER), [1, 1]),
+    (Change("train.train_policy.mini_batch", 4, EAGER_GRPO), [1, 1]),
+    (Change("train.sequence_packing", False, EAGER), [2, 2, 2, 2]),
 )
 def test_it_changes_the_rows_of_a_forward_pass(
     change: Change, expected: list[int], model: Path, tmp_path: Path
 ) -> None:
-    assert train_passes(change.before, model, tmp_path) == [2, 2, 2, 2]
+    assert train_passes(change.before, model, tmp_path) == [1, 1, 1, 1]
     assert train_passes(change.after, model, tmp_path) == expected
 
 
@@ -145,8 +145,8 @@ def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, mod
         row_metrics(rank, sft(), rows, None, recipe, Progress(tmp_path / "progress.json"))
         return passes.rows
 
-    assert passes(change.before) == [2, 2, 2, 2]
-    assert passes(change.after) == [8]
+    assert passes(change.before) == [1, 1, 1, 1]
+    assert passes(change.after) == [1]
 
 
 @changes(Change("policy.model_revision", "v2"))
@@ -175,3 +175,13 @@ def test_it_flattens_the_distribution_that_is_trained(change: Change, model: Pat
         return rank.update(update)["entropy"]
 
     assert entropy(change.after) > entropy(change.before) + 0.1
+
+
+@changes(Change("train.train_policy.log_entropy", False, EAGER_GRPO))
+def test_it_changes_whether_the_entropy_is_computed(change: Change, model: Path, tmp_path: Path) -> None:
+    def computed(recipe: Recipe) -> tuple[str, bool]:
+        (update,) = grpo(recipe.train.train_policy).updates(samples(), NoView())
+        return update.wants.entropy, "entropy" in rank_of(recipe, model, tmp_path).update(update)
+
+    assert computed(change.before) == ("value", True)
+    assert computed(change.after) == ("", False)

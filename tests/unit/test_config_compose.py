@@ -370,3 +370,19 @@ def test_a_run_has_one_folder_that_stages_may_name_and_not_two(tmp_path: Path) -
     )
     one = load(tmp_path, CHAIN, "sft.train.output_dir=a", "grpo.train.output_dir=b", "pipeline.output_dir=c")
     assert one.output_dir == Path("c")
+
+
+def test_an_export_has_the_precision_of_its_training_unless_its_recipe_names_one(tmp_path: Path) -> None:
+    (tmp_path / "fp32.toml").write_text('[train]\nparam_dtype = "float32"\ntrain_policy.type = "sft"\n')
+    published = 'kind = "export"\nafter = "sft"\nmodel = "stage:sft"\n'
+    pipeline = load(
+        tmp_path,
+        stages(
+            'name = "sft"\nkind = "sft"\nrecipe = "fp32.toml"',
+            f'name = "same"\n{published}',
+            f'name = "half"\n{published}overrides.train.param_dtype = "bfloat16"',
+            'name = "again"\nkind = "export"\nafter = "same"\nmodel = "stage:same"',
+        ),
+    )
+    found = {name: pipeline.recipes[name].train.param_dtype for name in ("same", "half", "again")}
+    assert found == {"same": "float32", "half": "bfloat16", "again": "float32"}

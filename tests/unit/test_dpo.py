@@ -106,7 +106,6 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         config = recipe(split)
         rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
         score_in(rank, torch.float64)
-        rank.named.add("reference")
         feed = PairFeed(pairs, config)
         feed.reference = reference.pair_logprobs(rank, pairs, np.arange(len(pairs)), 3)
         moved(rank.adapter.model)

@@ -85,13 +85,12 @@ def test_frozen_weights_have_no_average() -> None:
     assert list(named.tensors["ema"]) == ["0.weight", "0.bias"]
 
 
-def test_the_reference_is_the_policy_until_that_changes_and_then_what_it_was() -> None:
+def test_the_reference_is_what_the_policy_was() -> None:
     model = single_weight()
     named = NamedWeights(model)
     named.add("reference")
     with named.use("reference"):
         assert model.weight.item() == 1.0
-    named.policy_will_change()
     with torch.no_grad():
         model.weight.fill_(2.0)
     with named.use("reference"):
@@ -100,10 +99,3 @@ def test_the_reference_is_the_policy_until_that_changes_and_then_what_it_was() -
     named.reset("reference")
     with named.use("reference"):
         assert model.weight.item() == 2.0
-
-
-def test_a_set_that_is_dropped_before_the_policy_changes_is_never_copied() -> None:
-    named = NamedWeights(single_weight())
-    named.add("reference")
-    named.drop("reference")
-    assert named.tensors == {} and "reference" not in named

@@ -237,7 +237,8 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     export_model(make_model("qwen3", tied=True), make_tokenizer(), source, dtype=torch.float32)
     upstream = {
         "kind": "sft", "digest": "d1g3st", "fingerprint": "f1", "metrics": {"validation/accuracy": 0.5},
-        "info": {"model": "final", "step": 12}, "inputs": {"prepare": {"digest": "d4ta", "fingerprint": "f0"}},
+        "info": {"model": "final", "step": 12, "dtype": "float32"},
+        "inputs": {"prepare": {"digest": "d4ta", "fingerprint": "f0"}},
     }  # fmt: skip
     stage = Stage(
         path=stage_path,
@@ -262,6 +263,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     card = (target / "README.md").read_text()
     for line in [
         "base_model: Qwen/Qwen3-0.6B", "- Run: `20260101000000`", "- digest: `d1g3st`", "- made from `prepare`: `d4ta`",
+        "- Precision: bfloat16, cast from float32, in which it was trained",
         "| validation/accuracy | 0.5 |", 'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")',
     ]:  # fmt: skip
         assert line in card.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,13 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import packed_bounds, rows_of
+from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
 from cosmos_core.models.packing import NAME, enable_packing, varlen_obstacle
+from cosmos_core.run.progress import Progress
+from tests.unit.trainers import trainer_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -115,6 +120,25 @@ def test_families_that_mix_what_is_packed_keep_the_padding() -> None:
     flex = make(*FAMILIES["full"], attention="flex_attention")
     assert enable_packing(flex) == "attention is computed by 'flex_attention'"
     assert NAME not in {model.config._attn_implementation, flex.config._attn_implementation}
+
+
+def test_rows_are_packed_by_default_unless_the_model_mixes_them_or_blocks_are_compiled_for_a_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def width(config: Qwen3Config | PhimoeConfig, **train: Any) -> tuple[int, ...]:
+        model = make(Qwen3ForCausalLM if isinstance(config, Qwen3Config) else PhimoeForCausalLM, config).float()
+        trainer = trainer_of(model, TrainConfig(**train), 0, Progress(tmp_path / "progress.json"))
+        ids = [row.numpy() for row in rows()]
+        samples = [Sample(each, np.ones(len(each), dtype=np.uint8)) for each in ids]
+        return tuple(trainer.adapter.collate(samples, range(4), samples[0]).inputs["input_ids"].shape)
+
+    mixing = PhimoeConfig(**SIZES, sliding_window=4000, num_local_experts=2)
+    assert width(FAMILIES["full"][1], compile=False, param_dtype="float32") == (1, 23)
+    assert width(FAMILIES["full"][1], compile=True, param_dtype="float32") == (4, 12)
+    with caplog.at_level("INFO", "cosmos_core"):
+        assert width(mixing, compile=False, param_dtype="float32") == (4, 12)
+        assert width(mixing, compile=False, param_dtype="float32", sequence_packing=True) == (4, 12)
+    assert [record.levelname for record in caplog.records if "rows are padded" in record.message] == ["INFO", "WARNING"]
 
 
 def test_a_family_whose_attention_is_not_told_its_window_keeps_the_padding() -> None:

@@ -15,7 +15,6 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.scorer import sequence_logprobs
 from cosmos_core.rollout import publish
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, generate
 from cosmos_core.rollout.groups import Sync
@@ -24,6 +23,7 @@ from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import sequence_logprobs
 
 PROMPTS = [Prompt(i, (i, 7), "", "") for i in range(5)]
 SAMPLING = Sampling(num_completions=2)

@@ -21,12 +21,12 @@ from transformers import (
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.scorer import sequence_logprobs
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
 from cosmos_core.rollout.hf import HfEngine, draw, processed_logprobs
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import sequence_logprobs
 
 PROMPTS = [Prompt(id=i, token_ids=tuple((13 * i + 7 * j) % 250 for j in range(3 + 2 * i)), text="", reference="")
            for i in range(5)]  # fmt: skip

@@ -26,7 +26,8 @@ from transformers import (
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.recompute import recompute
-from cosmos_core.models.scorer import Scorer, Wants, chunk_bytes, sequence_logprobs
+from cosmos_core.models.scorer import Scorer, Wants, chunk_bytes
+from tests.unit.trainers import sequence_logprobs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -140,27 +141,24 @@ def test_a_head_that_says_nothing_is_uniform(model: PreTrainedModel) -> None:
         assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
 
 
-GUESSES = {"unknown": None, "one number": -0.25, "a wrong number": -0.3, "each": "right", "each, one wrong": "wrong"}
+GUESSES = ("unknown", "right", "one wrong")
+DERIVATIVE = torch.linspace(-1, 2, len(CHOSEN)).double()
 
 
-def guessed(guess: str | float | None, derivative: Tensor) -> Tensor | float | None:
-    if not isinstance(guess, str):
-        return guess
-    return derivative if guess == "right" else torch.cat([derivative[:-1], derivative[-1:] * (1 + 1e-15)])
+def guessed(guess: str) -> Tensor | None:
+    wrong = torch.cat([DERIVATIVE[:-1], DERIVATIVE[-1:] * (1 + 1e-15)])
+    return {"unknown": None, "right": DERIVATIVE, "one wrong": wrong}[guess]
 
 
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, guess: str) -> None:
-    is_each = guess.startswith("each")
-    derivative = torch.linspace(-1, 2, len(CHOSEN)).double() if is_each else torch.full((len(CHOSEN),), -0.25).double()
     found = scorer_of(model)(
-        inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64,
-        expected_N=guessed(GUESSES[guess], derivative),
-    )  # fmt: skip
+        inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64, expected_N=guessed(guess)
+    )
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
-    ours = gradients(model, (derivative * found["logprobs"]).sum())
-    assert_close(ours, gradients(model, (derivative * theirs["logprobs"]).sum()))
+    ours = gradients(model, (DERIVATIVE * found["logprobs"]).sum())
+    assert_close(ours, gradients(model, (DERIVATIVE * theirs["logprobs"]).sum()))
 
 
 @pytest.mark.parametrize("guess", GUESSES)
@@ -169,13 +167,10 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel, 
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
     model.get_output_embeddings().register_forward_hook(lambda *_: runs.append(1))
-    derivative = torch.linspace(-1, 2, len(CHOSEN)) if guess.startswith("each") else torch.full((len(CHOSEN),), -0.25)
-    derivative = derivative.double()
-    settings: dict[str, Any] = {"dtype": torch.float64, "expected_N": guessed(GUESSES[guess], derivative)}
-    is_right = guess in {"one number", "each"}
-    for wants, count in ((Wants(), 3 if is_right else 6), (Wants(top_k=2), 6)):  # eight tokens are three chunks
+    settings: dict[str, Any] = {"dtype": torch.float64, "expected_N": guessed(guess)}
+    for wants, count in ((Wants(), 3 if guess == "right" else 6), (Wants(top_k=2), 6)):  # eight tokens are three chunks
         runs.clear()
-        (derivative * scorer(inputs(), CHOSEN, wants=wants, **settings)["logprobs"]).sum().backward()
+        (DERIVATIVE * scorer(inputs(), CHOSEN, wants=wants, **settings)["logprobs"]).sum().backward()
         assert len(runs) == count
 
 
@@ -196,13 +191,13 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
 
 def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        found = scorer_of(model)(inputs(), CHOSEN, expected_N=-0.25)
+        found = scorer_of(model)(inputs(), CHOSEN, expected_N=DERIVATIVE)
     assert list(found) == ["logprobs"] and not found["logprobs"].requires_grad
 
 
 def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
     wants = Wants(entropy="gradient", top_k=3, is_top=True)
-    found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, expected_N=-0.25)
+    found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, expected_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
         "top_ids": ((0, 3), torch.int64), "is_top": ((0,), torch.float64),
@@ -256,10 +251,11 @@ def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> N
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
     found = {}
-    for expected in (None, -0.25):
+    for is_known in (False, True):
+        expected = torch.full((len(CHOSEN),), -0.25) if is_known else None
         with torch.autocast("cpu", torch.bfloat16):
             logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]
-        found[expected] = gradients(model, -0.25 * logprobs.sum())
+        found[is_known] = gradients(model, -0.25 * logprobs.sum())
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(**inputs()).logits[:, :-1].reshape(-1, 500)[CHOSEN].float()
     expected_logprobs = (
@@ -268,10 +264,10 @@ def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> N
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-6)
     theirs = gradients(model, -0.25 * expected_logprobs.sum())
     for name, value in theirs.items():
-        assert found[None][name].dtype == torch.float32
+        assert found[False][name].dtype == torch.float32
         scale = value.abs().max()
-        assert (found[None][name] - value).abs().max() <= 0.02 * scale, name
-        assert (found[-0.25][name] - value).abs().max() <= 0.02 * scale, name
+        assert (found[False][name] - value).abs().max() <= 0.02 * scale, name
+        assert (found[True][name] - value).abs().max() <= 0.02 * scale, name
 
 
 def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
@@ -289,7 +285,7 @@ def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
 
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
-    for expected, count in ((-0.25, 1), (None, 2)):
+    for expected, count in ((torch.full((len(CHOSEN),), -0.25), 1), (None, 2)):
         with Casts() as casts:
             with torch.autocast("cpu", torch.bfloat16):
                 logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]

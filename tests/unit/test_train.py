@@ -120,7 +120,8 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
 
 
 def test_what_the_feed_put_together_goes_through_the_model_together(task: Path, tmp_path: Path) -> None:
-    config = recipe({**SFT, "mini_batch": 1}, train_batch_per_replica=10, optm_grad_norm_clip=0.0)
+    settings = {"train_batch_per_replica": 10, "optm_grad_norm_clip": 0.0, "sequence_packing": False}
+    config = recipe({**SFT, "mini_batch": 1}, **settings)
 
     def run(batch: list[Sample]) -> tuple[list[int], dict[str, torch.Tensor]]:
         model = load_model(str(task / "task/model"), dtype=torch.float64)

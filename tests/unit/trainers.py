@@ -18,7 +18,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.processor import Vision
-from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -92,3 +92,27 @@ def micro_batch(
     samples: Sequence[Sample], logprobs_BS: Tensor, mask_BS: Tensor, indices: Sequence[int] = (), **outputs: Tensor
 ) -> MicroBatch:
     return MicroBatch(samples, indices or range(len(samples)), {"logprobs": logprobs_BS, **outputs}, mask_BS)
+
+
+def sequence_logprobs(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the log-probability of tokens 1..T-1 given those before them: BS.
+
+    Padding may be on either side. Where a token or the one before it is padding the value is 0.
+    """
+    is_real_BT = attention_mask_BT.bool()
+    is_scored_BS = is_real_BT[:, 1:] & is_real_BT[:, :-1]
+    inputs = {
+        "input_ids": input_ids_BT,
+        "attention_mask": attention_mask_BT,
+        "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
+    }
+    chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
+    logprobs_N = Scorer(model)(inputs, chosen_N, wants=Wants(temperature), dtype=dtype)["logprobs"]
+    return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)

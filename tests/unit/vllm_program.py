@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
-from cosmos_core.models.scorer import sequence_logprobs
 from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, generate
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.types import Group, Prompt, Sampling
+from tests.unit.trainers import sequence_logprobs
 
 LENGTHS = (5, 9, 3, 140, 21)  # one is longer than a block of the prefix cache on CPU
 PROMPTS = [Prompt(i, tuple((13 * i + 7 * j) % 250 for j in range(n)), "", "") for i, n in enumerate(LENGTHS)]

@@ -66,9 +66,10 @@ class TrainConfig(Table):
     train_batch_per_replica: Rows = 8
     """SFT: rows per optimizer step, of all ranks together (Cosmos-RL: of each data-parallel rank). GRPO: completions
     per train step."""
-    sequence_packing: Annotated[bool, LATER] = False
+    sequence_packing: Annotated[bool | None, LATER] = None
     """Put the rows of a micro-batch end to end without padding, each attending to itself alone; changes speed and
-    memory, not results. Models that mix packed rows keep the padding, and say so."""
+    memory, not results. Models that mix packed rows keep the padding, and say so. None: where the model can, and
+    nothing is compiled for a CPU, whose attention to several rows would cut every graph."""
 
     optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit"] = "AdamW"
     """torch.optim class, or its relative of torchao with moments in eight bits, which is always compiled: on CPU it
@@ -112,7 +113,8 @@ class TrainConfig(Table):
     param_dtype: Annotated[
         DType, Only(("float32", "bfloat16"), "this version does not scale losses, so gradients vanish; use 'bfloat16'")
     ] = "bfloat16"
-    """Compute in the forward and backward pass, and the dtype of the export."""
+    """Compute in the forward and backward pass, and the dtype of the export; an `export` whose recipe leaves it out
+    has that of the stage whose model it publishes."""
     transfer_dtype: Annotated[
         DType | None, no_effect("the engine casts the trainer's weights to the dtype that it generates in")
     ] = None
