@@ -32,13 +32,6 @@ class RefusedRow(SkippedRow):
     """The chat template does not take a conversation of these roles in this order."""
 
 
-def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, max_length: int, where: str
-) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, cut on the right to `max_length` tokens; see `conversation_tokens` and `cut`."""
-    return cut(conversation_tokens(tokenizer, conversation, where), max_length, where)
-
-
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, where: str, tools: Tools = None
 ) -> tuple[list[int], list[int]]:
@@ -55,23 +48,25 @@ def conversation_tokens(
     """
     if isinstance(conversation, str):
         return _plain_tokens(tokenizer, conversation)
-    if not any(says_something(message) for message in conversation if message["role"] == "assistant"):
-        raise SkippedRow(where, "without an assistant turn to learn")
-    full = render(tokenizer, conversation, where, tools=tools)
-    spans = assistant_spans(tokenizer, conversation, full, where, tools)
+    full, spans = learned_spans(tokenizer, conversation, where, tools)
     return _masked_tokens(tokenizer, full, spans, where)
 
 
-def assistant_spans(
-    owner: PreTrainedTokenizerBase | ProcessorMixin, turns: list[Message], full: str, where: str, tools: Tools = None
-) -> list[Span]:
-    """Return where the assistant speaks in `full`, the rendering of these turns.
+def learned_spans(
+    owner: PreTrainedTokenizerBase | ProcessorMixin, turns: list[Message], where: str, tools: Tools = None
+) -> tuple[str, list[Span]]:
+    """Return the rendering of a conversation, and where the assistant speaks in it.
 
     Not left to transformers' own mask: that needs marks in the template, which few models have.
 
     Raises:
         DataError: it cannot be told.
+        SkippedRow: the assistant says nothing.
+        RefusedRow, ModelError: as `render`.
     """
+    if not any(_says_something(turn) for turn in turns if turn["role"] == "assistant"):
+        raise SkippedRow(where, "without an assistant turn to learn")
+    turns, full = render(owner, turns, where, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     closing = added_tokens(tokenizer)
     render_part = partial(render_template, owner, tools=tools)
@@ -85,7 +80,7 @@ def assistant_spans(
         spans = prefix_spans(render_part, turns, full)
     if spans is None:
         raise _unfound(turns, where)
-    return [trimmed(span, full, closing) for span in spans]
+    return full, [trimmed(span, full, closing) for span in spans]
 
 
 def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -150,7 +145,7 @@ def tokenize_prompt(
         RefusedRow: the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
-    text = render(tokenizer, messages, where, add_generation_prompt=True, tools=tools)
+    _, text = render(tokenizer, messages, where, add_generation_prompt=True, tools=tools)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
         raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
@@ -158,45 +153,64 @@ def tokenize_prompt(
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
+    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    turns: list[Message],
     where: str,
     *,
     add_generation_prompt: bool = False,
     tools: Tools = None,
-) -> str:
-    """Return the conversation as the chat template writes it.
+) -> tuple[list[Message], str]:
+    """Return what the chat template of a tokenizer or processor writes, and the turns as they were given to it.
+
+    Of a processor's templates some want strings where there is text alone, others parts everywhere: the form counts of
+    which the template writes the most.
 
     Raises:
         DataError: the template writes nothing for what the user says.
         RefusedRow: the template refuses the conversation, or leaves out its system turn or a tool call.
-        ModelError: the tokenizer has no chat template.
+        ModelError: there is no chat template.
     """
-    if not tokenizer.chat_template:
+    if not owner.chat_template:
+        whose = "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; save one beside the model "
-            "(chat_template.jinja), start from an instruct model, or give plain text in a column `text`"
+            f"{whose} has no chat template; save one beside the model (chat_template.jinja), start from an instruct "
+            "model, or give plain text in a column `text`"
         )
-    try:
-        text = render_template(tokenizer, messages, add_generation_prompt, tools=tools)
-    except TemplateError as error:
-        raise RefusedRow(where, f"refused by the chat template ({error})") from error
-    for message in messages:
-        if message["content"].strip()[-20:] in text:
-            continue
-        if message["role"] == "system":
+    found: list[tuple[list[Message], list[Message], str]] = []
+    for form in (turns, _in_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
+        try:
+            text = render_template(owner, form, add_generation_prompt, tools=tools)
+            found.append((_left_out(form, text), form, text))
+        except TemplateError as error:
+            reason = error
+    if not found:
+        raise RefusedRow(where, f"refused by the chat template ({reason})")
+    left_out, form, text = min(found, key=lambda each: len(each[0]))
+    for turn in left_out:
+        if turn["role"] == "system":
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
         # Templates of some vision models look for parts in the content, and write nothing for a string.
-        if message["role"] == "user":
+        if turn["role"] == "user":
             raise DataError(
-                f"{where}: the chat template leaves out the user's text {message['content'][:40]!r}; "
+                f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    check_tool_calls(messages, text, where)
-    return text
+    _check_tool_calls(form, text, where)
+    return form, text
 
 
-def check_tool_calls(messages: list[Message], text: str, where: str) -> None:
+def _in_parts(turns: list[Message]) -> list[Message]:
+    return [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in turns
+    ]
+
+
+def _left_out(turns: list[Message], text: str) -> list[Message]:
+    return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
+
+
+def _check_tool_calls(messages: list[Message], text: str, where: str) -> None:
     """Refuse a rendering without the row's tool calls, of which the model would learn to say nothing.
 
     Raises:
@@ -208,7 +222,7 @@ def check_tool_calls(messages: list[Message], text: str, where: str) -> None:
             raise RefusedRow(where, "with a tool call that the chat template leaves out")
 
 
-def says_something(message: Message) -> bool:
+def _says_something(message: Message) -> bool:
     """Return whether a turn has words, or what else a chat template may render."""
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_core.errors import ConfigError, RewardError
-from cosmos_core.registry import import_thing, is_import_path, known_names, suggestion
+from cosmos_core.registry import import_user_code, is_import_path, offered_names, suggestion
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
@@ -27,7 +27,7 @@ KEYWORDS = {
 }
 
 _FOLDER = "cosmos_core.rewards"
-_MACHINERY = {"base", "runner"}
+_KEY = "train.train_policy.reward_function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,8 @@ def load_reward(name: str) -> Reward:
     Raises:
         RewardError: it does not exist, cannot be imported, or wants a keyword that is not offered.
     """
-    function = _users_function(name) if is_import_path(name) else _our_function(name)
+    function = _function(name)
     return Reward(name, function, _keywords(name, function))
-
-
-def known_rewards() -> list[str]:
-    """Return the names of the rewards that come with us."""
-    return [name for name in known_names(_FOLDER) if name not in _MACHINERY]
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
@@ -101,28 +96,18 @@ def require_reference(reference: str) -> str:
     return reference.strip()
 
 
-def _our_function(name: str) -> Callable[..., Any]:
-    if name not in known_rewards():
+def _function(name: str) -> Callable[..., Any]:
+    if not is_import_path(name) and name not in (known := offered_names(_FOLDER)):
         raise RewardError(
-            f"train.train_policy.reward_function: there is no reward {name!r}{suggestion(name, known_rewards())}"
-            "; a reward of your own is module:function or path/file.py:function"
+            f"{_KEY}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
+            f"{suggestion(name, known)}"
         )
-    return import_thing(f"{_FOLDER}.{name}:{name}")
-
-
-def _users_function(name: str) -> Callable[..., Any]:
     try:
-        function = import_thing(name)
+        function = import_user_code(name if is_import_path(name) else f"{_FOLDER}.{name}:{name}")
     except ConfigError as error:
-        raise RewardError(f"train.train_policy.reward_function: {error}") from error
-    except Exception as error:  # importing runs a user's code, which may raise anything
-        raise RewardError(
-            f"train.train_policy.reward_function: importing {name!r} failed: {one_line(error)}"
-        ) from error
+        raise RewardError(f"{_KEY}: {error}") from error
     if not callable(function):
-        raise RewardError(
-            f"train.train_policy.reward_function: {name!r} is a {type(function).__name__}, not a function"
-        )
+        raise RewardError(f"{_KEY}: {name!r} is a {type(function).__name__}, not a function")
     return function
 
 
@@ -137,7 +122,7 @@ def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
         signature.bind("", "", **dict.fromkeys(keywords))
     except TypeError as error:
         raise RewardError(
-            f"train.train_policy.reward_function: {name!r} cannot be called as f(to_be_evaluated, reference"
+            f"{_KEY}: {name!r} cannot be called as f(to_be_evaluated, reference"
             f"{''.join(f', {k}=' for k in keywords)}): {error}; offered keywords: {', '.join(KEYWORDS)}"
         ) from error
     return keywords

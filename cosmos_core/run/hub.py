@@ -47,16 +47,15 @@ def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[R
     model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
     if isinstance(model, str) and source_of(model) is None:
         revision = commit(("model", model, recipe.policy.model_revision or _NEWEST))
-        recipe = _changed(recipe, policy=_changed(recipe.policy, model_revision=revision))
-    train, validation = recipe.train.train_policy, recipe.validation
-    if train.dataset.name in data:
-        revision = commit(("dataset", train.dataset.name, train.dataset.revision or _NEWEST))
-        policy = _changed(train, dataset=_changed(train.dataset, revision=revision))
-        recipe = _changed(recipe, train=_changed(recipe.train, train_policy=policy))
-    if validation.dataset.name in data:
-        revision = commit(("dataset", validation.dataset.name, validation.dataset.revision or _NEWEST))
-        dataset = _changed(validation.dataset, revision=revision)
-        recipe = _changed(recipe, validation=_changed(validation, dataset=dataset))
+        recipe = _changed(recipe, "policy.model_revision", revision)
+    tables = {
+        "train.train_policy.dataset": recipe.train.train_policy.dataset,
+        "validation.dataset": recipe.validation.dataset,
+    }
+    for key, dataset in tables.items():
+        if dataset.name in data:
+            revision = commit(("dataset", dataset.name, dataset.revision or _NEWEST))
+            recipe = _changed(recipe, f"{key}.revision", revision)
     return recipe
 
 
@@ -105,5 +104,7 @@ def _unknown(repository: Repository, reason: str) -> CosmosError:
     )
 
 
-def _changed(table: Any, **update: Any) -> Any:
-    return table.model_copy(update=update)
+def _changed(table: Any, key: str, value: Any) -> Any:
+    """Return a frozen table with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    return table.model_copy(update={name: _changed(getattr(table, name), rest, value) if rest else value})
