@@ -16,11 +16,13 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cosmos_core.data.bounds import bounded
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
 
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
+_LONGEST = 1 << 26  # characters that a template writes: more than any model reads
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -69,11 +71,12 @@ def learned_spans(
     turns, full = render(owner, turns, where, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     closing = added_tokens(tokenizer)
-    render_part = partial(render_template, owner, tools=tools)
+    render_part = partial(render_template, owner, where=where, tools=tools)
     is_long = len(turns) > _LONG
     spans = None if is_long else prefix_spans(render_part, turns, full)
     if spans is None:
-        spans = _marked_spans(owner, tokenizer, turns, full, tools)
+        with bounded(f"{where}: the chat template"):
+            spans = _marked_spans(owner, tokenizer, turns, full, tools)
     if spans is None:
         spans = skeleton_spans(render_part, turns, full, closing)
     if spans is None and is_long:
@@ -179,7 +182,7 @@ def render(
     found: list[tuple[list[Message], list[Message], str]] = []
     for form in (turns, _in_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
-            text = render_template(owner, form, add_generation_prompt, tools=tools)
+            text = render_template(owner, form, add_generation_prompt, where=where, tools=tools)
             found.append((_left_out(form, text), form, text))
         except TemplateError as error:
             reason = error
@@ -232,21 +235,28 @@ def render_template(
     messages: list[Message],
     add_generation_prompt: bool,
     *,
+    where: str,
     tools: Tools = None,
 ) -> str:
     """Return what the chat template of a tokenizer or processor writes.
 
     Raises:
         TemplateError: it fails, in whatever way: it is a program that came with the model.
+        ModelError: it does not end, or takes too much memory.
     """
     try:
-        text = owner.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
-        )
+        with bounded(f"{where}: the chat template"):
+            text = owner.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
+            )
+    except ModelError:
+        raise
     except Exception as error:
         reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise TemplateError(" ".join(reason.split())) from error
     assert isinstance(text, str)
+    if len(text) > _LONGEST:
+        raise ModelError(f"{where}: the chat template writes {len(text):,} characters; mend it, or leave the row out")
     return text
 
 

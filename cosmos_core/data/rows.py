@@ -14,11 +14,13 @@ from itertools import chain, compress
 from pathlib import Path
 
 import numpy as np
+from huggingface_hub import constants
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.formats import READERS, Located, Part, dataset_part, first_line, refused
 from cosmos_core.data.order import shuffled
 from cosmos_core.errors import DataError
+from cosmos_core.models.source import hub_is_reachable
 
 _TRAIN = "train"
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
@@ -153,6 +155,8 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
 def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
     import datasets
 
+    if not hub_is_reachable():
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True  # else each file is retried for 20 seconds
     try:
         loaded = datasets.load_dataset(
             dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split

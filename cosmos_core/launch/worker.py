@@ -114,6 +114,8 @@ class Launch:
     on_progress: Callable[[dict[str, Any]], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """What the worker sees of this process's environment."""
 
 
 def run(launch: Launch) -> Result:
@@ -136,6 +138,7 @@ def run(launch: Launch) -> Result:
         log=log,
         grace_seconds=launch.grace_seconds,
         environment=_environment(launch),
+        inherited=launch.inherited,
         inherit=launch.locks,
     )
     began = time.time()

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_core.errors import ConfigError, RewardError
-from cosmos_core.registry import import_user_code, is_import_path, offered_names, suggestion
+from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
+from cosmos_core.registry import import_user_code, is_import_path, offered_names, place_of, suggestion
+from cosmos_core.types import Score
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
@@ -51,6 +52,10 @@ class Reward:
         return _finite(value, "returned"), {
             str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
         }
+
+    def place_of(self, error: BaseException) -> str:
+        """Return the file and line of a user's function that an error came from, or of the function; empty for ours."""
+        return place_of(error, self.function) if is_import_path(self.name) else ""
 
 
 def load_reward(name: str) -> Reward:
@@ -128,15 +133,24 @@ def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
     return keywords
 
 
-def one_line(error: BaseException) -> str:
-    """Return class and message of an error on one line of bounded length."""
+def one_line(error: BaseException, place: str = "") -> str:
+    """Return class and message of an error on one line of bounded length, and where it was raised."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 500 else text[:497] + "..."
+    return (text if len(text) <= 500 else text[:497] + "...") + f" ({place})" * bool(place)
+
+
+def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:
+    """Return what to raise when no score is valid: nothing that may pass where a function raised, it would again."""
+    first = next((score for score in scores if score.value is None), None)
+    message = f"{what}; the first: {first.error if first else 'none is learned from'}"
+    return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
 
 
 def _finite(value: Any, what: str) -> float:
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
+    if value is None:
+        raise ValueError(f"{what} nothing; the rule is a number, or (number, dict of numbers)")
     if not isinstance(value, int | float):
         raise ValueError(f"{what} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
     if not math.isfinite(value):

@@ -18,7 +18,7 @@ from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.data.sample import Sample
-from cosmos_core.errors import StageFailed
+from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rollout.groups import GroupSource
 from cosmos_core.types import Prompt, Sampling
 
@@ -213,14 +213,14 @@ class RolloutFeed(StepFeed):
         """Return what is learned of the groups of this step.
 
         Raises:
-            StageFailed: no completion has a valid reward.
+            RewardError: no completion has a valid reward, because a function raises.
+            StageFailed: no completion has one for another reason, which may pass.
         """
         groups, metrics = self._source.next(step)
         found, credited = self._algorithm.credit(groups)
         if not found:
             scores = [score for group in groups for score in group.scores]
-            reason = next((score.error for score in scores if score.value is None), "none is learned from")
-            raise StageFailed(f"step {step + 1}: all {len(scores)} rewards are invalid; the first: {reason}")
+            raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
         return found, metrics | credited
 
     def state_dict(self) -> dict[str, Any]:

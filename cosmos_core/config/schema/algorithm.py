@@ -75,6 +75,11 @@ class AlgorithmConfig(Table):
         return REWARD_TIMEOUT_SECONDS
 
     @property
+    def env_of_rewards(self) -> tuple[str, ...]:
+        """Return the environment variables that rewards see beyond those that any program needs."""
+        return ()
+
+    @property
     def named_weights(self) -> tuple[str, ...]:
         """Return the weights that the algorithm asks for beside the policy's."""
         return ()

@@ -61,6 +61,9 @@ class RlConfig(AlgorithmConfig):
     `path/file.py:function`."""
     reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), OURS] = 10.0
     """A reward that takes longer is killed and its completion counts as invalid."""
+    reward_env: Annotated[Names, OURS] = ()
+    """Environment variables that rewards see, such as the key of a service, beyond those that any program needs; their
+    values are masked in logs."""
     use_remote_reward: Annotated[
         bool, planned("the reward service is not in this version; use reward_function"), LATER
     ] = False
@@ -112,6 +115,11 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         """See `AlgorithmConfig.rewards`."""
         return self.reward_function
+
+    @property
+    def env_of_rewards(self) -> tuple[str, ...]:
+        """See `AlgorithmConfig.env_of_rewards`."""
+        return self.reward_env
 
     @property
     def reward_seconds(self) -> float:
