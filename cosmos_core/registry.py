@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
@@ -90,11 +91,23 @@ def import_user_code(path: str) -> Any:
     except CosmosError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = (
-            f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
-        )
-        raise ConfigError(f"{path!r} cannot be imported: {type(error).__name__}: {error} ({where})") from error
+        reason = f"{type(error).__name__}: {error} ({place_of(error)})"
+        raise ConfigError(f"{path!r} cannot be imported: {reason}") from error
+
+
+def place_of(error: BaseException, function: Any = None) -> str:
+    """Return the file and line that an error comes from: of this function's file, where it has a part in it.
+
+    A function that did not raise itself, but returned what it must not, is named by its own line.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if code is None:
+        return f"{frames[-1].filename}:{frames[-1].lineno}"
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
 def suggestion(name: str, known: list[str]) -> str:

@@ -180,6 +180,8 @@ class Score:
     """Each reward function's own unweighted value by name."""
     error: str = ""
     """Why it is invalid, one line."""
+    is_raised: bool = False
+    """A reward function raised, and would again: no crash and no deadline."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from cosmos_core.environment import hide, masked
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.facts import measure
 from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks.base import attached
-from cosmos_core.registry import import_user_code
+from cosmos_core.registry import import_user_code, place_of
 from cosmos_core.run.files import write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
@@ -34,6 +35,9 @@ from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
+
+_MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Of the errors of an operating system those that another attempt meets again; a network or a disk may recover."""
 
 FACTS = "facts.json"
 """What each rank found where it ran, in their order; the report shows it."""
@@ -44,8 +48,10 @@ def main() -> int:
     _keep_locks_from_children()
     path = Path(sys.argv[1])
     configure()
+    hide()
     try:
         stage = load_stage(path)
+        hide(stage.config.env)
         _listen_for_stop(stage)
         run_program(stage)
     except CosmosError as error:
@@ -76,7 +82,7 @@ def run_program(stage: Stage) -> None:
     else:
         write_json(stage.path / FACTS, [asdict(measure(LIBRARIES))])
         with attached(stage):
-            outcome = program(stage, **stage.config.arguments)
+            outcome = _called(program, stage)
     commit(
         stage.path, outcome, name=stage.name, kind=stage.kind.name, fingerprint=stage.fingerprint, inputs=stage.inputs
     )
@@ -87,6 +93,7 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")
+    hide()
     stage = load_stage(path)
 
     def listen() -> None:
@@ -103,6 +110,29 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
         stage.progress = Progress(Path(scratch) / "progress.json")
         stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")
         return program(stage, **stage.config.arguments)
+
+
+def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
+    """Call the program of a stage; what a user's own function does wrong is told with its file and line.
+
+    Raises:
+        ConfigError: it returns something else than an outcome, or raises what it would raise again.
+    """
+    what = f"stage {stage.name!r}: {stage.config.entry}"
+    try:
+        outcome = program(stage, **stage.config.arguments)
+    except CosmosError:
+        raise
+    except Exception as error:
+        may_pass = isinstance(error, OSError | MemoryError) and not isinstance(error, _MISTAKES)
+        if not stage.config.entry or may_pass:
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} raised {reason} ({place_of(error, program)}); traceback in the log") from error
+    if not isinstance(outcome, Outcome):
+        found = "nothing" if outcome is None else f"a {type(outcome).__name__}"
+        raise ConfigError(f"{what} returned {found}; return a cosmos_core.types.Outcome")
+    return outcome
 
 
 def _program(entry: str) -> Callable[..., Outcome]:
@@ -140,7 +170,7 @@ def _crash(path: Path, error: Exception) -> int:
 
 def _say(path: Path, error: Exception, kind: str, message: str) -> int:
     try:
-        write_json(path / "error.json", {"type": kind, "message": " ".join(message.split())})
+        write_json(path / "error.json", {"type": kind, "message": masked(" ".join(message.split()))})
     except OSError:
         logger.exception("error.json could not be written")
     return error.exit_code if isinstance(error, CosmosError) else EXIT_CRASH

@@ -26,6 +26,7 @@ from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.environment import handed_on
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError, GateFailed, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.launch.processes import start_time
@@ -197,6 +198,7 @@ def _made_once(
                 threads=threads(run.pipeline),
                 grace_seconds=run.pipeline.config.grace_seconds,
                 timeout_seconds=stage.timeout_seconds,
+                inherited=handed_on(stage.env) if stage.entry else os.environ,
                 locks=(lock.descriptor, shared.descriptor),
                 on_progress=on_progress,
                 on_line=on_line,

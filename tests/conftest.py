@@ -49,7 +49,7 @@ class Workspace:
         # The marker is what `processes_below` finds; the rest keeps the tests from talking to a server of the
         # developer's.
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {
-            "WORKSPACE": str(path)
+            "COSMOS_WORKSPACE": str(path)
         }
 
     def write(self, name: str, text: str) -> Path:

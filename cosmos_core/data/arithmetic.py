@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -17,6 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from cosmos_core.data.order import shuffled
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import replaced_folder
 from cosmos_core.run.stage import Stage
@@ -123,8 +123,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int
 def _sums(train_rows: int, heldout_rows: int, digits: int, seed: int) -> tuple[list[Sum], list[Sum]]:
     """Return pairs of summands to train on and, disjoint from them, to hold out; 34+12 and 12+34 are two sums."""
     smallest, count = 10 ** (digits - 1), _num_summands(digits)
-    draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count**2)
-    numbers = np.argsort(draws, kind="stable").tolist()
+    numbers = shuffled(count**2, seed).tolist()
     pairs = [(smallest + number // count, smallest + number % count) for number in numbers]
     heldout, known = pairs[:heldout_rows], pairs[heldout_rows:]
     return [known[i % len(known)] for i in range(train_rows)], heldout

@@ -16,11 +16,13 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cosmos_core.data.bounds import bounded
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
 
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
+_LONGEST = 1 << 26  # characters that a template writes: more than any model reads
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -30,13 +32,6 @@ Tools = list[Any] | None
 
 class RefusedRow(SkippedRow):
     """The chat template does not take a conversation of these roles in this order."""
-
-
-def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversation: list[Message] | str, max_length: int, where: str
-) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, cut on the right to `max_length` tokens; see `conversation_tokens` and `cut`."""
-    return cut(conversation_tokens(tokenizer, conversation, where), max_length, where)
 
 
 def conversation_tokens(
@@ -55,37 +50,40 @@ def conversation_tokens(
     """
     if isinstance(conversation, str):
         return _plain_tokens(tokenizer, conversation)
-    if not any(says_something(message) for message in conversation if message["role"] == "assistant"):
-        raise SkippedRow(where, "without an assistant turn to learn")
-    full = render(tokenizer, conversation, where, tools=tools)
-    spans = assistant_spans(tokenizer, conversation, full, where, tools)
+    full, spans = learned_spans(tokenizer, conversation, where, tools)
     return _masked_tokens(tokenizer, full, spans, where)
 
 
-def assistant_spans(
-    owner: PreTrainedTokenizerBase | ProcessorMixin, turns: list[Message], full: str, where: str, tools: Tools = None
-) -> list[Span]:
-    """Return where the assistant speaks in `full`, the rendering of these turns.
+def learned_spans(
+    owner: PreTrainedTokenizerBase | ProcessorMixin, turns: list[Message], where: str, tools: Tools = None
+) -> tuple[str, list[Span]]:
+    """Return the rendering of a conversation, and where the assistant speaks in it.
 
     Not left to transformers' own mask: that needs marks in the template, which few models have.
 
     Raises:
         DataError: it cannot be told.
+        SkippedRow: the assistant says nothing.
+        RefusedRow, ModelError: as `render`.
     """
+    if not any(_says_something(turn) for turn in turns if turn["role"] == "assistant"):
+        raise SkippedRow(where, "without an assistant turn to learn")
+    turns, full = render(owner, turns, where, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     closing = added_tokens(tokenizer)
-    render_part = partial(render_template, owner, tools=tools)
+    render_part = partial(render_template, owner, where=where, tools=tools)
     is_long = len(turns) > _LONG
     spans = None if is_long else prefix_spans(render_part, turns, full)
     if spans is None:
-        spans = _marked_spans(owner, tokenizer, turns, full, tools)
+        with bounded(f"{where}: the chat template"):
+            spans = _marked_spans(owner, tokenizer, turns, full, tools)
     if spans is None:
         spans = skeleton_spans(render_part, turns, full, closing)
     if spans is None and is_long:
         spans = prefix_spans(render_part, turns, full)
     if spans is None:
         raise _unfound(turns, where)
-    return [trimmed(span, full, closing) for span in spans]
+    return full, [trimmed(span, full, closing) for span in spans]
 
 
 def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -150,7 +148,7 @@ def tokenize_prompt(
         RefusedRow: the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
-    text = render(tokenizer, messages, where, add_generation_prompt=True, tools=tools)
+    _, text = render(tokenizer, messages, where, add_generation_prompt=True, tools=tools)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
         raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
@@ -158,45 +156,64 @@ def tokenize_prompt(
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
+    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    turns: list[Message],
     where: str,
     *,
     add_generation_prompt: bool = False,
     tools: Tools = None,
-) -> str:
-    """Return the conversation as the chat template writes it.
+) -> tuple[list[Message], str]:
+    """Return what the chat template of a tokenizer or processor writes, and the turns as they were given to it.
+
+    Of a processor's templates some want strings where there is text alone, others parts everywhere: the form counts of
+    which the template writes the most.
 
     Raises:
         DataError: the template writes nothing for what the user says.
         RefusedRow: the template refuses the conversation, or leaves out its system turn or a tool call.
-        ModelError: the tokenizer has no chat template.
+        ModelError: there is no chat template.
     """
-    if not tokenizer.chat_template:
+    if not owner.chat_template:
+        whose = "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; save one beside the model "
-            "(chat_template.jinja), start from an instruct model, or give plain text in a column `text`"
+            f"{whose} has no chat template; save one beside the model (chat_template.jinja), start from an instruct "
+            "model, or give plain text in a column `text`"
         )
-    try:
-        text = render_template(tokenizer, messages, add_generation_prompt, tools=tools)
-    except TemplateError as error:
-        raise RefusedRow(where, f"refused by the chat template ({error})") from error
-    for message in messages:
-        if message["content"].strip()[-20:] in text:
-            continue
-        if message["role"] == "system":
+    found: list[tuple[list[Message], list[Message], str]] = []
+    for form in (turns, _in_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
+        try:
+            text = render_template(owner, form, add_generation_prompt, where=where, tools=tools)
+            found.append((_left_out(form, text), form, text))
+        except TemplateError as error:
+            reason = error
+    if not found:
+        raise RefusedRow(where, f"refused by the chat template ({reason})")
+    left_out, form, text = min(found, key=lambda each: len(each[0]))
+    for turn in left_out:
+        if turn["role"] == "system":
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
         # Templates of some vision models look for parts in the content, and write nothing for a string.
-        if message["role"] == "user":
+        if turn["role"] == "user":
             raise DataError(
-                f"{where}: the chat template leaves out the user's text {message['content'][:40]!r}; "
+                f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    check_tool_calls(messages, text, where)
-    return text
+    _check_tool_calls(form, text, where)
+    return form, text
 
 
-def check_tool_calls(messages: list[Message], text: str, where: str) -> None:
+def _in_parts(turns: list[Message]) -> list[Message]:
+    return [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in turns
+    ]
+
+
+def _left_out(turns: list[Message], text: str) -> list[Message]:
+    return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
+
+
+def _check_tool_calls(messages: list[Message], text: str, where: str) -> None:
     """Refuse a rendering without the row's tool calls, of which the model would learn to say nothing.
 
     Raises:
@@ -208,7 +225,7 @@ def check_tool_calls(messages: list[Message], text: str, where: str) -> None:
             raise RefusedRow(where, "with a tool call that the chat template leaves out")
 
 
-def says_something(message: Message) -> bool:
+def _says_something(message: Message) -> bool:
     """Return whether a turn has words, or what else a chat template may render."""
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
@@ -218,21 +235,28 @@ def render_template(
     messages: list[Message],
     add_generation_prompt: bool,
     *,
+    where: str,
     tools: Tools = None,
 ) -> str:
     """Return what the chat template of a tokenizer or processor writes.
 
     Raises:
         TemplateError: it fails, in whatever way: it is a program that came with the model.
+        ModelError: it does not end, or takes too much memory.
     """
     try:
-        text = owner.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
-        )
+        with bounded(f"{where}: the chat template"):
+            text = owner.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
+            )
+    except ModelError:
+        raise
     except Exception as error:
         reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise TemplateError(" ".join(reason.split())) from error
     assert isinstance(text, str)
+    if len(text) > _LONGEST:
+        raise ModelError(f"{where}: the chat template writes {len(text):,} characters; mend it, or leave the row out")
     return text
 
 

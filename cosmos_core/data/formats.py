@@ -1,23 +1,23 @@
 """Rows of a file in each format that is read: JSON Lines, JSON, CSV, parquet and Arrow.
 
-JSON and CSV are parsed here so that a row's location is a line, and one row at a time, so that a file needs no more
-memory than the location of its rows; what is columnar on disk stays so. Which files are read is `rows.py`.
+JSON and CSV are parsed here so that a row's location is a line. A block at a time is in memory, of every format but
+Arrow, which is mapped. Which files are read is `rows.py`.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-from array import array
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import TextIOWrapper
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -29,58 +29,22 @@ _BLOCK = 1 << 20  # characters
 _BATCH_ROWS = 1024
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
-
-class Values(Protocol):
-    """Rows by number; asking for them in order is cheapest."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Row: ...
+Located = tuple[str, Row]
+"""A row behind what an error about it says: `train.jsonl:12` where there are lines, else `train.parquet row 11`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one file or one split."""
+    """Rows of one file or one split, read from the beginning each time that they are asked for."""
 
-    values: Values
     name: str
-    lines: Sequence[int] | None = None
-    """Line of each row, for formats that have lines."""
-
-    def location(self, index: int) -> str:
-        """Return what an error about row `index` says."""
-        return f"{self.name} row {index}" if self.lines is None else f"{self.name}:{self.lines[index]}"
-
-
-class _TextRows:
-    """Rows of a text file that are parsed when they are asked for; held is only where each of them stands."""
-
-    def __init__(self, path: Path, parse: Callable[[str, int], Row]) -> None:
-        """`parse` makes a row of its text and the number of its line."""
-        self.lines = array("q")
-        self._bounds = array("q")  # first and last byte of each row, one behind the other
-        self._parse = parse
-        self._file = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
-
-    def add(self, start: int, end: int, line: int) -> None:
-        """Note a row behind those so far."""
-        self._bounds.extend((start, end))
-        self.lines.append(line)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, index: int) -> Row:
-        start, end = self._bounds[2 * index : 2 * index + 2]
-        return self._parse(os.pread(self._file, end - start, start).decode(), self.lines[index])
+    num_rows: int
+    read: Callable[[], Iterator[Located]]
 
 
 @contextmanager
-def _opened(path: Path, newline: str) -> Iterator[tuple[TextIO, int]]:
-    """Open a text file behind its byte order marks, and say how many bytes these are.
+def _opened(path: Path, newline: str) -> Iterator[TextIO]:
+    """Open a text file behind its byte order marks.
 
     Raises:
         DataError: it cannot be read, or is not UTF-8.
@@ -93,7 +57,7 @@ def _opened(path: Path, newline: str) -> Iterator[tuple[TextIO, int]]:
                 marks += len(BOM_UTF8)
             file.seek(marks)
         try:
-            yield TextIOWrapper(file, encoding="utf-8", newline=newline), marks
+            yield TextIOWrapper(file, encoding="utf-8", newline=newline)
         except UnicodeDecodeError:
             content = path.read_bytes()
             try:
@@ -106,16 +70,12 @@ def _opened(path: Path, newline: str) -> Iterator[tuple[TextIO, int]]:
             raise
 
 
-def _json_lines(path: Path) -> Part:
-    rows = _TextRows(path, lambda text, line: _object(text, f"{path.name}:{line}"))
-    with _opened(path, "\n") as (file, position):
+def _json_lines(path: Path) -> Iterator[Located]:
+    with _opened(path, "\n") as file:
         for number, text in enumerate(file, start=1):
-            end = position + len(text.encode())
             if text.strip():
-                _object(text, f"{path.name}:{number}")  # a damaged file is told before any work is done
-                rows.add(position, end, number)
-            position = end
-    return Part(rows, path.name, rows.lines)
+                where = f"{path.name}:{number}"
+                yield where, _object(text, where)
 
 
 def _object(text: str, where: str) -> Row:
@@ -130,50 +90,41 @@ def _object(text: str, where: str) -> Row:
     return value
 
 
-def _json(path: Path) -> Part:
+def _json(path: Path) -> Iterator[Located]:
     """Read a file that holds one array of objects; anything else as JSON Lines."""
-    with _opened(path, "\n") as (file, position):
+    with _opened(path, "\n") as file:
         beginning = file.read(_BLOCK)
         if not beginning.lstrip().startswith("["):
-            return _json_lines(path)
-        rows = _TextRows(path, lambda text, line: json.loads(text))
+            yield from _json_lines(path)
+            return
         try:
-            for start, end, value in _elements(file, beginning, position):
+            for index, value in enumerate(_elements(file, beginning)):
+                where = f"{path.name} row {index}"
                 if not isinstance(value, dict):
-                    raise DataError(
-                        f"{path.name} row {len(rows)}: a row must be a JSON object, not {str(value)[:40]!r}"
-                    )
-                rows.add(start, end, 0)
+                    raise DataError(f"{where}: a row must be a JSON object, not {str(value)[:40]!r}")
+                yield where, value
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError | UnicodeDecodeError):
                 raise
             _check_array(path)
-    return Part(rows, path.name)
 
 
-def _elements(file: TextIO, text: str, position: int) -> Iterator[tuple[int, int, Any]]:
-    """Yield the first and last byte and the value of each element of a JSON array.
+def _elements(file: TextIO, text: str) -> Iterator[Any]:
+    """Yield each element of a JSON array that begins with `text` and goes on in `file`.
 
-    The text is read block by block: no more of it is held than a block and an element.
-
-    Args:
-        file: behind `text`.
-        text: how the array begins.
-        position: bytes of the file before `text`.
+    It is read block by block: no more of it is held than a block and an element.
 
     Raises:
         ValueError: it is no array, or ends too early.
     """
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
-    position += len(text[:at].encode())
-    is_open, size = True, _BLOCK
-    while is_open:
+    separator, size = ",", _BLOCK
+    while separator == ",":
         try:
-            start = _blanks(text, at)
-            value, end = decoder.raw_decode(text, start)
-            behind = _blanks(text, end)
-            separator = text[behind]
+            value, end = decoder.raw_decode(text, _blanks(text, at))
+            end = _blanks(text, end)
+            separator = text[end]
         except (ValueError, IndexError):
             more = file.read(size)
             if not more:
@@ -182,11 +133,8 @@ def _elements(file: TextIO, text: str, position: int) -> Iterator[tuple[int, int
             continue
         if separator not in ",]":
             raise ValueError(f"{separator!r} between two elements")
-        first = position + len(text[at:start].encode())
-        last = first + len(text[start:end].encode())
-        yield first, last, value
-        position, at = last + len(text[end : behind + 1].encode()), behind + 1
-        is_open, size = separator == ",", _BLOCK
+        yield value
+        at, size = end + 1, _BLOCK
     if text[at:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
@@ -214,79 +162,54 @@ def _check_array(path: Path) -> None:
         raise DataError(f"{path.name}: the array cannot be read; save it as JSON Lines")
 
 
-def _csv(path: Path) -> Part:
+def _csv(path: Path) -> Iterator[Located]:
     """Read CSV with a header; every value stays a string, so that the text `007` is not 7."""
     csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
-    with _opened(path, "") as (file, position):
-
-        def lines() -> Iterator[str]:
-            nonlocal position
-            for text in file:
-                position += len(text.encode())
-                yield text
-
-        reader = csv.reader(lines(), strict=True)
+    with _opened(path, "") as file:
+        reader = csv.reader(file, strict=True)
         header: list[str] = []
-        rows = _TextRows(path, lambda text, line: dict(zip(header, next(csv.reader([text])), strict=True)))
-        start = position
         try:
-            for fields in reader:
-                if fields and not header:
-                    header += fields
-                elif fields and len(fields) != len(header):
+            for fields in filter(None, reader):
+                if not header:
+                    header = fields
+                    continue
+                if len(fields) != len(header):
                     raise DataError(
                         f"{path.name}:{reader.line_num}: the line does not have the {len(header)} fields of the "
                         "header; quote fields that contain commas"
                     )
-                elif fields:
-                    rows.add(start, position, reader.line_num)
-                start = position
+                yield f"{path.name}:{reader.line_num}", dict(zip(header, fields, strict=True))
         except csv.Error as error:
             raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
-    return Part(rows, path.name, rows.lines)
 
 
-class _ParquetRows:
-    """Rows of a parquet file, of which one batch at a time is in memory; read them in order."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = pa.parquet.ParquetFile(path)
-        self._open()
-
-    def _open(self) -> None:
-        self._batches = self._file.iter_batches(_BATCH_ROWS)
-        self._rows: Values = ()
-        self._start = self._end = 0
-        self._advance()
-
-    def _advance(self) -> None:
-        with refused(f"{self._path.name} is not a readable parquet file"):
-            batch = next(self._batches, None)
-            if batch is None:
-                return
-            batch.validate(full=True)
-            self._rows = _columns(pa.Table.from_batches([batch]))
-        self._start, self._end = self._end, self._end + len(self._rows)
-
-    def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
-
-    def __getitem__(self, index: int) -> Row:
-        if index < self._start:
-            self._open()
-        while index >= self._end:
-            self._advance()
-        return self._rows[index - self._start]
+def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> Part:
+    """Return the rows of a text file; a damaged one is told here, before any work is done."""
+    return Part(path.name, sum(1 for _ in read(path)), lambda: read(path))
 
 
 def _parquet(path: Path) -> Part:
-    with refused(f"{path.name} is not a readable parquet file"):
-        return Part(_ParquetRows(path), path.name)
+    """Return the rows of a parquet file, of which one batch at a time is in memory."""
+    reason = f"{path.name} is not a readable parquet file"
+    with refused(reason):
+        num_rows = pa.parquet.read_metadata(path).num_rows
+
+    def rows() -> Iterator[Row]:
+        batches = pa.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS)
+        while True:
+            with refused(reason):
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                batch.validate(full=True)
+                dataset = _dataset(pa.Table.from_batches([batch]))
+            yield from _undecoded(dataset)
+
+    return Part(path.name, num_rows, lambda: _numbered(path.name, rows()))
 
 
 def _arrow(path: Path) -> Part:
-    """An Arrow file, or the Arrow stream that `datasets` writes."""
+    """Return the rows of an Arrow file, or of the Arrow stream that `datasets` writes."""
     with refused(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
         try:
@@ -295,7 +218,39 @@ def _arrow(path: Path) -> Part:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
         table.validate(full=True)
-        return Part(_columns(table), path.name)
+        return dataset_part(_dataset(table), path.name)
+
+
+def _dataset(table: pa.Table) -> Any:
+    import datasets  # seconds to import, and JSON Lines do without
+
+    return datasets.Dataset(table)
+
+
+def dataset_part(dataset: Any, name: str) -> Part:
+    """Return the rows of a data set of the library `datasets`."""
+    return Part(name, len(dataset), lambda: _numbered(name, _undecoded(dataset)))
+
+
+def _undecoded(dataset: Any) -> Iterator[Row]:
+    """Yield rows with images as they are stored, path and bytes: not every row that is looked at needs its pixels."""
+    if "Image(" not in str(dataset.features):
+        yield from dataset
+        return
+    for table in dataset.with_format("arrow").iter(_BATCH_ROWS):
+        yield from table.to_pylist()
+
+
+def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
+    """Yield rows of what has no lines; one that the library cannot read is named."""
+    remaining = iter(rows)
+    for index in count():
+        where = f"{name} row {index}"
+        with refused(f"{where} cannot be read"):
+            row = next(remaining, None)
+        if row is None:
+            return
+        yield where, row
 
 
 @contextmanager
@@ -309,37 +264,12 @@ def refused(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {first_line(error)}") from error
 
 
-def _columns(table: pa.Table) -> Values:
-    import datasets  # seconds to import, and JSON Lines do without
-
-    return undecoded(datasets.Dataset(table))
-
-
-class _Undecoded:
-    """Rows with images as they are stored, path and bytes: not every row that is looked at needs its pixels."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Row:
-        found: list[Row] = self._dataset[index].to_pylist()
-        return found[0]
-
-
-def undecoded(dataset: Any) -> Values:
-    """Return the rows of a data set without decoding their images."""
-    has_images = "Image(" in str(dataset.features)
-    return _Undecoded(dataset) if has_images else cast(Values, dataset)
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of what an error says, or its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 READERS: dict[str, Callable[[Path], Part]] = {
-    ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow, ".csv": _csv,
+    ".jsonl": partial(_text, _json_lines), ".json": partial(_text, _json), ".parquet": _parquet, ".arrow": _arrow,
+    ".csv": partial(_text, _csv),
 }  # fmt: skip

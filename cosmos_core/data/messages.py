@@ -234,13 +234,17 @@ def _as_turns(row: Row, column: str, role: str, where: str, with_images: bool = 
 
 def _decoded(value: Any) -> Any:
     """Return a conversation that a format without lists, such as CSV, holds as JSON; anything else as it is."""
-    if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
-        return value
+    turns = _parsed(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
+    is_talk = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
+    return turns if is_talk else value
+
+
+def _parsed(text: Any) -> Any:
+    """Return the value of a JSON text; None: it is none."""
     try:
-        turns = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return turns if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns) else value
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
@@ -270,10 +274,7 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
 
 def _call(content: Any) -> Message | None:
     """Return the turn of a ShareGPT `function_call`, whose text is JSON; None: it is something else."""
-    try:
-        found = json.loads(content)
-    except (TypeError, ValueError, RecursionError):
-        return None
+    found = _parsed(content)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
@@ -292,16 +293,14 @@ def read_tools(row: Row, where: str) -> list[Any] | None:
     """
     tools = row.get("tools")
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except (ValueError, RecursionError):
-            tools = [tools]
+        found = _parsed(tools)
+        tools = [tools] if found is None and tools.strip() not in {"", "null"} else found
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
-    found: list[Any] = _without_nulls(tools)
-    return found
+    listed: list[Any] = _without_nulls(tools)
+    return listed
 
 
 def _without_nulls(value: Any) -> Any:

@@ -15,15 +15,17 @@ from cosmos_core.errors import DataError
 _WORD = 2**64
 
 
+def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
+    """Return `range(num_rows)` in an order that the seeds decide, the same with every version of NumPy: int64."""
+    # Sorting raw draws, not Generator.permutation: NumPy keeps only the raw stream stable between versions.
+    draws = np.random.PCG64(np.random.SeedSequence([seed % _WORD for seed in seeds])).random_raw(num_rows)
+    return np.argsort(draws, kind="stable").astype(np.int64)
+
+
 @lru_cache(maxsize=2)  # a step asks for one epoch again and again; two, because an epoch's end may look ahead
 def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
-    if shuffle:
-        # Sorting raw draws, not Generator.permutation: NumPy keeps only the raw stream stable between versions.
-        generator = np.random.PCG64(np.random.SeedSequence((seed % _WORD, epoch)))
-        order = np.argsort(generator.random_raw(num_rows), kind="stable").astype(np.int64)
-    else:
-        order = np.arange(num_rows, dtype=np.int64)
+    order = shuffled(num_rows, seed, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)
     order.flags.writeable = False
     return order
 

@@ -19,6 +19,7 @@ from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.messages import Row
+from cosmos_core.data.formats import Located
 from cosmos_core.data.prepared import split_path
 from cosmos_core.data.records import Job, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
@@ -172,44 +173,35 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks in the order of the rows, made in this process or in several."""
     model, revision = stage.model, job.recipe.policy.model_revision
-    chunks = (
-        [(rows.where(i), rows[i]) for i in range(start, min(start + _CHUNK_ROWS, len(rows)))]
-        for start in range(0, len(rows), _CHUNK_ROWS)
-    )
+    remaining = iter(rows)
+    chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:
-        tokenizer = load_tokenizer(model, revision)
-        for chunk in chunks:
-            yield make_chunk(tokenizer, job, chunk)
+        yield from map(partial(make_chunk, load_tokenizer(model, revision), job), chunks)
         return
+    tokenise = partial(_make_chunk_there, model, revision, job)
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (model, revision))
-    pending = deque(pool.submit(_make_chunk_here, job, chunk) for chunk in islice(chunks, 2 * num_workers))
+    pool = ProcessPoolExecutor(num_workers, context, _end_with_parent)
+    pending = deque(pool.submit(tokenise, chunk) for chunk in islice(chunks, 2 * num_workers))
     try:
         while pending:
             yield pending.popleft().result()
-            pending.extend(pool.submit(_make_chunk_here, job, chunk) for chunk in islice(chunks, 1))
+            pending.extend(pool.submit(tokenise, chunk) for chunk in islice(chunks, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_worker_tokenizer: PreTrainedTokenizerBase | None = None
+def _make_chunk_there(model: str, revision: str | None, job: Job, rows: list[Located]) -> Chunk:
+    return make_chunk(_tokenizer(model, revision), job, rows)
 
 
-def _start_worker(model: str, revision: str | None) -> None:
-    global _worker_tokenizer
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker_tokenizer = load_tokenizer(model, revision)
+@lru_cache(maxsize=1)
+def _tokenizer(model: str, revision: str | None) -> PreTrainedTokenizerBase:
+    return load_tokenizer(model, revision)
 
 
-def _die_with_parent() -> None:
-    """A pool's process waits for work on a pipe that it holds open itself, so it would outlive a killed parent."""
+def _end_with_parent() -> None:
+    """Watch the parent: a pool's process waits on a pipe that it holds open itself, and would outlive a killed one."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _make_chunk_here(job: Job, rows: list[tuple[str, Row]]) -> Chunk:
-    assert _worker_tokenizer is not None
-    return make_chunk(_worker_tokenizer, job, rows)
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

@@ -6,13 +6,14 @@ kinds of rows it holds. Making these files is `prepare.py`; batches and their or
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cosmos_core.data.images import ImageRef
 from cosmos_core.errors import DataError
@@ -20,43 +21,33 @@ from cosmos_core.types import Prompt
 
 RowKind = Literal["sequences", "pairs", "prompts"]
 
+_IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
+
+
+def _schema(kind: RowKind, columns: dict[str, pa.DataType]) -> pa.Schema:
+    """Return the schema of a kind of rows, each of which ends with its location."""
+    return pa.schema({**columns, "place": pa.string()}, metadata={b"rows": kind.encode()})
+
+
 SCHEMAS: dict[RowKind, pa.Schema] = {
-    "sequences": pa.schema(
-        {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "place": pa.string()},
-        metadata={b"rows": b"sequences"},
-    ),
-    "pairs": pa.schema(
-        {
-            "chosen_ids": pa.list_(pa.int32()),
-            "chosen_mask": pa.list_(pa.uint8()),
-            "rejected_ids": pa.list_(pa.int32()),
-            "rejected_mask": pa.list_(pa.uint8()),
-            "place": pa.string(),
-        },
-        metadata={b"rows": b"pairs"},
-    ),
-    "prompts": pa.schema(
-        {
-            "prompt_ids": pa.list_(pa.int32()),
-            "prompt_text": pa.string(),
-            "reference": pa.string(),
-            "place": pa.string(),
-        },
-        metadata={b"rows": b"prompts"},
-    ),
+    "sequences": _schema("sequences", {"input_ids": _IDS, "loss_mask": _MASK}),
+    "pairs": _schema("pairs", {"chosen_ids": _IDS, "chosen_mask": _MASK, "rejected_ids": _IDS, "rejected_mask": _MASK}),
+    "prompts": _schema("prompts", {"prompt_ids": _IDS, "prompt_text": pa.string(), "reference": pa.string()}),
 }
-
-
-_IMAGES = pa.field(
-    "images", pa.list_(pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()}))
-)
-_VISUAL = pa.schema([*list(SCHEMAS["sequences"])[:2], _IMAGES, SCHEMAS["sequences"].field("place")])
+_IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
+_VISUAL = _schema("sequences", {"input_ids": _IDS, "loss_mask": _MASK, "images": pa.list_(_IMAGE)})
 _ROOT = b"images below"
+_PROMPT_COLUMNS = ("prompt_ids", "prompt_text", "reference")
+_NEEDED_FOR = {
+    "sequences": "to learn (SFT)",
+    "pairs": "to compare (DPO)",
+    "prompts": "to complete (RL, validation by reward)",
+}
 
 
 def visual_schema(root: Path) -> pa.Schema:
     """Return the schema of sequences that may show images; `root` is what their paths are relative to."""
-    return _VISUAL.with_metadata({b"rows": b"sequences", _ROOT: str(root).encode()})
+    return _VISUAL.with_metadata({**_VISUAL.metadata, _ROOT: str(root).encode()})
 
 
 def split_path(folder: Path, split: str) -> Path:
@@ -72,48 +63,40 @@ def has_split(folder: Path, split: str) -> bool:
 class Sequences:
     """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied out of the mapped file."""
 
-    def __init__(
-        self, batches: list[pa.RecordBatch], path: Path, ids: str = "input_ids", mask: str = "loss_mask"
-    ) -> None:
+    def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
         """`ids` and `mask` name the columns."""
-        self._bounds = [_offsets(batch, ids) for batch in batches]
-        self._ids = [_values(batch, ids) for batch in batches]
-        self._masks = [_values(batch, mask) for batch in batches]
-        for batch, bounds in zip(batches, self._bounds, strict=True):
-            if not np.array_equal(bounds, _offsets(batch, mask)):
-                raise _damaged(path, f"{mask} and {ids} differ in length")
-        self._images = [batch.column("images") for batch in batches if "images" in batch.schema.names]
-        self.has_images = any(len(column.values) for column in self._images)
-        """Whether any row shows one."""
-        self._root = Path((batches[0].schema.metadata or {}).get(_ROOT, b"").decode()) if batches else Path()
-        self._starts = _row_starts(batches)
-        self.lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(bounds) for bounds in self._bounds)])
+        self._ids, self._masks = table[ids], table[mask]
+        self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Tokens of each row, int64."""
+        if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
+            raise _damaged(path, f"{mask} and {ids} differ in length")
+        self._images = table["images"] if "images" in table.column_names else None
+        self.has_images = self._images is not None and bool(pc.max(pc.list_value_length(self._images)).as_py())
+        """Whether any row shows one."""
+        self._root = Path((table.schema.metadata or {}).get(_ROOT, b"").decode())
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        batch, row = _locate(self._starts, index)
-        start, end = self._bounds[batch][row : row + 2]
-        return self._ids[batch][start:end].astype(np.int64), self._masks[batch][start:end].copy()
+        ids, mask = (column[index].values.to_numpy() for column in (self._ids, self._masks))
+        return ids.astype(np.int64), mask.copy()
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
         """Return the images of a row, in the order in which it shows them; paths are absolute."""
-        if not self.has_images:
+        if self._images is None:
             return ()
-        batch, row = _locate(self._starts, index)
-        refs = [ImageRef(**image) for image in self._images[batch][row].as_py()]
+        refs = [ImageRef(**image) for image in self._images[index].as_py()]
         return tuple(ref if ref.path is None else ref._replace(path=str(self._root / ref.path)) for ref in refs)
 
 
 class Pairs:
     """Completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, of which nothing is learned."""
 
-    def __init__(self, batches: list[pa.RecordBatch], path: Path) -> None:
+    def __init__(self, table: pa.Table, path: Path) -> None:
         self.path = path
-        self.chosen = Sequences(batches, path, "chosen_ids", "chosen_mask")
-        self.rejected = Sequences(batches, path, "rejected_ids", "rejected_mask")
+        self.chosen = Sequences(table, path, "chosen_ids", "chosen_mask")
+        self.rejected = Sequences(table, path, "rejected_ids", "rejected_mask")
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -122,12 +105,11 @@ class Pairs:
 class Prompts(Sequence[Prompt]):
     """Prompts to complete; the id of a prompt is its row number."""
 
-    def __init__(self, batches: list[pa.RecordBatch]) -> None:
-        self._batches = batches
-        self._starts = _row_starts(batches)
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return int(self._table.num_rows)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -136,14 +118,8 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        number, row = _locate(self._starts, index)
-        batch = self._batches[number]
-        return Prompt(
-            id=self._starts[number] + row,
-            token_ids=tuple(batch.column("prompt_ids")[row].as_py()),
-            text=batch.column("prompt_text")[row].as_py(),
-            reference=batch.column("reference")[row].as_py(),
-        )
+        ids, text, reference = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
+        return Prompt(id=index % len(self), token_ids=tuple(ids), text=text, reference=reference)
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:
@@ -191,63 +167,37 @@ def rows_kind(folder: Path, split: str) -> str:
     Raises:
         DataError: there is no such split, or the file is damaged.
     """
-    path = split_path(folder, split)
+    with _reader(split_path(folder, split)) as reader:
+        return _kind_of(reader.schema)
+
+
+def _open(path: Path, kind: RowKind) -> pa.Table:
+    with _reader(path) as reader:
+        table = reader.read_all()
+        table.validate(full=True)
+    if (found := _kind_of(table.schema)) != kind:
+        raise DataError(
+            f"{path} holds {found or 'unknown rows'}, but {kind} {_NEEDED_FOR[kind]} are needed; "
+            "prepare the data with the recipe of the stage that reads it"
+        )
+    if not any(table.schema.equals(schema) for schema in (SCHEMAS[kind], _VISUAL) if _kind_of(schema) == kind):
+        raise _damaged(path, f"its columns are {', '.join(table.column_names)}")
+    return table
+
+
+@contextmanager
+def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
     try:
-        with pa.memory_map(str(path)) as file:
-            return str((pa.ipc.open_file(file).schema.metadata or {}).get(b"rows", b"").decode())
+        yield pa.ipc.open_file(pa.memory_map(str(path)))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run the prepare stage that should have written this split") from None
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
 
 
-def _open(path: Path, kind: RowKind) -> list[pa.RecordBatch]:
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; run the prepare stage that should have written this split")
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        for batch in batches:
-            batch.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from error
-    found = (reader.schema.metadata or {}).get(b"rows", b"").decode()
-    if found != kind:
-        written_for = {
-            "sequences": "to learn (SFT)",
-            "pairs": "to compare (DPO)",
-            "prompts": "to complete (RL, validation by reward)",
-        }
-        raise DataError(
-            f"{path} holds {found or 'unknown rows'}, but {kind} {written_for[kind]} are needed; "
-            "prepare the data with the recipe of the stage that reads it"
-        )
-    if not reader.schema.equals(SCHEMAS[kind]) and not (kind == "sequences" and reader.schema.equals(_VISUAL)):
-        raise _damaged(path, f"its columns are {', '.join(reader.schema.names)}")
-    return batches
+def _kind_of(schema: pa.Schema) -> str:
+    return (schema.metadata or {}).get(b"rows", b"").decode()
 
 
 def _damaged(path: Path, reason: str) -> DataError:
     return DataError(f"{path} is damaged ({reason}); delete it and run the prepare stage again")
-
-
-def _offsets(batch: pa.RecordBatch, column: str) -> np.ndarray:
-    return batch.column(column).offsets.to_numpy().astype(np.int64)
-
-
-def _values(batch: pa.RecordBatch, column: str) -> np.ndarray:
-    return batch.column(column).values.to_numpy()
-
-
-def _row_starts(batches: list[pa.RecordBatch]) -> list[int]:
-    """Return the first row of each batch, and the number of rows at the end."""
-    return np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
-
-
-def _locate(starts: list[int], index: int) -> tuple[int, int]:
-    """Return the batch and the row in it. Negative numbers count from the end."""
-    if not -starts[-1] <= index < starts[-1]:
-        raise IndexError(f"row {index} of {starts[-1]}")
-    index %= starts[-1]
-    batch = bisect_right(starts, index) - 1
-    return batch, index - starts[batch]

@@ -6,6 +6,7 @@ Each row is read, tokenised and cut by itself, so that any process can do it; fi
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from cosmos_core.data.conversation import (
     last_turns,
     tokenize_prompt,
 )
+from cosmos_core.data.formats import Located
 from cosmos_core.data.images import placed_images, read_image, refuse_images
 from cosmos_core.data.messages import (
     Message,
@@ -72,14 +74,13 @@ class Job:
 class _Record(NamedTuple):
     values: tuple[Any, ...]
     """One per column of the file; the last is the location of the row."""
-    is_cut: bool
     is_merged: bool
-    num_images: int = 0
-    num_image_tokens: int = 0
+    counts: dict[str, int]
+    """As those of a chunk."""
 
 
-def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[tuple[str, Row]]) -> Chunk:
-    """Tokenise rows, given with their locations, into one record batch."""
+def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
+    """Tokenise rows into one record batch."""
     make = {"prompts": _prompt, "pairs": _pair, "sequences": _sequence}[job.kind]
     records: list[_Record] = []
     skipped = []
@@ -94,17 +95,11 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[tuple[st
             skipped.append(Skipped(skip.reason, where))
         except DataError as error:
             skipped.append(Skipped("that cannot be read", str(error), str(error)))
-    merged = [record.values[-1] for record in records if record.is_merged]
     batch = _batch(records, job.schema)
-    return Chunk(
-        batch,
-        sum(record.is_cut for record in records),
-        skipped,
-        merged,
-        num_images=sum(record.num_images for record in records),
-        num_image_tokens=sum(record.num_image_tokens for record in records),
-        num_ends=_num_ends(batch, job),
-    )
+    counts = Counter(learned_ends=_num_ends(batch, job))
+    for record in records:
+        counts.update(record.counts)
+    return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts)
 
 
 def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
@@ -131,7 +126,7 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
     values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
     if job.root is not None:
         values = (*values, [])
-    return _Record((*values, where), len(tokens[0]) > job.max_tokens, is_merged)
+    return _Record((*values, where), is_merged, {"truncated_rows": len(tokens[0]) > job.max_tokens})
 
 
 def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> _Record:
@@ -143,8 +138,8 @@ def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str
     tools = read_tools(row, where)
     tokens, is_merged = _accepted(lambda turns: visual_tokens(processor, turns, images, where, tools), placed)
     ids, mask = cut_visual(tokens, job.max_tokens, where)
-    is_cut = len(tokens.ids) > job.max_tokens
-    return _Record((ids, mask, refs, where), is_cut, is_merged, len(refs), tokens.num_image_tokens)
+    counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
+    return _Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
 
 
 @lru_cache(maxsize=1)
@@ -168,7 +163,7 @@ def _pair(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) ->
     if values[0] == values[2]:
         up_to = " up to policy.model_max_length" if is_cut else ""
         raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
-    return _Record((*values, where), is_cut, is_merged)
+    return _Record((*values, where), is_merged, {"truncated_rows": is_cut})
 
 
 def _completion_tokens(
@@ -202,7 +197,7 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) 
     (ids, text), is_merged = _accepted(
         lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, tools), messages
     )
-    return _Record((ids, text, reference, where), False, is_merged)
+    return _Record((ids, text, reference, where), is_merged, {})
 
 
 _Turns = TypeVar("_Turns", list[Message], list[Message] | str)

@@ -1,4 +1,4 @@
-"""Rows of a data set as dictionaries that know their location, from a local file or folder, or from the Hub.
+"""Rows of a data set as dictionaries behind their location, from a local file or folder, or from the Hub.
 
 A row's location ("train.jsonl:12", counted in lines from 1; "name[train] row 12", counted from 0) is what an error
 about it says. Formats of files are `formats.py`; what a row means is not decided here (`messages.py`).
@@ -9,67 +9,43 @@ from __future__ import annotations
 import math
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import chain, compress
 from pathlib import Path
-from typing import overload
 
 import numpy as np
+from huggingface_hub import constants
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.formats import READERS, Part, first_line, refused, undecoded
-from cosmos_core.data.messages import Row
+from cosmos_core.data.formats import READERS, Located, Part, dataset_part, first_line, refused
+from cosmos_core.data.order import shuffled
 from cosmos_core.errors import DataError
+from cosmos_core.models.source import hub_is_reachable
 
 _TRAIN = "train"
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 
 
-class Rows(Sequence[Row]):
-    """Parts one after another, or a selection of their rows; nothing is copied."""
+class Rows:
+    """Rows of parts one after another, each behind its location, or a selection of them; nothing of them is held."""
 
-    def __init__(self, parts: Sequence[Part], selection: np.ndarray | None = None, folder: Path = Path()) -> None:
-        """`folder`: what paths in the rows are relative to."""
+    def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
+        """`folder`: what paths in the rows are relative to; `is_chosen`: of each row, or None for all."""
         self.folder = folder
         self._parts = parts
-        self._starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
-        self._selection = selection
+        self._is_chosen = is_chosen
 
     def __len__(self) -> int:
-        return self._starts[-1] if self._selection is None else len(self._selection)
+        return sum(part.num_rows for part in self._parts) if self._is_chosen is None else int(self._is_chosen.sum())
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        part, row = self._locate(index)
-        with refused(f"{part.location(row)} cannot be read"):
-            return part.values[row]
+    def __iter__(self) -> Iterator[Located]:
+        rows = chain.from_iterable(part.read() for part in self._parts)
+        return rows if self._is_chosen is None else compress(rows, self._is_chosen)
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))
-
-    def where(self, index: int) -> str:
-        """Return the location of row `index`."""
-        part, row = self._locate(index)
-        return part.location(row)
-
-    def select(self, indices: np.ndarray) -> Rows:
-        """Return a view of these rows, in this order."""
-        chosen = indices if self._selection is None else self._selection[indices]
-        return Rows(self._parts, chosen, self.folder)
-
-    def _locate(self, index: int) -> tuple[Part, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
-        if self._selection is not None:
-            index = int(self._selection[index])
-        part = bisect_right(self._starts, index) - 1
-        return self._parts[part], index - self._starts[part]
+    def where(self, is_chosen: np.ndarray) -> Rows:
+        """Return the rows, of all, for which this is true."""
+        assert self._is_chosen is None
+        return Rows(self._parts, self.folder, is_chosen)
 
 
 def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
@@ -92,10 +68,10 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
     for part in parts:
-        if not len(part.values):
+        if not part.num_rows:
             raise DataError(f"{part.name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
-    return Rows(parts, folder=folder.absolute() if os.path.exists(path) else Path.cwd())
+    return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -117,10 +93,9 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
     count = math.ceil(len(rows) * test_size) if isinstance(test_size, float) else test_size
     if count >= len(rows):
         raise DataError(f"test_size = {test_size} of {len(rows)} rows leaves none to train on; lower dataset.test_size")
-    draws = np.random.PCG64(np.random.SeedSequence(seed % 2**64)).random_raw(len(rows))
     held_out = np.zeros(len(rows), dtype=bool)
-    held_out[np.argsort(draws, kind="stable")[:count]] = True
-    return rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+    held_out[shuffled(len(rows), seed)[:count]] = True
+    return rows.where(~held_out), rows.where(held_out)
 
 
 def _looks_local(name: str) -> bool:
@@ -174,12 +149,14 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:
         raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")
-    return Part(undecoded(splits[split]), f"{path.name}[{split}]")
+    return dataset_part(splits[split], f"{path.name}[{split}]")
 
 
 def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
     import datasets
 
+    if not hub_is_reachable():
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True  # else each file is retried for 20 seconds
     try:
         loaded = datasets.load_dataset(
             dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
@@ -189,4 +166,4 @@ def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
             f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {first_line(error)}; "
             "check the name, the split and the network, or give a local path"
         ) from error
-    return Part(undecoded(loaded), f"{dataset.name}[{split}]")
+    return dataset_part(loaded, f"{dataset.name}[{split}]")

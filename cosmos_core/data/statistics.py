@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -9,16 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cosmos_core.data.prepared import RowKind
+from cosmos_core.data.prepared import SCHEMAS, RowKind
 from cosmos_core.errors import DataError
 
-IDS: dict[RowKind, tuple[str, ...]] = {
-    "sequences": ("input_ids",), "pairs": ("chosen_ids", "rejected_ids"), "prompts": ("prompt_ids",),
-}  # fmt: skip
+IDS = {kind: [name for name in schema.names if name.endswith("_ids")] for kind, schema in SCHEMAS.items()}
 """Columns of token ids."""
-MASKS: dict[RowKind, tuple[str, ...]] = {
-    "sequences": ("loss_mask",), "pairs": ("chosen_mask", "rejected_mask"), "prompts": (),
-}  # fmt: skip
+MASKS = {kind: [name for name in schema.names if name.endswith("_mask")] for kind, schema in SCHEMAS.items()}
 """Columns of loss masks, in the same order."""
 
 _MOST_REASONS = 5
@@ -39,15 +36,11 @@ class Chunk(NamedTuple):
     """Some rows, tokenised."""
 
     batch: pa.RecordBatch
-    num_cut: int
-    """Sequences that were longer than the model."""
     skipped: list[Skipped]
     merged: list[str]
     """Locations of rows whose turns were put together, because the chat template refuses them as they are."""
-    num_images: int = 0
-    num_image_tokens: int = 0
-    num_ends: int = 0
-    """End tokens that are learned."""
+    counts: Counter[str]
+    """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, and `learned_ends`."""
 
 
 @dataclass
@@ -68,10 +61,7 @@ class Counts:
     def __init__(self, kind: RowKind) -> None:
         self._kind = kind
         self._lengths: list[np.ndarray] = []
-        self._num_labels = 0
-        self._num_cut = 0
-        self._num_ends = 0
-        self._images: dict[str, int] = {"images": 0, "image_tokens": 0}
+        self._counts: Counter[str] = Counter()
         self._skipped: dict[str, _First] = {}
         self._refused = _First()
         self._merged = _First()
@@ -80,18 +70,15 @@ class Counts:
         """Count the rows behind those so far."""
         lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in IDS[self._kind]]
         self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
-        self._num_cut += chunk.num_cut
-        self._num_ends += chunk.num_ends
+        self._counts += chunk.counts
         for where in chunk.merged:
             self._merged.add(where)
-        self._images["images"] += chunk.num_images
-        self._images["image_tokens"] += chunk.num_image_tokens
         for skipped in chunk.skipped:
             self._skipped.setdefault(skipped.reason, _First()).add(skipped.where)
             if skipped.refusal:
                 self._refused.add(skipped.refusal)
         for name in MASKS[self._kind]:
-            self._num_labels += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
+            self._counts["label_tokens"] += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +92,8 @@ class Counts:
 
     @property
     def _teaches_end(self) -> bool:
-        return not MASKS[self._kind] or self._num_cut >= self.num_rows or self._num_ends > 0
+        is_always_cut = self._counts["truncated_rows"] >= self.num_rows
+        return not MASKS[self._kind] or is_always_cut or self._counts["learned_ends"] > 0
 
     def check_refused(self, most: float, total: int) -> None:
         """Refuse a split of which too many rows cannot be read or are refused by the chat template.
@@ -148,15 +136,15 @@ class Counts:
             "kind": self._kind,
             "rows": len(lengths),
             "tokens": int(lengths.sum()),
-            "label_tokens": self._num_labels,
+            "label_tokens": self._counts["label_tokens"],
             "length": {
                 "min": int(lengths.min()), "mean": float(lengths.mean()), "p50": float(p50), "p95": float(p95),
                 "max": int(lengths.max()),
             },
-            "truncated_rows": self._num_cut,
+            "truncated_rows": self._counts["truncated_rows"],
             "skipped_rows": self.num_skipped,
             "skipped": {reason: {"rows": each.count, "first": each.first} for reason, each in self._skipped.items()},
             "merged_rows": self._merged.count,
-            **(self._images if self._images["images"] else {}),
+            **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
             **({} if self._teaches_end else {"teaches_end": False}),
         }  # fmt: skip

@@ -10,20 +10,10 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
-from cosmos_core.data.conversation import (
-    RefusedRow,
-    Tools,
-    assistant_spans,
-    check_tool_calls,
-    cut,
-    inside,
-    render_template,
-    says_something,
-)
-from cosmos_core.data.messages import Message, SkippedRow, texts_of
+from cosmos_core.data.conversation import Tools, cut, inside, learned_spans
+from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.processor import image_word
@@ -55,14 +45,10 @@ def visual_tokens(
         RefusedRow: the chat template refuses the conversation.
         ModelError: the processor has no chat template, or its tokenizer does not say where its tokens are.
     """
-    if not any(says_something(turn) for turn in turns if turn["role"] == "assistant"):
-        raise SkippedRow(where, "without an assistant turn to learn")
-    if not processor.chat_template:
-        raise ModelError("the processor has no chat template; save one beside the model (chat_template.jinja)")
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    turns, full = _rendered(processor, turns, where, tools)
-    return _expanded(processor, full, assistant_spans(processor, turns, full, where, tools), images, where)
+    full, spans = learned_spans(processor, turns, where, tools)
+    return _expanded(processor, full, spans, images, where)
 
 
 def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
@@ -74,43 +60,6 @@ def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[
     if tokens.images_end > max_length:
         raise SkippedRow(where, "longer than policy.model_max_length before the end of the last image")
     return cut((tokens.ids, tokens.mask), max_length, where)
-
-
-def _rendered(processor: ProcessorMixin, turns: list[Message], where: str, tools: Tools) -> tuple[list[Message], str]:
-    """Return the turns in the form of which the chat template writes the most - some templates want strings where there
-    is text alone, others parts everywhere - and what it writes.
-
-    Raises:
-        DataError: it writes nothing for what the user says.
-        RefusedRow: it refuses the conversation, or leaves out its system turn or a tool call.
-    """
-    in_parts = [
-        {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
-        for turn in turns
-    ]
-    found: list[tuple[int, list[Message], str]] = []
-    reason: Exception | None = None
-    for form in (turns, in_parts):
-        try:
-            text = render_template(processor, form, False, tools=tools)
-        except TemplateError as error:
-            reason = error
-            continue
-        found.append((len(_left_out(form, text)), form, text))
-    if not found:
-        raise RefusedRow(where, f"refused by the chat template ({reason})")
-    _, form, text = min(found, key=lambda each: each[0])
-    for turn in _left_out(form, text):
-        if turn["role"] == "system":
-            raise RefusedRow(where, "with a system turn that the chat template leaves out")
-        if turn["role"] == "user":
-            raise DataError(f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}")
-    check_tool_calls(form, text, where)
-    return form, text
-
-
-def _left_out(turns: list[Message], text: str) -> list[Message]:
-    return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
 
 
 def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: list[Image], where: str) -> VisualTokens:

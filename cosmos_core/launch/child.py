@@ -27,8 +27,10 @@ class Child:
         log: Path,
         grace_seconds: float,
         environment: Mapping[str, str],
+        inherited: Mapping[str, str] = os.environ,
         inherit: Sequence[int] = (),
     ) -> None:
+        """`environment` is added to `inherited`, what the command sees of this process's own."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         reader, self._writer = os.pipe()
@@ -50,7 +52,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=quiet_environment({**os.environ, **environment, ATTEMPT: self.attempt}),
+                    env=quiet_environment({**inherited, **environment, ATTEMPT: self.attempt}),
                     pass_fds=(reader, *inherit),
                     start_new_session=True,
                 )

@@ -100,6 +100,8 @@ class Launch:
     on_progress: Callable[[Position], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """What the worker sees of this process's environment."""
 
 
 def run(launch: Launch) -> Result:
@@ -122,6 +124,7 @@ def run(launch: Launch) -> Result:
         log=log,
         grace_seconds=launch.grace_seconds,
         environment=_environment(launch),
+        inherited=launch.inherited,
         inherit=launch.locks,
     )
     began = time.time()

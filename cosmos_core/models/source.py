@@ -37,7 +37,7 @@ def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, A
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists():
         problem = "is a file, not a folder" if path.exists() else "does not exist"
         raise ModelError(f"{KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
-    return model, {"revision": revision, "local_files_only": not _hub_is_reachable()}
+    return model, {"revision": revision, "local_files_only": not hub_is_reachable()}
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def _is_of_the_machine(error: Exception) -> bool:
 def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
         return mixed_up(model)
-    if not Path(model).expanduser().exists() and not _hub_is_reachable():
+    if not Path(model).expanduser().exists() and not hub_is_reachable():
         return ModelError(
             f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
             f"has no {what} of that name; give a local folder or download the model first"
@@ -172,8 +172,8 @@ def mixed_up(model: str) -> ModelError:
     )
 
 
-def _hub_is_reachable() -> bool:
-    """Whether the Hub's name resolves, or a proxy will see to it; otherwise each file is retried for 20 seconds."""
+def hub_is_reachable() -> bool:
+    """Return whether the Hub's name resolves, or a proxy will see to it; else each file is retried for 20 seconds."""
     if constants.HF_HUB_OFFLINE:
         return False
     if urllib.request.getproxies():

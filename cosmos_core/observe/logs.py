@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+from cosmos_core.environment import masked
+
 NO_PHONE_HOME: dict[str, str] = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -78,6 +80,9 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = _SHORT.get(record.levelname, record.levelname)
         return self._style._fmt % {**record.__dict__, "levelname": level}

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_core.errors import ConfigError, RewardError
-from cosmos_core.registry import import_thing, is_import_path, known_names, suggestion
+from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
+from cosmos_core.registry import import_user_code, is_import_path, offered_names, place_of, suggestion
+from cosmos_core.types import Score
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
@@ -27,7 +28,7 @@ KEYWORDS = {
 }
 
 _FOLDER = "cosmos_core.rewards"
-_MACHINERY = {"base", "runner"}
+_KEY = "train.train_policy.reward_function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class Reward:
             str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
         }
 
+    def place_of(self, error: BaseException) -> str:
+        """Return the file and line of a user's function that an error came from, or of the function; empty for ours."""
+        return place_of(error, self.function) if is_import_path(self.name) else ""
+
 
 def load_reward(name: str) -> Reward:
     """Return the reward `cosmos_core/rewards/<name>.py:<name>`, or a user's `module:function` or `file.py:function`.
@@ -59,13 +64,8 @@ def load_reward(name: str) -> Reward:
     Raises:
         RewardError: it does not exist, cannot be imported, or wants a keyword that is not offered.
     """
-    function = _users_function(name) if is_import_path(name) else _our_function(name)
+    function = _function(name)
     return Reward(name, function, _keywords(name, function))
-
-
-def known_rewards() -> list[str]:
-    """Return the names of the rewards that come with us."""
-    return [name for name in known_names(_FOLDER) if name not in _MACHINERY]
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
@@ -101,28 +101,18 @@ def require_reference(reference: str) -> str:
     return reference.strip()
 
 
-def _our_function(name: str) -> Callable[..., Any]:
-    if name not in known_rewards():
+def _function(name: str) -> Callable[..., Any]:
+    if not is_import_path(name) and name not in (known := offered_names(_FOLDER)):
         raise RewardError(
-            f"train.train_policy.reward_function: there is no reward {name!r}{suggestion(name, known_rewards())}"
-            "; a reward of your own is module:function or path/file.py:function"
+            f"{_KEY}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
+            f"{suggestion(name, known)}"
         )
-    return import_thing(f"{_FOLDER}.{name}:{name}")
-
-
-def _users_function(name: str) -> Callable[..., Any]:
     try:
-        function = import_thing(name)
+        function = import_user_code(name if is_import_path(name) else f"{_FOLDER}.{name}:{name}")
     except ConfigError as error:
-        raise RewardError(f"train.train_policy.reward_function: {error}") from error
-    except Exception as error:  # importing runs a user's code, which may raise anything
-        raise RewardError(
-            f"train.train_policy.reward_function: importing {name!r} failed: {one_line(error)}"
-        ) from error
+        raise RewardError(f"{_KEY}: {error}") from error
     if not callable(function):
-        raise RewardError(
-            f"train.train_policy.reward_function: {name!r} is a {type(function).__name__}, not a function"
-        )
+        raise RewardError(f"{_KEY}: {name!r} is a {type(function).__name__}, not a function")
     return function
 
 
@@ -137,21 +127,30 @@ def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
         signature.bind("", "", **dict.fromkeys(keywords))
     except TypeError as error:
         raise RewardError(
-            f"train.train_policy.reward_function: {name!r} cannot be called as f(to_be_evaluated, reference"
+            f"{_KEY}: {name!r} cannot be called as f(to_be_evaluated, reference"
             f"{''.join(f', {k}=' for k in keywords)}): {error}; offered keywords: {', '.join(KEYWORDS)}"
         ) from error
     return keywords
 
 
-def one_line(error: BaseException) -> str:
-    """Return class and message of an error on one line of bounded length."""
+def one_line(error: BaseException, place: str = "") -> str:
+    """Return class and message of an error on one line of bounded length, and where it was raised."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 500 else text[:497] + "..."
+    return (text if len(text) <= 500 else text[:497] + "...") + f" ({place})" * bool(place)
+
+
+def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:
+    """Return what to raise when no score is valid: nothing that may pass where a function raised, it would again."""
+    first = next((score for score in scores if score.value is None), None)
+    message = f"{what}; the first: {first.error if first else 'none is learned from'}"
+    return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
 
 
 def _finite(value: Any, what: str) -> float:
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
+    if value is None:
+        raise ValueError(f"{what} nothing; the rule is a number, or (number, dict of numbers)")
     if not isinstance(value, int | float):
         raise ValueError(f"{what} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
     if not math.isfinite(value):

@@ -22,14 +22,16 @@ from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
-from multiprocessing.context import SpawnContext, SpawnProcess
+from traceback import print_exception
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
+from cosmos_core.environment import hide, masked
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line
+from cosmos_core.rewards.process import RewardContext
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -40,62 +42,33 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0
 """Until a process has imported the rewards; a user's module may import something heavy."""
 _BEAT_SECONDS = 1.0
-_ACKNOWLEDGED_SECONDS = 0.1
-"""After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
 _MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
 _PR_SET_PDEATHSIG = 1
 
-_Result = tuple[float | None, dict[str, float], str]
-"""Value, metrics and error of one reward."""
 
+class _Result(NamedTuple):
+    """What one reward said of one completion."""
 
-class _Process(SpawnProcess):
-    """A worker process that ends together with what its rewards have started."""
-
-    _is_terminated = False
-
-    def terminate(self) -> None:
-        """Kill the process group: SIGTERM would be left to Python, which a loop in C never returns to."""
-        self._is_terminated = True
-        self._kill_group()
-        self.kill()  # it may not have made its group yet
-
-    def is_alive(self) -> bool:
-        """Return whether the process runs; of one that has ended by itself, kill the rest of its group."""
-        is_alive = super().is_alive()
-        if is_alive and self.pid:
-            try:
-                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # somebody who waits for all children of this process was faster
-                self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
-                is_alive = False
-        if not is_alive and not self._is_terminated:
-            self._kill_group()
-            time.sleep(_ACKNOWLEDGED_SECONDS)
-        return is_alive
-
-    def _kill_group(self) -> None:
-        if self.pid:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-
-class _Context(SpawnContext):
-    Process = _Process
+    value: float | None = None
+    metrics: Mapping[str, float] = {}
+    error: str = ""
+    is_raised: bool = False
+    """The function raised, so that it would again."""
 
 
 class RewardRunner:
     """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
 
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
-    `retries` times more. `custom` is handed to rewards that ask for it; `beat` is called while it waits for them.
+    `retries` times more. `custom` is handed to rewards that ask for it; `beat` is called while it waits for them. The
+    processes see of the environment what any program needs, and the variables in `env`.
     Use it from one thread at a time.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings of one pool, each with a default
         self,
         weights: Mapping[str, float],
         *,
@@ -103,6 +76,7 @@ class RewardRunner:
         num_workers: int | None = None,
         retries: int = 1,
         custom: Mapping[str, Any] | None = None,
+        env: Sequence[str] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """`num_workers`: None for one per core."""
@@ -112,6 +86,7 @@ class RewardRunner:
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
         self._retries = retries
         self._custom = dict(custom or {})
+        self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
 
@@ -154,7 +129,10 @@ class RewardRunner:
         self.close()
         names = list(self._weights)
         self._pool = ProcessPool(
-            self._num_workers, initializer=_start, initargs=(names, self._custom, os.getpid()), context=_Context()
+            self._num_workers,
+            initializer=_start,
+            initargs=(names, self._custom, self._env, os.getpid()),
+            context=RewardContext(self._env),
         )
         try:
             loaded = self._pool.schedule(_load, args=(names,))
@@ -173,7 +151,7 @@ class RewardRunner:
 
     def _results(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[_Result]:
         """Return what each call gave; those that cost a process run again when the others are done."""
-        results: list[_Result] = [(None, {}, "")] * len(calls)
+        results = [_Result()] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
@@ -189,7 +167,7 @@ class RewardRunner:
                     failed.append(i)
                     is_broken |= isinstance(error, BrokenProcessPool)
                     reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else _ending(error)
-                    results[i] = (None, {}, reason)
+                    results[i] = _Result(error=reason)
                     log.warning("reward %s: %s (attempt %d of %d)", calls[i][0], reason, attempt, self._retries + 1)
             waiting = failed
             attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
@@ -207,18 +185,19 @@ class RewardRunner:
         return True
 
     def _total(self, results: Sequence[_Result]) -> Score:
-        total, metrics, errors = 0.0, {}, []
-        for (reward, weight), (value, extra, error) in zip(self._weights.items(), results, strict=True):
+        total, metrics, errors, is_raised = 0.0, {}, [], False
+        for (reward, weight), result in zip(self._weights.items(), results, strict=True):
             name = self._names[reward]
-            if value is None:
-                errors.append(f"{name}: {error}")
+            is_raised |= result.is_raised
+            if result.value is None:
+                errors.append(f"{name}: {result.error}")
                 continue
-            total += weight * value
-            metrics[name] = value
-            metrics |= {f"{name}/{key}": metric for key, metric in extra.items()}
+            total += weight * result.value
+            metrics[name] = result.value
+            metrics |= {f"{name}/{key}": metric for key, metric in result.metrics.items()}
         if not errors and not math.isfinite(total):
             errors.append(f"the weighted sum is {total}")
-        return Score(None if errors else total, metrics, "; ".join(errors))
+        return Score(None if errors else total, metrics, "; ".join(errors), is_raised)
 
 
 def _request(group: Group, k: int) -> dict[str, Any]:
@@ -242,9 +221,11 @@ def _ending(error: BrokenProcessPool | ProcessExpired) -> str:
 # What follows runs in the worker processes.
 
 _custom: dict[str, Any] = {}
+_told: set[tuple[str, type]] = set()
+"""What has raised what: of a thousand completions the log shows one traceback."""
 
 
-def _start(names: Sequence[str], custom: Mapping[str, Any], parent_pid: int) -> None:
+def _start(names: Sequence[str], custom: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process; what a user's module does wrong is told by `_load`."""
     os.setpgid(0, 0)
     # A hanging reward would never see that its parent has ended, so the kernel kills it then.
@@ -252,6 +233,7 @@ def _start(names: Sequence[str], custom: Mapping[str, Any], parent_pid: int) -> 
     if os.getppid() != parent_pid:  # it ended before we asked
         os._exit(1)
     os.dup2(2, 1)  # what rewards print goes to the log
+    hide(env)
     _custom.update(custom)
     with suppress(RewardError):
         _load(names)
@@ -268,8 +250,12 @@ def _reward(name: str) -> Reward:
 
 
 def _score(name: str, request: Mapping[str, Any]) -> _Result:
+    reward = _reward(name)
     try:
-        value, metrics = _reward(name)({**request, "custom": _custom})
+        return _Result(*reward({**request, "custom": _custom}))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
-        return None, {}, one_line(error)
-    return value, metrics, ""
+        line = masked(one_line(error, reward.place_of(error)))
+        if (kind := (name, type(error))) not in _told:
+            _told.add(kind)
+            print_exception(error)
+        return _Result(error=line, is_raised=True)

@@ -19,6 +19,7 @@ from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_ord
 from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
+from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rollout.groups import Dynamic, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
 
@@ -195,7 +196,8 @@ class RolloutFeed(Feed):
         """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill.
 
         Raises:
-            StageFailed: no completion has a valid reward, or none of a full step's groups is of use.
+            RewardError: no completion has a valid reward, because a function raises.
+            StageFailed: no completion has one for another reason, or none of a full step's groups is of use.
         """
         if self._source.is_over or self.step == self.total_steps:
             return None
@@ -212,8 +214,7 @@ class RolloutFeed(Feed):
         found, credited = self._algorithm.credit(groups)
         if not found:
             scores = [score for group in groups for score in group.scores]
-            reason = next((score.error for score in scores if score.value is None), "none is learned from")
-            raise StageFailed(f"step {self.step + 1}: all {len(scores)} rewards are invalid; the first: {reason}")
+            raise all_invalid(f"step {self.step + 1}: all {len(scores)} rewards are invalid", scores)
         self.step += 1
         return found, metrics | credited
 

@@ -26,8 +26,10 @@ from cosmos_core.data.prepared import (
     open_sequences,
     rows_kind,
 )
-from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.environment import hide
+from cosmos_core.errors import DataError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
+from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.run.progress import Progress
@@ -75,14 +77,13 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
     Accuracy is the share of completions with the full reward: every reward function gave 1.
 
     Raises:
-        StageFailed: none has a valid reward.
+        RewardError, StageFailed: none has a valid reward.
     """
     values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_completions = sum(len(group.scores) for group in groups)
     if not len(values):
-        raise StageFailed(
-            f"all {num_completions} held-out completions have an invalid reward; first: {groups[0].scores[0].error}"
-        )
+        scores = [score for group in groups for score in group.scores]
+        raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     lengths = [completion.num_sampled for group in groups for completion in group.group.completions]
     return {
         "validation/reward": float(values.mean()),
@@ -167,8 +168,15 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
     if not is_first():
         yield lambda groups: broadcast_object([])
         return
-    seconds = stage.recipe.train.train_policy.reward_seconds
-    with RewardRunner(weights, timeout_seconds=seconds, custom=stage.recipe.custom, beat=stage.progress.beat) as runner:
+    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
+    hide(env := {*policy.env_of_rewards, *validation.reward_env})
+    with RewardRunner(
+        weights,
+        timeout_seconds=policy.reward_seconds,
+        custom=stage.recipe.custom,
+        env=sorted(env),
+        beat=stage.progress.beat,
+    ) as runner:
         yield lambda groups: broadcast_object(runner.score_groups(groups))
 
 

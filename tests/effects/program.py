@@ -21,6 +21,7 @@ def report(stage, word="", seconds=0.0, ask_to_stop=""):
         "threads": os.environ["OMP_NUM_THREADS"],
         "grace": supervisor[supervisor.index("--grace") + 1],
         "python": os.environ.get("INTERPRETER", "this one"),
+        "variable": os.environ.get("VARIABLE", ""),
         "stops": stage.stop_requested,
     }
     return Outcome(info=info)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ ALONE = {**CUSTOM, "pipeline.stages.after": []}
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def variable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VARIABLE", "of the user's")
+        yield
 
 
 def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
@@ -152,6 +160,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (Change("pipeline.grace_seconds", 3.5, ALONE), {"grace": "3.5"}),
     (Change("pipeline.python", "./interpreter", ALONE), {"python": "mine"}),
     (Change("pipeline.stages.arguments", {"word": "hello"}, ALONE), {"word": "hello"}),
+    (Change("pipeline.stages.env", ["VARIABLE"], ALONE), {"variable": "of the user's"}),
     (Change("pipeline.stages.model", "./own-model", ALONE), {"model": "own-model"}),
     (Change("pipeline.stages.data", "./rows.jsonl", ALONE), {"data": "rows.jsonl"}),
     (Change("policy.model_name_or_path", "org/model", ALONE), {"model": "org/model"}),

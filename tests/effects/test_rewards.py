@@ -14,10 +14,13 @@ from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
 
 PROGRAM = """
-import time
+import os, time
 
 def points(answer, reference, custom):
     return custom.get("points", 0.0)
+
+def variable(answer, reference):
+    return float(os.environ.get("VARIABLE", 0))
 
 def slow(answer, reference):
     time.sleep(0.5)
@@ -30,6 +33,7 @@ GROUP = Group(Prompt(0, (1,), "6 * 7 =", "42"), (Completion((Segment((2,), True,
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VARIABLE", "2.5")
 
 
 def score(recipe: Recipe, folder: Path, weights: dict[str, float]) -> Score:
@@ -50,6 +54,8 @@ def mine(name: str) -> dict[str, Any]:
 @changes(
     (Change("train.train_policy.reward_function", {"exact_match": 2}, GRPO), (1.0, 2.0)),
     (Change("train.train_policy.reward_timeout_seconds", 0.1, mine("slow")), (1.0, None)),
+    (Change("train.train_policy.reward_env", ["VARIABLE"], mine("variable")), (0.0, 2.5)),
+    (Change("validation.reward_env", ["VARIABLE"], mine("variable")), (0.0, 2.5)),
     (Change("custom", {"points": 0.75}, mine("points")), (0.0, 0.75)),
     (
         Change("train.train_policy.bypass_reward", True, {**GRPO, "train.train_policy.reward_function": "exact_match"}),

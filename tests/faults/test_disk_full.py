@@ -49,7 +49,7 @@ ckpt = { enable_checkpoint = true, save_freq = 50, max_keep = 2 }
 def limited_python(workspace: Workspace) -> Path:
     """An interpreter that cannot write files above 50 kB while the file `full` exists."""
     script = workspace.write(
-        "python", f'#!/bin/bash\n[ -e "$WORKSPACE/full" ] && ulimit -f 50\nexec {sys.executable} "$@"\n'
+        "python", f'#!/bin/bash\n[ -e "$COSMOS_WORKSPACE/full" ] && ulimit -f 50\nexec {sys.executable} "$@"\n'
     )
     script.chmod(0o755)
     return script

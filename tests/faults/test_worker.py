@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from cosmos_core.errors import DataError, Preempted, StageFailed
+from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run, create_run
 from cosmos_core.run.files import read_json
@@ -111,11 +112,11 @@ def test_a_crash_after_progress_is_retried_and_continues_from_the_checkpoint(tmp
 
 def test_what_a_worker_leaves_behind_is_killed_even_in_a_session_of_its_own(tmp_path: Path) -> None:
     run = make_run(tmp_path, "leaves_a_child")
-    os.environ["WORKSPACE"] = str(tmp_path)
+    os.environ["COSMOS_WORKSPACE"] = str(tmp_path)
     try:
         perform(run, "s")
     finally:
-        del os.environ["WORKSPACE"]
+        del os.environ["COSMOS_WORKSPACE"]
     assert not processes_below(tmp_path)
 
 
@@ -128,3 +129,35 @@ def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_p
     result, was_reused = perform(run, "s")
     assert was_reused
     assert result["metrics"] == {"count": 10.0}
+
+
+def test_a_function_that_returns_nothing_is_one_line_and_never_retried(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "returns_nothing")
+    said = rf"^stage 's': {PROGRAMS}/counting.py:returns_nothing returned nothing; return a cosmos_core.types.Outcome$"
+    with pytest.raises(ConfigError, match=said) as caught:
+        perform(run, "s")
+    assert not should_retry(run, "s", caught.value)
+
+
+def test_what_a_users_function_raises_is_told_with_its_line_and_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "the secret of a service")
+    monkeypatch.setenv("OTHER_TOKEN", "the secret of another")
+    run = make_run(tmp_path, "raises", 'env = ["SERVICE_TOKEN"]\narguments = { secret = "SERVICE_TOKEN" }')
+    with pytest.raises(
+        ConfigError, match=r"counting.py:raises raised RuntimeError: broken on purpose: \*\*\* \("
+    ) as caught:
+        perform(run, "s")
+    assert re.search(rf"\({PROGRAMS}/counting.py:\d+\); traceback in the log$", str(caught.value))
+    log = (run.stage_path("s") / "logs/attempt_1.log").read_text()
+    assert "told: *** nothing" in log and "Traceback" in log and "in raises" in log
+    files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(b"the secret of" in content for content in files)
+
+
+def test_an_error_of_the_network_may_pass(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "raises", 'arguments = { error = "ConnectionError" }')
+    with pytest.raises(StageFailed, match="ConnectionError: broken on purpose") as caught:
+        perform(run, "s")
+    assert should_retry(run, "s", caught.value)

@@ -1,5 +1,6 @@
 """A trivial stage: counts to `steps` with a checkpoint each step; its output is a digest chain over all steps."""
 
+import builtins
 import hashlib
 import json
 import os
@@ -67,3 +68,13 @@ def on_another_clock(stage, offset, hangs):
         if not hangs:
             stage.progress.beat()
     return Outcome()
+
+
+def returns_nothing(stage):
+    """Forgets its outcome."""
+
+
+def raises(stage, error="RuntimeError", secret=""):
+    """Raises an error of this class, and prints and says what it knows of an environment variable."""
+    print("told:", os.environ.get(secret, "nothing"), os.environ.get("OTHER_TOKEN", "nothing"))  # noqa: T201
+    raise vars(builtins)[error](f"broken on purpose: {os.environ.get(secret, 'nothing')}")

@@ -15,7 +15,6 @@ from cosmos_core.data.conversation import (
     RefusedRow,
     conversation_tokens,
     cut,
-    tokenize_conversation,
     tokenize_prompt,
 )
 from cosmos_core.data.messages import SkippedRow
@@ -48,7 +47,7 @@ TEST_DATA = Path(os.environ.get("COSMOS_TEST_DATA") or Path(__file__).resolve().
 
 
 def masked(tokenizer: Any, messages: Any) -> tuple[list[str], list[str]]:
-    ids, mask = tokenize_conversation(tokenizer, messages, 10_000, "row")
+    ids, mask = conversation_tokens(tokenizer, messages, "row")
     return learned(tokenizer, ids, mask), unlearned(tokenizer, ids, mask)
 
 
@@ -302,7 +301,7 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_learned():
 
 def test_plain_text_is_learned_whole_with_an_end_token():
     tokenizer = byte_tokenizer(None)
-    ids, mask = tokenize_conversation(tokenizer, "Hello there", 100, "row")
+    ids, mask = conversation_tokens(tokenizer, "Hello there", "row")
     assert tokenizer.decode(ids) == "Hello there<|im_end|>"
     assert mask == [1] * len(ids)
 
@@ -314,7 +313,7 @@ def test_cutting_keeps_the_left_and_refuses_to_leave_nothing_to_learn():
     assert cut((ids, mask), first + 2, "row") == (ids[: first + 2], [0] * first + [1, 1])
     reason = "a.jsonl:3: skipped, longer than policy.model_max_length with nothing left to learn"
     with pytest.raises(SkippedRow, match=reason):
-        tokenize_conversation(tokenizer, TWO_TURNS, first, "a.jsonl:3")
+        cut(conversation_tokens(tokenizer, TWO_TURNS, "a.jsonl:3"), first, "a.jsonl:3")
 
 
 def test_a_first_token_alone_is_nothing_to_learn():

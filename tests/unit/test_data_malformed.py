@@ -286,6 +286,28 @@ def template_model(folder: Path, template: str) -> Path:
     return folder / "model"
 
 
+ENDLESS = {
+    "'a' * 10 ** 10": "takes more than 2 GiB of memory",
+    "'{:>9999999999}'.format(1)": "takes more than 2 GiB of memory",
+    "m.content * 10 ** 8": "writes 300,000,0.. characters",
+    "9 ** 9 ** 9": "runs on beyond 0.5 s",
+    "1 }}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ 1": "runs on beyond 0.5 s",
+}
+
+
+@pytest.mark.parametrize("expression", ENDLESS)
+def test_a_chat_template_without_bounds_is_ended_and_named(
+    tmp_path: Path, expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 0.5)
+    endless = f"{{% for m in messages if m.content == 'bad' %}}{{{{ {expression} }}}}{{% endfor %}}{CHATML}"
+    (tmp_path / "a.jsonl").write_bytes(LINE + LINE.replace(b'"q"', b'"bad"'))
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=rf"^a\.jsonl:[12]: the chat template {ENDLESS[expression]}"):
+        prepare(template_model(tmp_path, endless), tmp_path / "a.jsonl")
+    assert time.monotonic() - began < 15
+
+
 BREAKS = {
     "m.content + 1": 'TypeError: can only concatenate str (not "int") to str',
     "1 // 0": "ZeroDivisionError: integer division or modulo by zero",

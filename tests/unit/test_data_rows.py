@@ -25,6 +25,14 @@ def write_jsonl(path, rows=ROWS):
     return path
 
 
+def values(rows):
+    return [row for _, row in rows]
+
+
+def locations(rows):
+    return [where for where, _ in rows]
+
+
 def write_arrow_file(path):
     table = pa.Table.from_pylist(ROWS)
     with pa.ipc.new_file(path, table.schema) as file:
@@ -53,7 +61,7 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_rows(tmp_path, name):
     WRITERS[name](tmp_path / name)
-    assert list(load_rows(DatasetConfig(name=str(tmp_path / name)))) == ROWS
+    assert values(load_rows(DatasetConfig(name=str(tmp_path / name)))) == ROWS
 
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -76,38 +84,40 @@ def test_every_format_holds_conversations(tmp_path, name, talk):
         with pa.ipc.new_file(path, table.schema) as file:
             file.write_table(table)
     elif name == "a.csv":
-        values = [value if isinstance(value, str) else json.dumps(value) for value in talk.values()]
+        fields = [value if isinstance(value, str) else json.dumps(value) for value in talk.values()]
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([talk.keys(), values])
+            csv.writer(file).writerows([talk.keys(), fields])
     else:
         path.write_text(json.dumps([talk] if name == "a.json" else talk))
-    (row,) = load_rows(DatasetConfig(name=str(path)))
+    (row,) = values(load_rows(DatasetConfig(name=str(path))))
     assert read_conversation(row, "row") == TALK
 
 
 def test_wide_and_coded_columns_are_text_too(tmp_path):
     table = pa.table({"messages": pa.array([TALK], WIDE)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert read_conversation(load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))[0], "row") == TALK
+    assert read_conversation(values(load_rows(DatasetConfig(name=str(tmp_path / "a.parquet"))))[0], "row") == TALK
 
 
 def test_a_row_knows_its_line_although_blank_lines_are_passed_over(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"x": 1}\n\n{"x": 2}\r\n', encoding="utf-8")
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
-    assert [rows.where(i) for i in range(2)] == ["a.jsonl:1", "a.jsonl:3"]
-    assert rows[1] == {"x": 2}
+    assert locations(rows) == ["a.jsonl:1", "a.jsonl:3"]
+    assert values(rows)[1] == {"x": 2}
 
 
 def test_a_csv_row_knows_its_line_and_keeps_leading_zeros(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,answer\n"two\nlines",007\nb,8\n')
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
-    assert rows[0] == {"prompt": "two\nlines", "answer": "007"}
-    assert rows.where(1) == "a.csv:4"
+    assert values(rows)[0] == {"prompt": "two\nlines", "answer": "007"}
+    assert locations(rows)[1] == "a.csv:4"
 
 
 def test_a_csv_field_may_be_long(tmp_path):
     (tmp_path / "a.csv").write_text(f"prompt,response\nq,{'a' * 200_000}\n")
-    assert load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))[0] == {"prompt": "q", "response": "a" * 200_000}
+    assert values(load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))) == [
+        {"prompt": "q", "response": "a" * 200_000}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +183,8 @@ def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path)
     ]:
         write_jsonl(tmp_path / f"{name}.jsonl", part)
     folder = str(tmp_path)
-    assert list(load_rows(DatasetConfig(name=folder))) == ROWS[:2]
-    assert list(load_rows(DatasetConfig(name=folder, split=("test", "train")))) == [ROWS[4], *ROWS[:2]]
+    assert values(load_rows(DatasetConfig(name=folder))) == ROWS[:2]
+    assert values(load_rows(DatasetConfig(name=folder, split=("test", "train")))) == [ROWS[4], *ROWS[:2]]
     with pytest.raises(DataError, match=r"has no file for the split 'validation'; it holds test\.jsonl, train-00000"):
         load_rows(DatasetConfig(name=folder, split=("validation",)))
     assert has_local_split(tmp_path, "test") and not has_local_split(tmp_path, "validation")
@@ -184,8 +194,8 @@ def test_files_that_are_named_for_no_split_are_all_training_rows_but_held_out_fi
     for name, part in [("b", ROWS[1:2]), ("a", ROWS[:1]), ("test", ROWS[4:])]:
         write_jsonl(tmp_path / f"{name}.jsonl", part)
     rows = load_rows(DatasetConfig(name=str(tmp_path)))
-    assert list(rows) == ROWS[:2]
-    assert rows.where(1) == "b.jsonl:1"
+    assert values(rows) == ROWS[:2]
+    assert locations(rows) == ["a.jsonl:1", "b.jsonl:1"]
 
 
 def test_a_single_file_or_a_saved_data_set_has_no_other_split(tmp_path):
@@ -195,18 +205,18 @@ def test_a_single_file_or_a_saved_data_set_has_no_other_split(tmp_path):
     WRITERS["saved_splits"](tmp_path / "saved")
     with pytest.raises(DataError, match=r"split = 'test', but .*saved has train"):
         load_rows(DatasetConfig(name=str(tmp_path / "saved"), split=("test",)))
-    assert load_rows(DatasetConfig(name=str(tmp_path / "saved"))).where(2) == "saved[train] row 2"
+    assert locations(load_rows(DatasetConfig(name=str(tmp_path / "saved"))))[2] == "saved[train] row 2"
 
 
 def test_held_out_rows_are_disjoint_complete_ordered_and_depend_on_the_seed_alone(tmp_path):
     rows = load_rows(DatasetConfig(name=str(write_jsonl(tmp_path / "a.jsonl", [{"x": i} for i in range(100)]))))
     train, held_out = split_rows(rows, 20, seed=1)
-    kept, rest = [row["x"] for row in train], [row["x"] for row in held_out]
+    kept, rest = [row["x"] for row in values(train)], [row["x"] for row in values(held_out)]
     assert len(rest) == 20 and sorted(kept + rest) == list(range(100))
     assert kept == sorted(kept) and rest == sorted(rest)
-    assert held_out.where(0) == f"a.jsonl:{rest[0] + 1}"
-    assert [row["x"] for row in split_rows(rows, 0.2, seed=1)[1]] == rest
-    assert [row["x"] for row in split_rows(rows, 20, seed=2)[1]] != rest
+    assert locations(held_out)[0] == f"a.jsonl:{rest[0] + 1}"
+    assert [row["x"] for row in values(split_rows(rows, 0.2, seed=1)[1])] == rest
+    assert [row["x"] for row in values(split_rows(rows, 20, seed=2)[1])] != rest
     with pytest.raises(DataError, match=r"test_size = 100 of 100 rows leaves none to train on"):
         split_rows(rows, 100, seed=1)
 
@@ -214,10 +224,10 @@ def test_held_out_rows_are_disjoint_complete_ordered_and_depend_on_the_seed_alon
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_array_larger_than_a_block_is_read_element_by_element(tmp_path, indent, monkeypatch):
     monkeypatch.setattr(formats, "_BLOCK", 16)
-    values = [{"x": i, "text": "é😀[{,]}" * (i % 7), "deep": [{"a": [1, "]"]}]} for i in range(50)]
-    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(values, indent=indent, ensure_ascii=False) + "\n")
+    elements = [{"x": i, "text": "é😀[{,]}" * (i % 7), "deep": [{"a": [1, "]"]}]} for i in range(50)]
+    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(elements, indent=indent, ensure_ascii=False) + "\n")
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.json")))
-    assert list(rows) == values and [rows[i] for i in (49, 0, 7)] == [values[i] for i in (49, 0, 7)]
+    assert values(rows) == elements and values(rows) == elements  # a second time, for the second pass
 
 
 @pytest.mark.parametrize("text", ['[{"x": 1}] {}', '[{"x": 1} {"x": 2}]', '[{"x": 1},', '[{"x": 1},]'])
@@ -227,17 +237,17 @@ def test_an_array_that_does_not_end_well_is_malformed(tmp_path, text):
         load_rows(DatasetConfig(name=str(tmp_path / "a.json")))
 
 
-def test_parquet_rows_are_read_a_batch_at_a_time_in_any_order(tmp_path, monkeypatch):
+def test_parquet_rows_are_read_a_batch_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "_BATCH_ROWS", 4)
     table = pa.Table.from_pylist([{"x": i} for i in range(30)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))
-    assert [row["x"] for row in rows] == list(range(30))
-    assert [rows[i]["x"] for i in (29, 3, 8, 7, 0)] == [29, 3, 8, 7, 0]
+    assert [row["x"] for row in values(rows)] == list(range(30))
+    assert locations(rows)[29] == "a.parquet row 29"
 
 
 def test_csv_rows_of_several_lines_are_read_alone(tmp_path):
     (tmp_path / "a.csv").write_bytes('prompt,answer\r\n"a\r\nb, ""é""",1\r\n\r\nc,2'.encode())
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
-    assert [rows[1], rows[0]] == [{"prompt": "c", "answer": "2"}, {"prompt": 'a\r\nb, "é"', "answer": "1"}]
-    assert [rows.where(i) for i in range(2)] == ["a.csv:3", "a.csv:5"]
+    assert values(rows) == [{"prompt": 'a\r\nb, "é"', "answer": "1"}, {"prompt": "c", "answer": "2"}]
+    assert locations(rows) == ["a.csv:3", "a.csv:5"]

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.base import known_rewards, load_reward
+from cosmos_core.registry import offered_names
+from cosmos_core.rewards.base import load_reward
 
 THOUGHT = "<think>2 + 2\nis 4</think>"
 
@@ -174,11 +175,12 @@ def test_nothing_is_right_or_wrong_against_a_reference_that_has_no_answer(name, 
 
 
 def test_known_rewards_are_the_files_that_hold_one():
-    assert known_rewards() == ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "single_choice"]
+    ours = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "single_choice"]
+    assert offered_names("cosmos_core.rewards") == ours
 
 
 def test_an_unknown_reward_names_the_key_and_the_nearest_name():
-    with pytest.raises(RewardError, match=r"train\.train_policy\.reward_function: .*'gsm8'; did you mean 'gsm8k'"):
+    with pytest.raises(RewardError, match=r"train\.train_policy\.reward_function: .*'gsm8'; .*did you mean 'gsm8k'"):
         load_reward("gsm8")
     with pytest.raises(RewardError, match="known: boxed_math, direct_math, exact_match, format, gsm8k, single_choice"):
         load_reward("zzzz")
@@ -211,7 +213,7 @@ def test_a_users_reward_gets_the_keywords_that_it_declares_and_may_return_metric
 def test_a_users_file_that_cannot_be_imported_is_a_reward_error(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("def broken(:\n")
-    with pytest.raises(RewardError, match=r"importing .* failed: SyntaxError"):
+    with pytest.raises(RewardError, match=r"cannot be imported: SyntaxError"):
         load_reward(f"{file}:broken")
 
 

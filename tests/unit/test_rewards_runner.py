@@ -10,10 +10,10 @@ import time
 import psutil
 import pytest
 
-from cosmos_core.errors import RewardError
-from cosmos_core.rewards.base import metric_names
+from cosmos_core.errors import RewardError, StageFailed
+from cosmos_core.rewards.base import all_invalid, metric_names
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.types import Completion, Group, Prompt, Segment
+from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 
 BEHAVIOURS = '''
 import os, subprocess, sys, time
@@ -51,6 +51,17 @@ def act(to_be_evaluated, reference):
             os._exit(1)
         return 0.25
     return float(to_be_evaluated)
+
+def secrets(to_be_evaluated, reference):
+    """Return whether the words of the answer are in the environment, as it is now and as the process began."""
+    if to_be_evaluated == "tell":
+        print("the key is", os.environ["SERVICE_KEY"])
+        raise ValueError(os.environ["SERVICE_KEY"])
+    began = open("/proc/self/environ", "rb").read().decode()
+    return float(sum(word in began or word in str(os.environ) for word in to_be_evaluated.split()))
+
+def nothing(to_be_evaluated, reference):
+    pass
 
 def length(to_be_evaluated, reference):
     return len(to_be_evaluated), {"double": 2 * len(to_be_evaluated)}
@@ -92,17 +103,51 @@ def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_worke
         again = runner.score(requests("6", "7"))
     assert [s.value for s in scores] == [0.5, None, 1, None, 2, None, 3, 1, None, 4, None, None, None, 5]
     assert [s.value for s in again] == [6, 7]
+    file = act.rpartition(":")[0]
     reasons = {a: s.error.removeprefix("act: ") for a, s in zip(answers, scores, strict=True) if s.value is None}
     assert reasons == {
         "hang": "not done in 0.3 s",
-        "raise": "KeyError: 'no such\\nthing'",
+        "raise": f"KeyError: 'no such\\nthing' ({file}:10)",
         "exit": "its process exited with code 3",
-        "nan": "ValueError: returned nan; the rule is a finite number",
-        "text": "ValueError: returned a str; the rule is a number, or (number, dict of numbers)",
-        "sys.exit": "SystemExit: enough",
+        "nan": f"ValueError: returned nan; the rule is a finite number ({file}:4)",
+        "text": f"ValueError: returned a str; the rule is a number, or (number, dict of numbers) ({file}:4)",
+        "sys.exit": f"SystemExit: enough ({file}:14)",
         "kill": "its process was killed by signal 9",
     }
     assert all(s.error == "" for s in scores if s.value is not None)
+
+
+def test_what_a_reward_raises_is_told_with_its_line_and_once_with_its_traceback(act, capfd):
+    file = act.rpartition(":")[0]
+    with RewardRunner({f"{file}:nothing": 1.0, act: 1.0}, timeout_seconds=5, num_workers=1) as runner:
+        scores = runner.score(requests("raise", "raise", "raise"))
+    assert {score.error for score in scores} == {
+        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:46); "
+        f"act: KeyError: 'no such\\nthing' ({file}:10)"
+    }
+    said = capfd.readouterr().err
+    assert said.count('raise KeyError("no such\\nthing")') == 1
+    with pytest.raises(RewardError, match=r"all 3 are invalid; the first: nothing: ValueError"):
+        raise all_invalid("all 3 are invalid", scores)
+    with pytest.raises(StageFailed, match=r"all are invalid; the first: act: not done in 1 s"):
+        raise all_invalid("all are invalid", [Score(None, error="act: not done in 1 s")])
+
+
+def test_a_child_sees_no_secret_but_those_that_are_named_and_shows_none(act, capfd, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_unnamed_secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA_unnamed_secret")
+    monkeypatch.setenv("ALL_PROXY", "http://me:login_secret@proxy:1")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:login_secret@proxy:1")
+    monkeypatch.setenv("SOMETHING", "something of the user's")
+    monkeypatch.setenv("SERVICE_KEY", "named_secret")
+    secrets = f"{act.rpartition(':')[0]}:secrets"
+    with RewardRunner({secrets: 1.0}, timeout_seconds=5, num_workers=1, env=("SERVICE_KEY",)) as runner:
+        words = ["unnamed_secret", "login_secret", "something", "named_secret", "PATH= HOME="]
+        scores = runner.score(requests(*words, "tell"))
+    assert [score.value for score in scores] == [0, 0, 0, 1, 2, None]
+    assert scores[-1].error.startswith("secrets: ValueError: *** (")
+    said = capfd.readouterr().err
+    assert "the key is ***" in said and "named_secret" not in said
 
 
 def test_a_completion_that_cost_a_child_is_tried_again(act, tmp_path):

@@ -255,7 +255,7 @@ def performing(run_path: Path) -> subprocess.Popen[str]:
         "for name in ('first', 'second'):\n"
         "    print(perform(open_run(Path(sys.argv[1]), all_kinds()), name)[1])\n"
     )
-    environment = {**os.environ, "WORKSPACE": str(run_path)}
+    environment = {**os.environ, "COSMOS_WORKSPACE": str(run_path)}
     command = [sys.executable, "-c", program, str(run_path)]
     here = Path(__file__).parents[2]
     return subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True)

@@ -82,6 +82,11 @@ class AlgorithmConfig(Table):
         return None
 
     @property
+    def env_of_rewards(self) -> tuple[str, ...]:
+        """Return the environment variables that rewards see beyond those that any program needs."""
+        return ()
+
+    @property
     def named_weights(self) -> tuple[str, ...]:
         """Return the weights that the algorithm asks for beside the policy's."""
         return ()

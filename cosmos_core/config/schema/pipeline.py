@@ -74,6 +74,9 @@ class StageConfig(Table):
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
     """Kind custom: passed to the function as keywords."""
+    env: Names = ()
+    """Kind custom: environment variables that the function sees, such as the key of a service, beyond those that any
+    program needs; their values are masked in logs."""
     require: Names = ()
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""

@@ -59,6 +59,9 @@ class RlConfig(AlgorithmConfig):
     `path/file.py:function`."""
     reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), OURS] = 10.0
     """A reward that takes longer is killed and its completion counts as invalid."""
+    reward_env: Annotated[Names, OURS] = ()
+    """Environment variables that rewards see, such as the key of a service, beyond those that any program needs; their
+    values are masked in logs."""
     use_remote_reward: Annotated[
         bool, planned("the reward service is not in this version; use reward_function"), LATER
     ] = False
@@ -117,6 +120,11 @@ class RlConfig(AlgorithmConfig):
         if self.variant != "dapo":
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
+
+    @property
+    def env_of_rewards(self) -> tuple[str, ...]:
+        """See `AlgorithmConfig.env_of_rewards`."""
+        return self.reward_env
 
     @property
     def reward_seconds(self) -> float:

@@ -9,7 +9,9 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import (
     LATER,
+    OURS,
     Completions,
+    Names,
     Needs,
     NonNegativeFloat,
     Nucleus,
@@ -61,6 +63,8 @@ class ValidationConfig(Table):
     """None: as in `rollout`."""
     reward_function: RewardWeights = {}
     """Empty: the rewards of training."""
+    reward_env: Annotated[Names, OURS] = ()
+    """Environment variables that rewards see beside those of `train.train_policy.reward_env`."""
     use_remote_reward: Annotated[
         bool | None, planned("the reward service is not in this version; use reward_function"), LATER
     ] = None

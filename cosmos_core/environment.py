@@ -1,0 +1,89 @@
+"""Which environment variables code of a user's own is handed, and the values that no log may show.
+
+Rewards and custom stages get what any program needs to run, and beyond that what their recipe names; a key or token is
+never handed on by itself. It is no wall: a program can read the files of the user who runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TextIO, cast
+
+_NEEDED = frozenset({
+    "CONDA_PREFIX", "CURL_CA_BUNDLE", "DO_NOT_TRACK", "HOME", "HOSTNAME", "HTTPS_PROXY", "HTTP_PROXY", "LANG",
+    "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "NO_PROXY", "PATH", "PWD", "REQUESTS_CA_BUNDLE", "SHELL", "SSL_CERT_DIR",
+    "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TOKENIZERS_PARALLELISM", "TZ", "USER", "VIRTUAL_ENV",
+    "http_proxy", "https_proxy", "no_proxy",
+})  # fmt: skip
+_NEEDED_PREFIXES = (
+    "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "RAY_",
+    "TORCH", "TRANSFORMERS_", "VLLM_", "XDG_",
+)  # fmt: skip
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
+)
+_LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
+_SHORTEST = 8
+"""Characters of a value that is masked: a shorter one, like `false`, is also a word."""
+_named: set[str] = set()
+
+
+def handed_on(names: Iterable[str]) -> dict[str, str]:
+    """Return the variables that a user's code is handed: those that any program needs, and those with these names."""
+    return {name: value for name, value in os.environ.items() if name in set(names) or _is_needed(name, value)}
+
+
+def hide(names: Iterable[str] = ()) -> None:
+    """Mask secrets in what this process prints from now on; the values of variables with these names are some, too."""
+    _named.update(names)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, _Masking):
+            setattr(sys, name, cast(TextIO, _Masking(stream)))
+
+
+def masked(text: str) -> str:
+    """Return the text with `***` for each secret value of the environment."""
+    for secret in _secrets():
+        text = text.replace(secret, "***")
+    return text
+
+
+class _Masking:
+    """A text stream that shows no secret; what C or a program that is started writes goes past it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(masked(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self._stream.writelines(map(masked, lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _secrets() -> list[str]:
+    """Return the values to mask, the longest first: one may be a part of another."""
+    found = set()
+    for name, value in os.environ.items():
+        if name in _named or _is_secret_name(name):
+            found.add(value)
+        found.update(_LOGIN.findall(value) if "://" in value else ())
+    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)
+
+
+def _is_needed(name: str, value: str) -> bool:
+    is_known = name in _NEEDED or name.startswith(_NEEDED_PREFIXES)
+    return is_known and not _is_secret_name(name) and not _LOGIN.search(value)
+
+
+@lru_cache(maxsize=1024)
+def _is_secret_name(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name))

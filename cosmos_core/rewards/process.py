@@ -1,0 +1,98 @@
+"""The processes that rewards run in: spawned, each in a group of its own, with an environment that holds no secrets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from io import BytesIO
+from multiprocessing import popen_spawn_posix, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess, reduction, set_spawning_popen
+from typing import Any
+
+from cosmos_core.environment import handed_on
+
+_ACKNOWLEDGED_SECONDS = 0.1
+"""After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
+
+
+class RewardContext(SpawnContext):
+    """What a pool starts its processes with; `names` are variables of the environment that they may see."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.Process = partial(_Process, tuple(names))  # type: ignore[assignment,misc]
+
+
+class _Process(SpawnProcess):
+    """A worker process that ends together with what its rewards have started."""
+
+    _is_terminated = False
+
+    def __init__(self, names: tuple[str, ...], **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.names = names
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Popen(process_obj)
+
+    def terminate(self) -> None:
+        """Kill the process group: SIGTERM would be left to Python, which a loop in C never returns to."""
+        self._is_terminated = True
+        self._kill_group()
+        self.kill()  # it may not have made its group yet
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs; of one that has ended by itself, kill the rest of its group."""
+        is_alive = super().is_alive()
+        if is_alive and self.pid:
+            try:
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # somebody who waits for all children of this process was faster
+                self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
+                is_alive = False
+        if not is_alive and not self._is_terminated:
+            self._kill_group()
+            time.sleep(_ACKNOWLEDGED_SECONDS)
+        return is_alive
+
+    def _kill_group(self) -> None:
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """Start an interpreter as its base does, which has no way to say with which environment.
+
+    To change that of this process while it starts would take the secrets from its other threads, and to clear it in the
+    new process comes too late: /proc shows what a process was started with.
+    """
+
+    def _launch(self, process_obj: _Process) -> None:
+        content = BytesIO()
+        tracker = resource_tracker.getfd()  # type: ignore[attr-defined]
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj.name), content)
+            reduction.dump(process_obj, content)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, their_end = os.pipe()
+        their_input, our_output = os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, our_output))  # type: ignore[attr-defined]
+        try:
+            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=their_input)
+            inherited = [(os.POSIX_SPAWN_DUP2, each, each) for each in (*self._fds, tracker, their_input, their_end)]
+            self.pid = os.posix_spawn(
+                spawn.get_executable(), command, handed_on(process_obj.names), file_actions=inherited
+            )
+        finally:
+            os.close(their_input)
+            os.close(their_end)
+        with open(our_output, "wb", closefd=False) as file:
+            file.write(content.getbuffer())
