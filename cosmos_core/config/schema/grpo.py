@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import (
-    LATER,
     Needs,
     NonNegativeFloat,
     Only,
@@ -17,12 +16,7 @@ from cosmos_core.config.schema.table import (
     Thing,
     Tokens,
     Where,
-    planned,
 )
-
-_NFT = planned("DiffusionNFT is not in this version; leave it out")
-_DECOUPLED = planned("corrections by the rollouts' log-probabilities are not in this version; leave it out")
-_RESET = planned("the reference model stays the one that the stage started from; leave it out")
 
 
 class GrpoConfig(RlConfig):
@@ -31,10 +25,7 @@ class GrpoConfig(RlConfig):
     algorithm: ClassVar[str] = "grpo"
 
     trainer_type: Annotated[
-        Thing,
-        Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
-        Where.CODE,
-        LATER,
+        Thing, Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True), Where.CODE
     ] = "grpo"
     """The algorithm: `grpo`, or `path/file.py:Class` of your own."""
 
@@ -42,9 +33,9 @@ class GrpoConfig(RlConfig):
     """Ratios are clipped below at 1 - this; negative: no lower clip."""
     epsilon_high: float = 0.2
     """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip."""
-    advantage_low: Annotated[float, _NFT, LATER] = -5.0
+    advantage_low: float = -5.0
     """Lowest advantage in DiffusionNFT."""
-    advantage_high: Annotated[float, _NFT, LATER] = 5.0
+    advantage_high: float = 5.0
     """Highest advantage in DiffusionNFT, and its scale."""
     positive_nll_coef: NonNegativeFloat | None = None
     """Weight of an extra log-likelihood term on completions with a positive reward; None: off."""
@@ -57,33 +48,29 @@ class GrpoConfig(RlConfig):
     by the length."""
     unbiased_advantage: bool = False
     """True: subtract the group's mean only, do not divide by its standard deviation (Dr. GRPO)."""
-    algo: Annotated[
-        str, Field(min_length=1), planned("this version has the rule 'grpo' alone; leave it out"), LATER
-    ] = "grpo"
+    algo: Annotated[str, Field(min_length=1)] = "grpo"
     """Name of the rule that turns rewards into advantages."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
-    unbiased_kl_estimate: Annotated[bool, LATER] = False
+    unbiased_kl_estimate: bool = False
     """Multiply the k3 estimator by the ratio, which makes its gradient that of the reverse KL (arXiv 2512.02556)."""
-    off_policy_masking_delta: Annotated[NonNegativeFloat | None, _DECOUPLED, LATER] = None
+    off_policy_masking_delta: NonNegativeFloat | None = None
     """Mask sequences of negative advantage whose mean log-ratio is beyond this; None: none."""
-    aipo_rho: Annotated[PositiveFloat | None, planned("AIPO is not in this version; leave it out")] = None
+    aipo_rho: PositiveFloat | None = None
     """Cap ratios at this in place of clipping (arXiv 2505.24034); None: off."""
-    entropy_coeff: Annotated[float, planned("the entropy bonus is not in this version; leave it out"), LATER] = 0.0
+    entropy_coeff: float = 0.0
     """Weight of the entropy bonus; 0: off."""
-    min_filter_prefix_tokens: Annotated[
-        Tokens | None, planned("shared prefixes are not masked in this version; leave it out")
-    ] = None
+    min_filter_prefix_tokens: Tokens | None = None
     """Mask prefixes of at least this length that completions of different rewards share; None: off."""
-    reference_reset_interval: Annotated[Steps | None, _RESET, LATER] = None
+    reference_reset_interval: Steps | None = None
     """Copy the policy into the reference every N steps; None: never."""
-    reset_optimizer_with_reference: Annotated[bool, _RESET, Needs("reference_reset_interval"), LATER] = True
+    reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval")] = True
     """Start the optimizer anew with it."""
-    use_decoupled_loss: Annotated[bool, _DECOUPLED, LATER] = False
+    use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy."""
-    behav_imp_weight_cap: Annotated[PositiveFloat | None, _DECOUPLED, Needs("use_decoupled_loss"), LATER] = None
+    behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss")] = None
     """Tokens above this weight get weight 0; None: no cap."""
-    use_rollout_logprobs_for_loss: Annotated[bool, _DECOUPLED, LATER] = False
+    use_rollout_logprobs_for_loss: bool = False
     """Take them as the old policy's."""
 
     @field_validator("lower_bound_ratio")

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import LATER, Only, Thing, Where
+from cosmos_core.config.schema.table import Only, Thing, Where
 
 
 class SftConfig(SupervisedConfig):
@@ -16,10 +16,7 @@ class SftConfig(SupervisedConfig):
     rows: ClassVar[RowKind] = "sequences"
 
     trainer_type: Annotated[
-        Thing,
-        Only(("sft",), "this version trains with 'sft' and 'dpo'", takes_import_paths=True),
-        Where.CODE,
-        LATER,
+        Thing, Only(("sft",), "this version trains with 'sft' and 'dpo'", takes_import_paths=True), Where.CODE
     ] = "sft"
     """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), or `path/file.py:Class` of
     your own."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -16,6 +19,44 @@ from cosmos_core.registry import is_import_path, offered_names
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
+
+
+StatusName = Literal["used", "no effect", "planned", "unsupported"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What this version does with a field, see `config/status.toml`."""
+
+    name: StatusName
+    note: str = ""
+    """The reason, or what to use instead."""
+
+
+@dataclass(frozen=True)
+class Since:
+    """Which generation of recipes knows the key: Cosmos-RL's `first` reference, `later`, or `ours`."""
+
+    generation: Literal["first", "later", "ours"]
+
+
+_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
+
+
+def _noted(kind: str) -> dict[tuple[str, str], str]:
+    """What `status.toml` has below `kind`: table and key, "*" for all, to the note."""
+    return {
+        (table, name): note
+        for note, tables in _NOTES[kind].items()
+        for table in tables
+        for name in tables[table].split()
+    }
+
+
+_STATUS: dict[tuple[str, str], Any] = {
+    at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _noted(kind).items()
+}
+_SINCE: dict[tuple[str, str], Any] = {at: Since(note) for at, note in _noted("since").items()}  # type: ignore[arg-type]
 
 
 class Table(BaseModel):
@@ -33,6 +74,16 @@ class Table(BaseModel):
     switch: ClassVar[str] = ""
     """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Mark each field with what `status.toml` says of it."""
+        for name in inspect.get_annotations(cls):
+            field = cls.model_fields.get(name)
+            for notes in (_STATUS, _SINCE) if field else ():
+                of_all = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
+                if note := notes.get((cls.__name__, name), of_all):
+                    field.metadata = [*field.metadata, note]
+
     def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
         """Yield what this version cannot do of the fields together, in a stage of that kind; keys are in full."""
         yield from ()
@@ -48,18 +99,6 @@ class Table(BaseModel):
 
 
 TableT = TypeVar("TableT", bound=Table)
-StatusName = Literal["used", "no effect", "planned", "unsupported"]
-
-
-@dataclass(frozen=True)
-class Status:
-    """What this version does with a field. *used*: a test shows what it changes (`config/effects.toml`). *no effect*:
-    accepted, and said once why it does nothing here. *planned*, *unsupported*: accepted by the schema, refused by
-    `check` and `run` when set."""
-
-    name: StatusName
-    note: str = ""
-    """The reason, or what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +152,6 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Since:
-    """Which generation of recipes knows the key: Cosmos-RL's `first` reference, `later`, or `ours`."""
-
-    generation: Literal["first", "later", "ours"]
-
-
-@dataclass(frozen=True)
 class AffectsResult:
     """Whether a used field enters the fingerprint of the stages that read it."""
 
@@ -128,24 +160,7 @@ class AffectsResult:
 
 NoResult = AffectsResult(False)
 """Changes how a run looks or is kept, never what it computes."""
-LATER = Since("later")
-OURS = Since("ours")
 _USED = Status("used")
-
-
-def no_effect(reason: str) -> Status:
-    """Declare that a key is accepted and does nothing here, for `reason`."""
-    return Status("no effect", reason)
-
-
-def planned(note: str) -> Status:
-    """Declare that a key is accepted by the schema and not in this version: `note` says what to do until then."""
-    return Status("planned", note)
-
-
-def unsupported(note: str) -> Status:
-    """Declare that a key is accepted by the schema and will not be done: `note` says what to use instead."""
-    return Status("unsupported", note)
 
 
 def mark(field: FieldInfo, kind: type) -> Any:
@@ -171,9 +186,14 @@ def affects_result(field: FieldInfo) -> bool:
     return status(field) == _USED and mark(field, AffectsResult) is None
 
 
+def is_table(annotation: Any) -> bool:
+    """Return whether a field is a table, rather than something that can hold one."""
+    return isinstance(annotation, type) and issubclass(annotation, Table)
+
+
 def tables_in(annotation: Any) -> list[type[Table]]:
     """Return the tables that a field can hold."""
-    if isinstance(annotation, type) and issubclass(annotation, Table):
+    if is_table(annotation):
         return [annotation]
     return [table for argument in get_args(annotation) for table in tables_in(argument)]
 
