@@ -20,9 +20,10 @@ from cosmos_core.config.files import read_config
 from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
+from cosmos_core.config.schema.marks import Where
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Where, with_located
+from cosmos_core.config.schema.table import with_located
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.target import absolute_target
 from cosmos_core.errors import ConfigError

@@ -13,20 +13,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compat.translate import DEAD, MOVED
+from cosmos_core.config.schema.marks import Only, Since, Status, StatusName, Unit, mark
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import (
-    Only,
-    Since,
-    Status,
-    StatusName,
-    Table,
-    Unit,
-    all_fields,
-    mark,
-    status,
-    tables_in,
-)
+from cosmos_core.config.schema.table import Table, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind

@@ -11,7 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.table import NoResult, Rows, Table, Unit
+from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Rows
 
 RowKind = Literal["sequences", "pairs", "prompts"]
 

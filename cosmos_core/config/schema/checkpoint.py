@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.table import Needs, NoResult, Table, Unit
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit
+from cosmos_core.config.schema.table import Table
 
 
 class CheckpointConfig(Table):

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.table import Fraction, Names, NoResult, Table, Where
+from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, Names
 
 
 class DatasetConfig(Table):

@@ -11,15 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, create_model, model_validator
 
-from cosmos_core.config.schema.table import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Table,
-    Unit,
-)
+from cosmos_core.config.schema.marks import Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 TYPES: dict[str, Any] = {
     "switch": bool, "text": str, "name": Annotated[str, Field(min_length=1)], "integer": int, "number": float,

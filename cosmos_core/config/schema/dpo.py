@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import Names, NonNegativeFloat, PositiveFloat, Table
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe

@@ -6,17 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cosmos_core.config.schema.marks import Needs, Only, Where
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import (
-    Needs,
-    NonNegativeFloat,
-    Only,
-    PositiveFloat,
-    Steps,
-    Thing,
-    Tokens,
-    Where,
-)
+from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, Steps, Thing, Tokens
 
 
 class GrpoConfig(RlConfig):

@@ -6,15 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import (
-    NoResult,
-    PositiveInt,
-    Steps,
-    Table,
-    Thing,
-    Unit,
-    Where,
-)
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import PositiveInt, Steps, Thing
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"

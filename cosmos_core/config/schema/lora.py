@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import (
-    Fraction,
-    Names,
-    NoResult,
-    Only,
-    PositiveFloat,
-    PositiveInt,
-    Strings,
-    Table,
-    Where,
-)
+from cosmos_core.config.schema.marks import NoResult, Only, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, Names, PositiveFloat, PositiveInt, Strings
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.table import Only, PositiveInt, Ranks, Table, Unit
+from cosmos_core.config.schema.marks import Only, Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import PositiveInt, Ranks
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe

@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.schema.table import (
-    Names,
-    NonNegativeInt,
-    NoResult,
-    PositiveFloat,
-    PositiveInt,
-    Table,
-    Unit,
-    Where,
-)
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
 

@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import field_validator, model_validator
 
 from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.marks import Needs, NoResult, Where
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.planned import DiffusersConfig
-from cosmos_core.config.schema.table import (
-    Needs,
-    NonNegativeFloat,
-    NoResult,
-    Strings,
-    Table,
-    Thing,
-    Tokens,
-    Where,
-)
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
+from cosmos_core.config.schema.marks import Needs, Unit
 from cosmos_core.config.schema.planned import OverlongRewardConfig, RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import (
-    Completions,
-    Names,
-    Needs,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Tokens,
-    Unit,
-    say,
-)
+from cosmos_core.config.schema.table import say
+from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe

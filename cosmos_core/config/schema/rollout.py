@@ -7,24 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import model_validator
 
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.planned import MultiTurnRolloutConfig, RolloutAsyncConfig
-from cosmos_core.config.schema.table import (
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
-    Needs,
     NonNegativeFloat,
-    NoResult,
     Nucleus,
     PositiveFloat,
     PositiveInt,
-    Table,
     Thing,
     Tokens,
     TopK,
-    Unit,
-    Where,
-    registered,
 )
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.algorithm import RowKind
+from cosmos_core.config.schema.marks import Only, Where
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import Only, Thing, Where
+from cosmos_core.config.schema.values import Thing
 
 
 class SftConfig(SupervisedConfig):

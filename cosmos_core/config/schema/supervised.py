@@ -7,12 +7,8 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.table import (
-    Needs,
-    PositiveInt,
-    Tokens,
-    Unit,
-)
+from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.values import PositiveInt, Tokens
 
 
 class SupervisedConfig(AlgorithmConfig):

@@ -12,28 +12,22 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, k
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
 from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import (
+from cosmos_core.config.schema.table import Table, as_toml, say
+from cosmos_core.config.schema.values import (
     DType,
     Fraction,
-    Needs,
     NonNegativeFloat,
     NonNegativeInt,
-    NoResult,
-    Only,
     PositiveFloat,
     PositiveInt,
     Rows,
     Steps,
     Strings,
-    Table,
-    Unit,
-    Where,
-    as_toml,
-    say,
 )
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.marks import Needs
 from cosmos_core.config.schema.planned import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import (
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import (
     Completions,
-    Needs,
     NonNegativeFloat,
     Nucleus,
     PositiveFloat,
     Rows,
     Steps,
-    Table,
     Tokens,
     TopK,
 )
