@@ -1,8 +1,7 @@
 """The deprecated `--wfm-mode` recipes of Cosmos-RL (`[model]`, `[model_parallel]`, ...) in today's keys.
 
 They train the video models of Cosmos-Predict2.5: diffusion SFT, FlowGRPO or DDRL. What such a recipe leaves out has the
-defaults of its own schema, not of ours. `wfm.toml` has every key and what becomes of it; here is what reads that, and
-what becomes of the callbacks, which are a list.
+defaults of its own schema, not of ours. `wfm.toml` has every key and what becomes of it; here is what reads that.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from cosmos_core.config.compat.wfm_schema import DATA, FIELDS, KEYS, REASONS, TABLES, TYPED, Root
-from cosmos_core.config.load import Values, merge, parse, without_none
+from cosmos_core.config.load import Values, merge, parse, short, without_none
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import all_fields
 from cosmos_core.errors import ConfigError
 
 _TODAY = frozenset({*Recipe.model_fields, "pipeline", "extends"})
-_CALLBACKS = "trainer.callbacks"
-_WANDB = ("wandb", "wandb_10x")
 _EXPRESSIONS = Environment(undefined=StrictUndefined)
 
 
@@ -49,7 +46,6 @@ def from_wfm(values: Values, source: str, notices: list[str]) -> Values:
     translation.same()
     for rule in DATA["rules"]:
         translation.apply(rule)
-    _callbacks(translation)
     notices += translation.told()
     return translation.values
 
@@ -73,6 +69,7 @@ def _with_counterpart(table: Values, prefix: str, source: str, lost: list[tuple[
     kept: Values = {}
     for name, value in table.items():
         key = prefix + (name if name.isprintable() else repr(name))
+        value = _by_name(value, source) if key == "trainer.callbacks" else value
         if key in REASONS:
             lost.append((key, REASONS[key]))
         elif key in FIELDS and not (key in TABLES and isinstance(value, dict)):
@@ -85,6 +82,16 @@ def _with_counterpart(table: Values, prefix: str, source: str, lost: list[tuple[
             near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
             raise ConfigError(f"{source}: {key}: unknown key{f'; did you mean {near[0]}?' if near else ''}")
     return kept
+
+
+def _by_name(callbacks: Any, source: str) -> Values:
+    """The list of callbacks as tables: the arguments of each below its name."""
+    entries = callbacks if isinstance(callbacks, list) else [None]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
+        raise ConfigError(f"{source}: trainer.callbacks = {short(callbacks)}: must be an array of tables with a name")
+    if extra := {key for entry in entries for key in entry} - {"name", "args", "step_size"}:
+        raise ConfigError(f"{source}: trainer.callbacks.{min(extra)}: unknown key; a callback has a name and args")
+    return {entry["name"]: entry.get("args", {}) for entry in entries}
 
 
 def _drop(value: Any, key: str, source: str, lost: list[tuple[str, str]]) -> None:
@@ -111,15 +118,9 @@ class _Translation:
         self._paths = {name: self._text(path) for name, path in DATA["names"].items()}
         self._names |= {name: reduce(getattr, path.split("."), old) for name, path in self._paths.items()}
 
-    def callback(self, name: str) -> Any:
-        """Return the callback of that name; None: there is none."""
-        return next((callback for callback in self.old.trainer.callbacks if callback.name == name), None)
-
     def said(self, key: str) -> bool:
-        """Return whether the file has a key, rather than its default; callbacks are named only where they are."""
+        """Return whether the file has a key, rather than its default."""
         table: Any = self.old
-        if key.startswith(_CALLBACKS):
-            return True
         for name in key.split("."):
             if name not in table.model_fields_set:
                 return False
@@ -138,8 +139,9 @@ class _Translation:
             raise ConfigError(f"{self.source}: {self._text(rule['refuse'])}")
         olds = [old for key in rule.get("of", []) for old in self._keys(key)]
         if "why" in rule:
-            self.lost += [(key, rule["why"]) for key in rule.get("left_out", [])]
-            self.lose(rule["why"], *olds)
+            why = self._text(rule["why"])
+            self.lost += [(self._text(key), why) for key in rule.get("left_out", [])]
+            self.lose(why, *olds)
         for new in rule.get("to", []):
             self.put(new, self._value(rule["value"]), *olds)
         self._named |= set(olds)
@@ -199,37 +201,6 @@ class _Translation:
         for name in reversed(new.split(".")):
             table = {name: table}
         self.values = merge(self.values, table)
-
-
-def _callbacks(t: _Translation) -> None:
-    wandb = [f"{_CALLBACKS}.{name}" for name in _WANDB if t.callback(name)]
-    logger = ["console", "wandb"] if wandb and t.old.job.wandb_mode != "disabled" else ["console"]
-    t.put("logging.logger", logger, *wandb, "job.wandb_mode")
-    mapped = DATA["arguments"]
-    for callback in t.old.trainer.callbacks:
-        for name, new in mapped.get(callback.name, {}).items():
-            if value := getattr(callback.args, name):
-                t.put(new, value, f"{_CALLBACKS}.{callback.name}.{name}")
-    clip, samples = t.callback("grad_clip"), t.callback("every_n_sample_reg")
-    if clip:
-        t.lose("the trainer decides it", *_given(clip, *mapped["grad_clip"]))
-        scale = t.old.model.loss_scale
-        t.lost.append((f"model.loss_scale = {scale}", f"gradients that are clipped are {scale} times as small here"))
-    else:
-        t.lose("Adam divides it out", "model.loss_scale")
-        t.put("train.optm_grad_norm_clip", 0.0)
-    if samples:
-        t.lose("samples are drawn as in validation", *_given(samples, *mapped[samples.name]))
-    others = [callback.name for callback in t.old.trainer.callbacks]
-    t.lose(
-        "the trainer does or records it", *(f"{_CALLBACKS}.{name}" for name in others if name not in {*mapped, *_WANDB})
-    )
-
-
-def _given(callback: Any, *mapped: str) -> list[str]:
-    """The arguments of a callback that the file has, without those that are mapped."""
-    names = [name for name in type(callback.args).model_fields if name in callback.args.model_fields_set]
-    return [f"{_CALLBACKS}.{callback.name}.{name}" for name in names if name not in mapped]
 
 
 def _default(key: str) -> Any:

@@ -6,26 +6,12 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Annotated, Any, Literal, Union
+from typing import Any
 
-from pydantic import Field
-
-from cosmos_core.config.schema.declared import TYPES, declared, is_key
+from cosmos_core.config.schema.declared import declared, is_key
 from cosmos_core.config.schema.table import all_fields
 
 DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpath("wfm.toml").read_text("utf-8"))
-
-
-def _callbacks_type() -> Any:
-    known = [
-        declared(name, {}, name=(Literal[name], ...), args=(arguments := declared("args", keys), arguments()))
-        for name, keys in DATA["callbacks"].items()
-    ]
-    others = Literal[tuple(DATA["other_callbacks"]["names"])]
-    free = declared("callback", {}, name=(others, ...), args=(dict[str, Any], {}), step_size=(Any, None))
-    union: Any = Union
-    array: Any = tuple
-    return Annotated[array[Annotated[union[*known, free], Field(discriminator="name")], ...], Field(strict=False)]
 
 
 def _fields(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -37,7 +23,6 @@ def _fields(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[
             yield from _fields(field, f"{prefix}{name}.")
 
 
-TYPES["callbacks"] = _callbacks_type()
 Root = declared("wfm", DATA["keys"])
 TYPED = dict(_fields(DATA["keys"]))
 REASONS = {

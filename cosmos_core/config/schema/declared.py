@@ -19,6 +19,7 @@ TYPES: dict[str, Any] = {
     "switch": bool, "text": str, "name": Annotated[str, Field(min_length=1)], "integer": int, "number": float,
     "count": PositiveInt, "count or 0": NonNegativeInt, "above 0": PositiveFloat, "not below 0": NonNegativeFloat,
     "fraction": Fraction, "decay": Annotated[float, Field(ge=0, lt=1)], "anything": Any,
+    "arguments": dict[str, Any],
 }  # fmt: skip
 
 
