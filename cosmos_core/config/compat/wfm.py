@@ -86,7 +86,7 @@ def _with_counterpart(table: Values, prefix: str, source: str, lost: list[tuple[
 
 def _by_name(callbacks: Any, source: str) -> Values:
     """The list of callbacks as tables: the arguments of each below its name."""
-    entries = callbacks if isinstance(callbacks, list) else [None]
+    entries: list[Any] = callbacks if isinstance(callbacks, list) else [None]
     if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         raise ConfigError(f"{source}: trainer.callbacks = {short(callbacks)}: must be an array of tables with a name")
     if extra := {key for entry in entries for key in entry} - {"name", "args", "step_size"}:

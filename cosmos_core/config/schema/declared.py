@@ -38,7 +38,7 @@ def declared(
     **more: Any,
 ) -> type[Table]:
     """Return the model of a table, with `more` fields; `never_above`: key to the one that bounds it."""
-    rules = {"ordered": model_validator(mode="after")(_ordered(never_above))} if never_above else {}
+    rules: Any = {"ordered": model_validator(mode="after")(_ordered(never_above))} if never_above else {}
     fields: dict[str, Any] = more | {name: _field(name, says) for name, says in keys.items()}
     model = create_model(title, __base__=Table, __doc__=doc or None, __validators__=rules, **fields)
     model.switch = switch
@@ -50,7 +50,7 @@ def _field(name: str, says: dict[str, Any]) -> tuple[Any, Any]:
     if not is_key(says):
         inner = declared(name, says)
         return inner, inner()
-    kind = Literal[tuple(says["of"])] if "of" in says else _type(says["is"], says.get("at_least"))
+    kind: Any = Literal[tuple(says["of"])] if "of" in says else _type(says["is"], says.get("at_least"))
     default = says.get("default", ... if says.get("required") else None)
     if isinstance(default, list | dict):
         default = TypeAdapter(kind).validate_python(default)

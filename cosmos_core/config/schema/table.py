@@ -55,9 +55,9 @@ class Table(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Mark each field with what `status.toml` says of it."""
-        for name in inspect.get_annotations(cls):
-            field = cls.model_fields.get(name)
-            for notes in (_STATUS, _SINCE) if field else ():
+        own = inspect.get_annotations(cls)
+        for name, field in cls.model_fields.items():
+            for notes in (_STATUS, _SINCE) if name in own else ():
                 of_all = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
                 if note := notes.get((cls.__name__, name), of_all):
                     field.metadata = [*field.metadata, note]
