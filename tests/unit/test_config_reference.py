@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config import describe
+from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.describe import all_keys
 from cosmos_core.config.reference import reference
@@ -58,6 +59,19 @@ def test_older_and_dead_names_are_listed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"- `{old}` is today's `{new}`" in text for old, new in MOVED.items())
     assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in DEAD.items())
+
+
+def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
+    text = PAGE.with_name("coming-from-trl.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    listed = {name: set(re.findall(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)+)`", row[1]))
+              for row in rows for name in re.findall(r"`(\w+)`", row[0])}  # fmt: skip
+    assert {name: set(keys) <= listed.get(name, set()) for name, keys in trl.NAMES.items()} == dict.fromkeys(
+        trl.NAMES, True
+    )
+    known = {key.name for key in all_keys()}
+    assert {key for keys in (*trl.NAMES.values(), *listed.values()) for key in keys} <= known
+    assert [name for name in trl.NAMES if name in known] == []
 
 
 def test_status_toml_names_keys_that_the_schema_has() -> None:
