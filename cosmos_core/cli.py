@@ -217,6 +217,7 @@ def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import writable
     from cosmos_core.run.inputs import check_inputs
+    from cosmos_core.upload.base import check_targets
 
     try:
         check_capabilities(pipeline)
@@ -226,6 +227,7 @@ def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
         note([f"this version would refuse to run it: {error}"])
     check_meshes(pipeline)
     check_inputs(pipeline)
+    check_targets(pipeline)
     return writable(pipeline.output_dir)
 
 
@@ -243,5 +245,11 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> None:
     from cosmos_core.run.directory import claim
     from cosmos_core.session import run_session
 
-    claim(run).release()  # found out before a server is started; the flow takes it for good
+    try:
+        claim(run).release()  # found out before a server is started; the flow takes it for good
+    except OSError as error:
+        raise ConfigError(
+            f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "
+            f"make {run.path} writable, or start a new run with --set pipeline.output_dir=FOLDER"
+        ) from error
     sys.exit(run_session(run, from_stage, verify, began=_BEGAN))

@@ -24,7 +24,9 @@ File = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
 
 
 @config_app.command()
-def explain(key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; older names too.")]) -> None:
+def explain(
+    key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; older names and TRL's too.")],
+) -> None:
     """Say what a key means: type, default, unit, who uses it, and what this version does with it."""
     from cosmos_core.config.describe import explain as lines
     from tasks.kinds import all_kinds

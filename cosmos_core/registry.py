@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -120,8 +121,38 @@ def code_file(path: str) -> Path:
     """Return the file of a user's code given by import path, found without importing it or its packages.
 
     Raises:
-        ConfigError: the file or module does not exist.
+        ConfigError: the file or module does not exist, or has nothing of that name.
     """
+    file, thing = _file_of(path), path.rpartition(":")[2]
+    if (names := _names_in(file)) is not None and thing not in names:
+        raise ConfigError(f"{path!r}: {file} has no {thing!r}{suggestion(thing, sorted(names)) if names else ''}")
+    return file
+
+
+def _names_in(file: Path) -> set[str] | None:
+    """The names that a file gives to something at its top level; None: that cannot be told without running it."""
+    try:
+        waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
+    except (SyntaxError, ValueError):  # told with its line where it is imported
+        return None
+    if not waiting:
+        return None
+    names = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)  # what is inside is no name of the file
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        waiting += ast.iter_child_nodes(node)
+    is_open = names & {"*", "__getattr__", "globals", "exec", "setattr"}
+    return None if is_open else names
+
+
+def _file_of(path: str) -> Path:
     module_name, _, thing = path.rpartition(":")
     if not module_name or not thing:
         raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")

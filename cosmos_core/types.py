@@ -48,6 +48,10 @@ class StageKind:
     """False: the outside world decides (a gate, an upload), so it runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+    reports: tuple[str, ...] = ("*",)
+    """Patterns of the metrics that its result can have, beside those of held-out rows where it `scores`."""
+    hands_on_metrics: bool = False
+    """True: its result has the metrics of the stages in `after`."""
     libraries: tuple[str, ...] = ()
     """The packages that its program computes with; their versions in the worker's interpreter enter the fingerprint."""
 

@@ -12,5 +12,6 @@ KIND = StageKind(
     allowed_keys=("checkpoint",),
     is_numeric=False,
     recipe_tables=("train.param_dtype", "policy.model_revision"),
+    reports=("export/*",),
     libraries=(*WEIGHTS, "jinja2"),
 )

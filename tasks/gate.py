@@ -16,6 +16,7 @@ KIND = StageKind(
     allowed_keys=("require", "target"),
     in_worker=False,
     is_reusable=False,
+    hands_on_metrics=True,
 )
 
 

@@ -29,5 +29,6 @@ KIND = StageKind(
         "custom.dataset",
         "custom.vision",
     ),
+    reports=("data/*",),
     libraries=(*ROWS, "datasets", "pyarrow"),
 )

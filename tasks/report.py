@@ -7,6 +7,7 @@ KIND = StageKind(
     entry="cosmos_core.observe.report:run",
     result_version=1,
     makes="page",
+    reports=(),
     in_worker=False,
     is_reusable=False,
 )

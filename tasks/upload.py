@@ -20,6 +20,7 @@ KIND = StageKind(
     allowed_keys=("target",),
     in_worker=False,
     is_reusable=False,
+    hands_on_metrics=True,
 )
 
 

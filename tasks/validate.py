@@ -25,5 +25,6 @@ KIND = StageKind(
         "validation",
         "custom",
     ),
+    reports=(),
     libraries=TRAINING,
 )

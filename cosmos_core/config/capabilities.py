@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, existing
+from cosmos_core.config.reported import check_gates
+from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Only, Table, as_toml, live_tables, mark, set_fields, status
+from cosmos_core.config.schema.table import Table, as_toml, live_tables, set_fields, status
 from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
@@ -21,6 +23,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: naming the key, its value and what to use instead.
     """
+    check_gates(pipeline)
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         for table in (stage, recipe):

@@ -20,9 +20,10 @@ from cosmos_core.config.files import read_config
 from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
+from cosmos_core.config.schema.marks import Where
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Where, with_located
+from cosmos_core.config.schema.table import with_located
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.target import absolute_target
 from cosmos_core.errors import ConfigError
@@ -123,10 +124,9 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     given = [parse_setting(text) for text in overrides]
     entries = _entries(path, table)
     if not entries:
-        implied = _stages_of_recipe(_recipe(str(path), merge(shared, shared_values(given)), []), kinds)
-        entries = [stage.model_dump(exclude_defaults=True) for stage in implied]
+        recipe = parse(Recipe, merge(shared, shared_values(given)), source=str(path), notices=[])
+        entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
     settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
-    shared = merge(shared, settings.shared)
     values = merge({"name": path.stem, **{k: v for k, v in table.items() if k != "stages"}}, settings.pipeline)
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
     stages, recipes = [], {}
@@ -135,7 +135,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
         tables = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
-        recipes[stage.name] = _recipe(where, merge(tables, settings.recipes.get(stage.name, {})), notices)
+        recipes[stage.name] = parse(Recipe, tables, source=where, notices=notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
     pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
@@ -169,10 +169,6 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     if "pipeline" in values:
         raise ConfigError(f"{file}: a recipe used by a stage cannot have a [pipeline] of its own")
     return values
-
-
-def _recipe(where: str, values: Values, notices: list[str]) -> Recipe:
-    return parse(Recipe, values, source=where, notices=notices)
 
 
 def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -12,26 +13,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import DEAD, MOVED
+from cosmos_core.config.load import fit
+from cosmos_core.config.schema.marks import Only, Since, Status, StatusName, Unit, mark
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import (
-    Only,
-    Since,
-    Status,
-    StatusName,
-    Table,
-    Unit,
-    all_fields,
-    mark,
-    status,
-    tables_in,
-)
+from cosmos_core.config.schema.table import Table, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
 
 _GENERATIONS = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
+MAX_NAME = 200
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
 
@@ -62,20 +55,28 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def find_key(name: str) -> list[Key]:
-    """Return the entries of a key, in today's or an older name; `STAGE.KEY` is not known here.
+    """Return the entries of a key, in today's name, an older one or that of TRL; `STAGE.KEY` is not known here.
 
     Raises:
-        ConfigError: there is no such key; a near one is suggested.
+        ConfigError: there is no such key; those that are near are suggested.
     """
     today = MOVED.get(name, name)
     keys = [key for key in all_keys() if key.name == today]
-    if name in DEAD:
+    if name in DEAD and not trl.keys_of(name):
         raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[name]}")
+    keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name)]
     if not keys:
-        known = sorted({key.name for key in all_keys()})
-        near = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
-        raise ConfigError(f"{name}: unknown key{suggestion(name, near or known) if near or len(name) < 200 else ''}")
+        raise ConfigError(fit(f"{name}: unknown key{_near(name)}"))
     return keys
+
+
+def _near(name: str) -> str:
+    """The keys that may be meant: of the same name in other tables, else those that look alike."""
+    known = sorted({key.name for key in all_keys()})
+    near = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if not near and len(name) <= MAX_NAME:  # to compare longer ones takes long, and says nothing
+        near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "; `cosmos config coverage` lists them all"
 
 
 def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
@@ -106,6 +107,8 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
         yield f"{key.name}  ({key.table.__name__})"
         if name in MOVED:
             yield f"  was       {name}"
+        elif name != key.name:
+            yield f"  in TRL    {name.rpartition('.')[2]}"
         yield f"  {key.meaning}"
         rows = {
             "type": key.type,

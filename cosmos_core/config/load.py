@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from cosmos_core.config.compat import trl
 from cosmos_core.config.schema.table import Table, TableT, all_fields, tables_in
 from cosmos_core.errors import ConfigError
 
@@ -178,11 +179,14 @@ def _tags(model: type[Table]) -> set[str]:
 
 
 def _suggest(table: type[Table], keys: list[str], prefix: str) -> str:
-    """Prefer a near name in the same table, then the same name in another table, then a near path anywhere."""
+    """Prefer what a name of TRL is here, then a near name in the same table, then the same name in another table, then
+    a near path anywhere."""
     known = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
     if dotted in known:
         return " here; it belongs to another `type`"
+    if foreign := trl.told(dotted):
+        return foreign
     parent = dotted.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)

@@ -37,12 +37,12 @@ class Settings:
     """What the command line says, by whom it is for."""
 
     pipeline: Values = field(default_factory=dict)
-    shared: Values = field(default_factory=dict)
-    """Recipe tables of every stage."""
-    recipes: dict[str, Values] = field(default_factory=dict)
-    """Recipe tables by stage: what is for it alone and what is for all, in the order given."""
     entries: dict[str, Values] = field(default_factory=dict)
-    """Other keys of `[[pipeline.stages]]`, by stage."""
+    """Keys of `[[pipeline.stages]]`, by stage; recipe tables are among its `overrides`."""
+
+    def of_stage(self, name: str, values: Values) -> None:
+        """Take what is for a stage on top of what was said before."""
+        self.entries[name] = merge(self.entries.get(name, {}), values)
 
 
 def parse_setting(text: str) -> Setting:
@@ -83,12 +83,11 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     for setting in settings:
         first, *rest = setting.keys
         if first in names and rest and (first not in Recipe.model_fields or _is_of_stage(rest[0])):
-            into = found.recipes if rest[0] in Recipe.model_fields else found.entries
-            into[first] = merge(into.get(first, {}), setting.below(1))
+            values = setting.below(1)
+            found.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
         elif first in Recipe.model_fields:
-            found.shared = merge(found.shared, setting.below(0))
             for name in names:  # the command line wins over a stage's recipe file too
-                found.recipes[name] = merge(found.recipes.get(name, {}), setting.below(0))
+                found.of_stage(name, {"overrides": setting.below(0)})
         elif first == "pipeline" and rest and rest[0] != "stages":
             found.pipeline = merge(found.pipeline, setting.below(1))
         elif first == "pipeline":

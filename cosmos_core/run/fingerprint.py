@@ -17,9 +17,10 @@ from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.media import MEDIA_PATHS
+from cosmos_core.config.schema.marks import Where, mark
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Where, affects_result, mark, result_values, set_fields
+from cosmos_core.config.schema.table import affects_result, result_values, set_fields
 from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path

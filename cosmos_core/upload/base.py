@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import load_named
+from cosmos_core.registry import is_import_path, load_named
 
 
 class Target(Protocol):
     """What `target` names: a class that is called with the location behind `NAME://`, and holds versions of one model.
 
+    A target that can tell beforehand whether it can be written has a method `check`, which raises ConfigError.
     One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
     """
 
@@ -29,6 +31,24 @@ class Target(Protocol):
         Raises:
             UploadError: the target refused, lost or altered something; the pointer was not moved.
         """
+
+
+def check_targets(pipeline: Pipeline) -> None:
+    """Ask each target of ours that a stage publishes to whether it can be written, where it can tell beforehand.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    for stage in pipeline.stages:
+        is_own = is_import_path(split_target(stage.target)[0])  # which is not imported before it is needed
+        if is_own or pipeline.kind_of(stage).makes != "publication":
+            continue
+        check: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
+        try:
+            if check:
+                check()
+        except ConfigError as error:
+            raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: target = {stage.target!r}: {error}") from error
 
 
 def open_target(target: str) -> Target:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import UploadError
+from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
 
 RECORD = "published.json"
@@ -18,6 +18,18 @@ class FileTarget:
 
     def __init__(self, location: str) -> None:
         self.folder = Path(location)
+
+    def check(self) -> None:
+        """Find out whether the folder can be written or made, and change nothing.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        there = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            raise ConfigError(f"{self.folder} cannot be written: {there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.folder} cannot be written: no permission to write {there}")
 
     def published(self) -> dict[str, Any] | None:
         """Return the record of what `latest` points to; None: nothing was published yet.

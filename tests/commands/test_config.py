@@ -94,6 +94,12 @@ def test_an_older_name_is_explained_as_todays(workspace: Workspace) -> None:
     assert "  unit      train steps" in new
 
 
+def test_a_name_of_trl_is_explained_as_ours(workspace: Workspace) -> None:
+    theirs = workspace.cosmos("config", "explain", "train.learning_rate").stdout.splitlines()
+    ours = workspace.cosmos("config", "explain", "train.optm_lr").stdout.splitlines()
+    assert theirs == [ours[0], "  in TRL    learning_rate", *ours[1:]]
+
+
 def test_a_key_without_effect_says_why(workspace: Workspace) -> None:
     lines = workspace.cosmos("config", "explain", "redis").stdout.splitlines()
     assert lines[-1] == "  status    no effect: stages are processes on their own; there is no controller to find"
@@ -103,7 +109,9 @@ def test_a_key_without_effect_says_why(workspace: Workspace) -> None:
     ("key", "said"),
     [
         ("train.optm_l", "train.optm_l: unknown key; did you mean 'train.optm_lr'?"),
-        ("n_generation", "n_generation: unknown key; did you mean 'rollout.n_generation'?"),
+        ("n_generation",
+         "n_generation: unknown key; did you mean 'rollout.n_generation' or 'validation.n_generation'?"),
+        ("zzz", "zzz: unknown key; `cosmos config coverage` lists them all"),
         ("train.moe_backend", "train.moe_backend does nothing in any version; it would have meant the kernels of "
          "expert layers, which transformers chooses"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.config.reported import check_gates
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
 from tests.unit.test_config_load import GRPO, SFT, load, refused
@@ -98,3 +99,47 @@ def test_an_engine_that_is_not_there_is_refused_with_those_that_are(tmp_path: Pa
         ConfigError, match=r"rollout.backend = 'trtllm': this version has .*'hf'.*'vllm'.*file.py:Class"
     ):
         check_capabilities(load(tmp_path, CHAIN, "rollout.backend=trtllm"))
+
+
+GATE = """
+[[pipeline.stages]]
+name = "gate"
+kind = "gate"
+after = ["accuracy", "grpo"]
+require = "{}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("require", "settings", "said"),
+    [
+        ("validation/acuracy > 0.5", [],
+         "no stage in its `after` reports 'validation/acuracy'; did you mean 'validation/accuracy'?"),
+        ("accuracy.reward/mean > 0.5", [], "no stage in its `after` reports 'reward/mean'; known: "),
+        ("grpo.validation/reward > 0.5", [], "no stage in its `after` reports 'validation/reward'"),
+        ("data/train_rows > 1", ["gate.after=['grpo-data', 'accuracy']"], ""),
+        ("export/bytes > 1", ["gate.after=['grpo-data']"], "no stage in its `after` reports 'export/bytes'"),
+        ("validation/accuracy > 0.5", [], ""),
+        ("reward/mean > 0.5", [], ""),
+        ("grpo.validation/reward > 0.5", ["grpo.validation.enable=true"], ""),
+        ("validation/of_my_own > 0.5", ["accuracy.train.train_policy.trainer_type=mine.py:Mine"], ""),
+        ("anything > 0.5", ["gate.after=['rows']"], ""),
+    ],
+)  # fmt: skip
+def test_a_gate_asks_for_metrics_that_a_stage_before_it_can_report(
+    tmp_path: Path, require: str, settings: list[str], said: str
+) -> None:
+    pipeline = load(tmp_path, CHAIN + GATE.format(require), *settings)
+    if not said:
+        return check_gates(pipeline)
+    with pytest.raises(ConfigError) as caught:
+        check_capabilities(pipeline)
+    assert str(caught.value).startswith(f"{tmp_path}/recipe.toml: stage 'gate': require = '{require}': {said}")
+
+
+def test_a_gate_takes_what_another_gate_hands_on(tmp_path: Path) -> None:
+    second = GATE.format("validation/acuracy > 0.5").replace('"gate"\n', '"second"\n', 1)
+    second = second.replace('after = ["accuracy", "grpo"]', 'after = "gate"')
+    pipeline = load(tmp_path, CHAIN + GATE.format("validation/accuracy > 0.5") + second)
+    with pytest.raises(ConfigError, match=r"stage 'second': .* did you mean 'validation/accuracy'"):
+        check_gates(pipeline)

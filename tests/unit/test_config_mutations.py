@@ -40,10 +40,12 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 FIELDS = {key: field for key, _, field in (*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline."))}
 REMOTE = "train.train_policy.remote_reward"
-OLDER = {*MOVED, *DEAD, *KEYS, *TABLES, f"{REMOTE}.reward_fn", f"{REMOTE}.score_key"}
+CALLBACK = {f"trainer.callbacks.{key}" for key in ("name", "args", "step_size")}  # which are a list
+OLDER = {*MOVED, *DEAD, *KEYS, *TABLES, *CALLBACK, f"{REMOTE}.reward_fn", f"{REMOTE}.score_key"}
 KNOWN = {*FIELDS, *OLDER, "extends", "pipeline"}
 OVERRIDES = "pipeline.stages.overrides"
 FREE = {*DEAD, f"{REMOTE}.reward_fn", *(key for key, field in FIELDS.items() if "dict[" in str(field.annotation))}
+FREE.add("trainer.callbacks.args")
 FREE.remove(OVERRIDES)
 NAMES = sorted({key.rpartition(".")[2] for key in KNOWN})
 HOSTILE = [

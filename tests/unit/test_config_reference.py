@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from cosmos_core.config import describe
+from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import DEAD, MOVED
 from cosmos_core.config.describe import all_keys
 from cosmos_core.config.reference import reference
+from cosmos_core.config.schema.pipeline import PipelineConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import all_fields
 from tasks.kinds import all_kinds
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -53,3 +59,26 @@ def test_older_and_dead_names_are_listed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"- `{old}` is today's `{new}`" in text for old, new in MOVED.items())
     assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in DEAD.items())
+
+
+def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
+    text = PAGE.with_name("coming-from-trl.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    listed = {name: set(re.findall(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)+)`", row[1]))
+              for row in rows for name in re.findall(r"`(\w+)`", row[0])}  # fmt: skip
+    assert {name: set(keys) <= listed.get(name, set()) for name, keys in trl.NAMES.items()} == dict.fromkeys(
+        trl.NAMES, True
+    )
+    known = {key.name for key in all_keys()}
+    assert {key for keys in (*trl.NAMES.values(), *listed.values()) for key in keys} <= known
+    assert [name for name in trl.NAMES if name in known] == []
+
+
+def test_status_toml_names_keys_that_the_schema_has() -> None:
+    notes = tomllib.loads(Path(describe.__file__).with_name("status.toml").read_text(encoding="utf-8"))
+    named = [(table, name) for notes in notes.values() for tables in notes.values()
+             for table, names in tables.items() for name in names.split()]  # fmt: skip
+    fields = (*all_fields(Recipe), *all_fields(PipelineConfig))
+    known = {(base.__name__, key.rpartition(".")[2]) for key, table, _ in fields for base in table.__mro__}
+    assert [at for at in named if at not in known and at[1] != "*"] == []
+    assert [table for table, _ in named if table not in {table for table, _ in known}] == []

@@ -300,13 +300,13 @@ def test_keys_without_counterpart_are_told_in_one_line_by_reason_and_secrets_nev
         (
             "trainer.callbacks",
             [{"name": "every_n_sample_reg", "args": {"evry_n": 2}}],
-            "every_n_sample_reg.args.evry_n: unknown key",
+            "every_n_sample_reg.evry_n: unknown key; did you mean trainer.callbacks.every_n_sample_reg.every_n",
         ),
-        ("trainer.callbacks", [{"name": "grad_clp"}], "trainer.callbacks.0.name = 'grad_clp': must be one of"),
+        ("trainer.callbacks", [{"name": "grad_clp"}], "trainer.callbacks.grad_clp: unknown key"),
         (
             "trainer.callbacks",
             [{"name": "grad_clip", "args": {"clip_norm": "x"}}],
-            "trainer.callbacks.0.grad_clip.args.clip_norm = 'x': must be a number",
+            "trainer.callbacks.grad_clip.clip_norm = 'x': must be a number",
         ),
     ],
 )

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from cosmos_core import cli
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError, StageFailed
+from cosmos_core.errors import EXIT_USAGE, ConfigError, DataError, GateFailed, ModelError, RewardError, StageFailed
 from cosmos_core.run.directory import claim, create_run, find_run, open_or_create_run, open_run, supersede, writable
 from cosmos_core.run.files import read_json
 from cosmos_core.run.inputs import check_inputs
@@ -129,6 +130,18 @@ def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path: Path, bel
     reason = "Not a directory" if below != "file" else "File exists"
     assert str(caught.value) == (
         f"pipeline.output_dir = '{tmp_path / below}' cannot be written: {reason}; choose another folder"
+    )
+
+
+def test_a_run_whose_folder_cannot_be_written_is_not_resumed_and_says_what_to_do(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (run.path / "locks").write_text("")  # as a read-only folder, also for root
+    with pytest.raises(ConfigError) as caught:
+        cli.resume(str(run.path))
+    assert caught.value.exit_code == EXIT_USAGE
+    assert str(caught.value) == (
+        f"run {run.id} cannot be written: {run.path / 'locks'}: File exists; a run goes on in its own folder: make "
+        f"{run.path} writable, or start a new run with --set pipeline.output_dir=FOLDER"
     )
 
 

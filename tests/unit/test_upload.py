@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import absolute_target, split_target
@@ -20,7 +21,7 @@ from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.manifest import commit, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
-from cosmos_core.upload.base import open_target
+from cosmos_core.upload.base import check_targets, open_target
 from cosmos_core.upload.file import FileTarget
 from tasks import gate, upload
 from tasks.kinds import all_kinds
@@ -296,3 +297,20 @@ def test_there_must_be_a_model_to_publish(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "stage 'publish': model = './nowhere' is no folder to publish; write model = \"stage:NAME\""
     )
+
+
+def test_a_target_that_cannot_be_written_is_found_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    stages = "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n" + (
+        "[[pipeline.stages]]\nname = 'up'\nkind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '{}'\n"
+    )
+    for target in (tmp_path / "new/folder", tmp_path, f"{tmp_path}/mine.py:Target"):
+        (tmp_path / "p.toml").write_text(stages.format(target))
+        check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+    assert not (tmp_path / "new").exists()
+    below = tmp_path / "file/models"
+    (tmp_path / "p.toml").write_text(stages.format(below))
+    with pytest.raises(ConfigError) as caught:
+        check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+    said = f"target = '{below}': {below} cannot be written: {tmp_path / 'file'} is no folder"
+    assert str(caught.value) == f"{tmp_path}/p.toml: stage 'up': {said}"

@@ -12,13 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.table import LATER, NoResult, Rows, Table, Unit, no_effect
+from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Rows
 
 RowKind = Literal["sequences", "pairs", "prompts"]
 
-PREPARED = no_effect("the prepare stage keeps its rows and reuses them")
-MAPPED = no_effect("prepared rows are memory-mapped, so nothing is loaded ahead")
-POSITIONS = no_effect("each rank reads the rows of its own positions")
 REWARD_TIMEOUT_SECONDS = 10.0
 
 
@@ -42,17 +41,17 @@ class AlgorithmConfig(Table):
     """Rows per forward pass; changes speed and memory, not results."""
     dataloader_shuffle: bool = True
     """Another order each epoch; False: the order of the file."""
-    dataloader_seed: Annotated[int | None, LATER] = None
+    dataloader_seed: int | None = None
     """Seed of that order; None: `train.seed`."""
     dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
     """Processes that tokenise in the `prepare` stage; 0 or less: one."""
-    dataloader_batch_size: Annotated[int, POSITIONS, LATER] = 1
+    dataloader_batch_size: int = 1
     """Batch of the controller's iterator; 0 or less: all."""
-    enable_dataset_cache: Annotated[bool, PREPARED] = False
+    enable_dataset_cache: bool = False
     """Keep processed rows on disk."""
-    dataloader_prefetch_factor: Annotated[int | None, MAPPED] = None
+    dataloader_prefetch_factor: int | None = None
     """Batches that a loader reads ahead."""
-    data_dispatch_as_rank_in_mesh: Annotated[bool, POSITIONS, LATER] = False
+    data_dispatch_as_rank_in_mesh: bool = False
     """Hand out rows by global rank."""
 
     @property

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.table import LATER, Needs, NoResult, Table, Unit, planned
-
-_UPLOAD = planned('this version publishes to folders: add a stage of kind "upload" with target = "FOLDER"')
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit
+from cosmos_core.config.schema.table import Table
 
 
 class CheckpointConfig(Table):
@@ -19,7 +18,7 @@ class CheckpointConfig(Table):
     and the state at a signal are saved regardless."""
     save_freq: Annotated[int, Unit("train steps"), NoResult] = 20
     """Every N train steps; 0 or less: by `save_freq_in_epoch`."""
-    save_freq_in_epoch: Annotated[int, Unit("epochs"), NoResult, LATER] = 0
+    save_freq_in_epoch: Annotated[int, Unit("epochs"), NoResult] = 0
     """Every N epochs, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
     """`async`: training goes on while the state is written; one save at a time."""
@@ -27,15 +26,15 @@ class CheckpointConfig(Table):
     """Newest checkpoints that are kept, beside the best; -1: all."""
     export_safetensors: Annotated[bool, NoResult] = True
     """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
-    upload_hf: Annotated[bool, _UPLOAD] = False
+    upload_hf: bool = False
     """Upload the export to the Hugging Face Hub."""
-    hf_repo_name: Annotated[str, _UPLOAD, Needs("upload_hf")] = "Comos-Reason1"
+    hf_repo_name: Annotated[str, Needs("upload_hf")] = "Comos-Reason1"
     """Repository on the Hub; the default is spelt as in Cosmos-RL."""
-    upload_s3: Annotated[bool | str, _UPLOAD] = False
+    upload_s3: bool | str = False
     """Upload to S3: false, `final` (the last export) or `all` (each save)."""
-    s3_bucket: Annotated[str | None, _UPLOAD, Needs("upload_s3")] = None
+    s3_bucket: Annotated[str | None, Needs("upload_s3")] = None
     """Bucket; None: no upload."""
-    s3_prefix: Annotated[str, _UPLOAD, Needs("upload_s3")] = "outputs"
+    s3_prefix: Annotated[str, Needs("upload_s3")] = "outputs"
     """Key prefix in the bucket."""
 
     @field_validator("max_keep")

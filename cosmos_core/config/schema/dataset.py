@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.table import LATER, OURS, Fraction, Names, NoResult, Table, Where, planned
+from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, Names
 
 
 class DatasetConfig(Table):
@@ -25,10 +27,10 @@ class DatasetConfig(Table):
     test_size: int | float | None = None
     """Rows split off for validation when `validation.dataset.name` is empty: a count, or a fraction below 1. None or 0:
     none."""
-    max_skipped_fraction: Annotated[Fraction, OURS] = 0.01
+    max_skipped_fraction: Fraction = 0.01
     """Most rows that may be left out because they cannot be read or the chat template refuses them; above it the
     `prepare` stage fails with the first of them. Rows with nothing to learn are counted, and not part of it."""
-    local_dir: Annotated[str, planned("diffusion data is not in this version; leave it out"), LATER] = ""
+    local_dir: str = ""
     """Folder of prompts (`*.json`) and media for diffusion SFT; empty: `name`."""
 
     @field_validator("split")

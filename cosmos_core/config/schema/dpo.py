@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import LATER, OURS, Names, NonNegativeFloat, PositiveFloat, Table
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
@@ -21,14 +22,14 @@ class DpoLossConfig(Table):
     """How a pair of responses is compared. Cosmos-RL has three of these in `[custom]`: `dpo_beta`, `dpo_loss_type`,
     `dpo_loss_weights`."""
 
-    beta: Annotated[PositiveFloat, OURS] = 0.1
+    beta: PositiveFloat = 0.1
     """Reward of a response: beta x (its log-probability - that under the reference)."""
-    loss_type: Annotated[Names, OURS] = ("sigmoid",)
+    loss_type: Names = ("sigmoid",)
     """With rewards c of the chosen and r of the rejected response: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
     sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens; or a list of them."""
-    loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False), OURS] = None
+    loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """Weight of each; None: 1."""
-    reference_free: Annotated[bool, OURS] = False
+    reference_free: bool = False
     """False: the reference is the model that the stage starts from. True: there is none, a reward is beta x
     log-probability, as in Cosmos-RL."""
 
@@ -56,7 +57,7 @@ class DpoConfig(SupervisedConfig):
     rows: ClassVar[RowKind] = "pairs"
     scores_rows_once: ClassVar[bool] = True
 
-    trainer_type: Annotated[Literal["dpo"], LATER] = "dpo"
+    trainer_type: Literal["dpo"] = "dpo"
     """The algorithm."""
     dpo: DpoLossConfig = DpoLossConfig()
     """How responses are compared."""

@@ -6,23 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.marks import Needs, Only, Where
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import (
-    LATER,
-    OURS,
-    Needs,
-    NonNegativeFloat,
-    Only,
-    PositiveFloat,
-    Steps,
-    Thing,
-    Tokens,
-    Where,
-    planned,
-    say,
-)
+from cosmos_core.config.schema.table import say
+from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, Steps, Thing, Tokens
 
-_NFT = planned("DiffusionNFT is not in this version; leave it out")
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl"]
 RolloutCorrection = Literal["", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
@@ -33,10 +21,7 @@ class GrpoConfig(RlConfig):
     algorithm: ClassVar[str] = "grpo"
 
     trainer_type: Annotated[
-        Thing,
-        Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
-        Where.CODE,
-        LATER,
+        Thing, Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True), Where.CODE
     ] = "grpo"
     """The algorithm: `grpo`, or `path/file.py:Class` of your own."""
 
@@ -44,9 +29,9 @@ class GrpoConfig(RlConfig):
     """Ratios are clipped below at 1 - this; negative: no lower clip."""
     epsilon_high: float = 0.2
     """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip."""
-    advantage_low: Annotated[float, _NFT, LATER] = -5.0
+    advantage_low: float = -5.0
     """Lowest advantage in DiffusionNFT."""
-    advantage_high: Annotated[float, _NFT, LATER] = 5.0
+    advantage_high: float = 5.0
     """Highest advantage in DiffusionNFT, and its scale."""
     positive_nll_coef: NonNegativeFloat | None = None
     """Weight of an extra log-likelihood term on completions with a positive reward; None: off."""
@@ -59,53 +44,53 @@ class GrpoConfig(RlConfig):
     by the length."""
     unbiased_advantage: bool = False
     """True: subtract the group's mean only, do not divide by its standard deviation (Dr. GRPO)."""
-    algo: Annotated[Algo, LATER] = "grpo"
+    algo: Algo = "grpo"
     """The rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean
     of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), whitened over
     the step (`reinforce++`, 2501.03262), both (`reinforce++-baseline`), or r - mean over the mean (`maxrl`,
     2602.02710)."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
-    unbiased_kl_estimate: Annotated[bool, LATER] = False
+    unbiased_kl_estimate: bool = False
     """Multiply the k3 estimator by the ratio, which makes its gradient that of the reverse KL (arXiv 2512.02556)."""
-    kl_estimator: Annotated[Literal["k2", "k3"], OURS] = "k3"
+    kl_estimator: Literal["k2", "k3"] = "k3"
     """How the KL is estimated (joschu.net/blog/kl-approx.html): the gradient of `k2` is that of the reverse KL, that of
     `k3` of the forward one, or with `unbiased_kl_estimate` of the reverse one."""
-    off_policy_masking_delta: Annotated[NonNegativeFloat | None, LATER] = None
+    off_policy_masking_delta: NonNegativeFloat | None = None
     """Leave out sequences of negative advantage whose mean log(rollout policy / policy) is above this (arXiv
     2512.02556); None: none."""
-    ratio_cap: Annotated[PositiveFloat, OURS] = 5.0
+    ratio_cap: PositiveFloat = 5.0
     """Largest weight of a token with variant = 'cispo', an absolute value."""
     aipo_rho: PositiveFloat | None = None
     """Weight tokens by policy / rollout policy, at most this, in place of clipping (arXiv 2505.24034); None: off."""
-    aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho"), OURS] = "weighted"
+    aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho")] = "weighted"
     """`weighted`: as in the paper, every token keeps a gradient. `clamped`: as in Cosmos-RL, a token whose ratio
     policy / old policy is above `aipo_rho` has none."""
-    entropy_coeff: Annotated[float, LATER] = 0.0
+    entropy_coeff: float = 0.0
     """Weight of the entropy bonus, with its gradient (Cosmos-RL's has none); 0: off."""
-    log_entropy: Annotated[bool, OURS] = True
+    log_entropy: bool = True
     """Compute the policy's entropy for the metrics: about a tenth of the time of a train step at a vocabulary of
     150,000."""
     min_filter_prefix_tokens: Tokens | None = None
     """Leave out prefixes of at least this length that completions of different rewards share; None: off."""
-    reference_reset_interval: Annotated[Steps | None, LATER] = None
+    reference_reset_interval: Steps | None = None
     """Make the policy the reference of the KL every N steps; None: never."""
-    reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval"), LATER] = True
+    reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval")] = True
     """Forget the optimizer's moments with it; the learning rate goes on."""
-    use_decoupled_loss: Annotated[bool, LATER] = False
+    use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
-    behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss"), LATER] = None
+    behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss")] = None
     """Tokens above this weight get weight 0; None: no cap."""
-    use_rollout_logprobs_for_loss: Annotated[bool, LATER] = False
+    use_rollout_logprobs_for_loss: bool = False
     """Take them as the old policy's."""
-    rollout_correction: Annotated[RolloutCorrection, OURS] = ""
+    rollout_correction: RolloutCorrection = ""
     """Weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask` tokens
     outside low and high (IcePop), or both for the product over a sequence; empty: none."""
-    rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction"), OURS] = 0.5
+    rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction")] = 0.5
     """Smallest weight that is not masked."""
-    rollout_correction_high: Annotated[PositiveFloat, Needs("rollout_correction"), OURS] = 2.0
+    rollout_correction_high: Annotated[PositiveFloat, Needs("rollout_correction")] = 2.0
     """Largest weight."""
-    geometric_mask: Annotated[PositiveFloat | None, OURS] = None
+    geometric_mask: PositiveFloat | None = None
     """Leave out sequences whose geometric mean of w is further from 1 than this, such as 0.01; None: none."""
 
     @field_validator("lower_bound_ratio")

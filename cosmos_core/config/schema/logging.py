@@ -6,18 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import (
-    LATER,
-    NoResult,
-    PositiveInt,
-    Steps,
-    Table,
-    Thing,
-    Unit,
-    Where,
-    no_effect,
-    planned,
-)
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import PositiveInt, Steps, Thing
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"
@@ -32,23 +23,17 @@ class LoggingConfig(Table):
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
     something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
     `path/file.py:Class`, with the methods of `Sink`."""
-    log_interval: Annotated[
-        PositiveInt, Unit("train steps"), no_effect("every step is logged; Cosmos-RL never reads it either"), LATER
-    ] = 100
+    log_interval: Annotated[PositiveInt, Unit("train steps")] = 100
     """Steps between lines."""
-    multi_modal_log_interval: Annotated[
-        Steps | None, planned("samples of images and videos are not logged in this version; leave it out"), LATER
-    ] = None
+    multi_modal_log_interval: Steps | None = None
     """Steps between samples of images and videos; None: never."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"
     """Project on Weights & Biases."""
-    group_name: Annotated[str | None, NoResult, LATER] = None
+    group_name: Annotated[str | None, NoResult] = None
     """Group on Weights & Biases; None: the stages of one run together, as `<name>-<run id>` with the name below."""
     experiment_name: Annotated[str | None, NoResult] = None
     """Name on Weights & Biases, before run id and stage: `<name>-<run id>-<stage>`; None: the pipeline's."""
-    report_mfu: Annotated[
-        bool, planned("throughput is reported in tokens per second in this version; leave it out"), LATER
-    ] = False
+    report_mfu: bool = False
     """Report the share of the GPU's peak FLOPs."""
 
     @field_validator("logger")

@@ -8,25 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.table import (
-    LATER,
-    Fraction,
-    Names,
-    NoResult,
-    Only,
-    PositiveFloat,
-    PositiveInt,
-    Strings,
-    Table,
-    Where,
-    planned,
-)
+from cosmos_core.config.schema.marks import NoResult, Only, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, Names, PositiveFloat, PositiveInt, Strings
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
 
-_ONE = planned("this version has one adapter a model, called 'default'; leave it out")
 _INIT = {"gaussian", "eva", "olora", "pissa"}
 
 
@@ -35,9 +24,9 @@ class LoraConfig(Table):
 
     r: PositiveInt = 8
     """Rank."""
-    lora_names: Annotated[Names, _ONE, LATER] = ("default",)
+    lora_names: Names = ("default",)
     """Adapters; DiffusionNFT needs `default` and `old`."""
-    lora_path: Annotated[str | None, NoResult, Where.PATH, LATER] = None
+    lora_path: Annotated[str | None, NoResult, Where.PATH] = None
     """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
     None: a new one. Declared but never read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
@@ -46,15 +35,17 @@ class LoraConfig(Table):
     """Dropout before A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
     """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family."""
-    primary_adapter: Annotated[str | None, Only((None, "default"), _ONE.note), _ONE, LATER] = None
+    primary_adapter: Annotated[
+        str | None, Only((None, "default"), "this version has one adapter a model, called 'default'; leave it out")
+    ] = None
     """Adapter that is active; None: the first."""
     use_rslora: bool = False
     """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""
     modules_to_save: Strings | None = None
     """Ends of the names of modules that are trained whole; None: none."""
-    alpha_pattern: Annotated[dict[str, float] | None, LATER] = None
+    alpha_pattern: dict[str, float] | None = None
     """Regular expression of names to alpha; None: the same everywhere."""
-    r_pattern: Annotated[dict[str, PositiveInt] | None, LATER] = None
+    r_pattern: dict[str, PositiveInt] | None = None
     """Regular expression of names to rank; None: the same everywhere."""
     init_lora_weights: bool | str = True
     """True: B starts at zero; false: neither A nor B does; or `gaussian`, `olora`, `pissa`, `pissa_niter_N`; not yet

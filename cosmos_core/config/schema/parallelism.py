@@ -7,42 +7,39 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.table import LATER, Only, PositiveInt, Ranks, Table, Unit, no_effect, planned
+from cosmos_core.config.schema.marks import Only, Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import PositiveInt, Ranks
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
 
-_ONE = planned("not in this version; set it to 1")
-_PIPELINE = planned("pipeline parallelism is not in this version; leave it out")
-_AS_MANY = no_effect("policy.parallelism has ranks for so many engines as rollout.parallelism.tp_size leaves")
-_ANY_LENGTH = no_effect("micro-batches are as long as their own rows, and always may differ")
-
 
 class ParallelismConfig(Table):
     """A device mesh: pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
 
-    n_init_replicas: Annotated[PositiveInt, Unit("replicas"), _ONE] = 1
+    n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
     """Copies of the whole mesh, each of its own ranks."""
-    tp_size: Annotated[Ranks, _ONE] = 1
+    tp_size: Ranks = 1
     """Tensor-parallel ranks (Cosmos-RL: 2 when left out)."""
-    cp_size: Annotated[Ranks, _ONE] = 1
+    cp_size: Ranks = 1
     """Context-parallel ranks, which share one sequence."""
-    ep_size: Annotated[Ranks, _ONE] = 1
+    ep_size: Ranks = 1
     """Expert-parallel ranks."""
-    dp_shard_size: Annotated[int, Unit("ranks"), Only((1, -1), _ONE.note), _ONE] = 1
+    dp_shard_size: Annotated[int, Unit("ranks"), Only((1, -1), "not in this version; set it to 1")] = 1
     """Ranks that shard the parameters (FSDP); -1: whatever the other sizes leave."""
-    pp_size: Annotated[Ranks, _ONE] = 1
+    pp_size: Ranks = 1
     """Pipeline stages."""
-    pp_dynamic_shape: Annotated[bool, _PIPELINE] = False
+    pp_dynamic_shape: bool = False
     """Micro-batches may differ in length."""
-    pp_micro_batch_size: Annotated[PositiveInt, Unit("rows"), _PIPELINE] = 1
+    pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
     """Rows of one pipeline micro-batch."""
-    dp_replicate_size: Annotated[Ranks, _ONE] = 1
+    dp_replicate_size: Ranks = 1
     """Replicas of the sharded group (HSDP)."""
-    pp_schedule: Annotated[Literal["1F1B", "GPipe", "Interleaved1F1B"], _PIPELINE, LATER] = "Interleaved1F1B"
+    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
     """Order of forward and backward passes."""
-    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers"), _PIPELINE, LATER] = 2
+    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers")] = 2
     """Layers of one virtual stage under `Interleaved1F1B`."""
 
     @field_validator("dp_shard_size")
@@ -68,7 +65,7 @@ class ParallelismConfig(Table):
 class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold."""
 
-    n_init_replicas: Annotated[PositiveInt, Unit("replicas"), _AS_MANY] = 1
+    n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
     """Engines."""
     tp_size: Ranks = 1
     """Ranks that one engine is spread over (Cosmos-RL: 2 when left out); a divisor of those of `policy.parallelism`."""
@@ -90,14 +87,14 @@ class PolicyParallelismConfig(ParallelismConfig):
     """Ranks that share the experts of every layer, among those of dp_shard_size x cp_size; each has rows of its own."""
     pp_size: Ranks = 1
     """Ranks that each have some of the layers."""
-    pp_schedule: Annotated[Literal["1F1B", "GPipe", "Interleaved1F1B"], LATER] = "Interleaved1F1B"
+    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
     """Order of forward and backward passes: `1F1B` and `GPipe` make a stage of each rank's layers, `Interleaved1F1B`
     several; `GPipe` keeps the activations of all `mini_batch` rows."""
-    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers"), LATER] = 2
+    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers")] = 2
     """The most layers of a stage under `Interleaved1F1B`: fewer mean less waiting and more messages."""
     pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
     """Rows of one pipeline micro-batch; `mini_batch` rows go through the pipeline between two waits."""
-    pp_dynamic_shape: Annotated[bool, _ANY_LENGTH] = False
+    pp_dynamic_shape: bool = False
     """Micro-batches may differ in length."""
 
     def only_data_parallel(self, setting: str) -> Iterator[str]:

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.schema.table import (
-    Names,
-    NonNegativeInt,
-    NoResult,
-    PositiveFloat,
-    PositiveInt,
-    Table,
-    Unit,
-    Where,
-    planned,
-)
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
 
@@ -64,7 +56,7 @@ class StageConfig(Table):
     empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
     data: Annotated[str, Where.PATH] = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
-    work_pool: Annotated[str, planned("this version runs every stage on the flow's machine; leave it out")] = ""
+    work_pool: str = ""
     """Prefect work pool that runs the stage; empty: this machine."""
     retries: NonNegativeInt = 2
     """Consecutive attempts without progress before the stage fails. Preemptions do not count."""

@@ -8,29 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.marks import Needs, NoResult, Where
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
-from cosmos_core.config.schema.table import (
-    LATER,
-    OURS,
-    Needs,
-    NonNegativeFloat,
-    NoResult,
-    Strings,
-    Table,
-    Thing,
-    Tokens,
-    Where,
-    no_effect,
-    planned,
-)
+from cosmos_core.config.schema.planned import DiffusersConfig
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
-
-_CHUNKED = no_effect("log-probabilities are always computed in chunks, and all logits are never held")
 
 
 class PolicyConfig(Table):
@@ -40,18 +27,14 @@ class PolicyConfig(Table):
     """Device mesh of the trainer."""
     diffusers: Annotated[DiffusersConfig, Needs("is_diffusers")] = DiffusersConfig()
     """Read with `is_diffusers`."""
-    is_diffusers: Annotated[bool, planned("diffusion models are not in this version"), LATER] = False
+    is_diffusers: bool = False
     """The model is a pipeline of diffusers."""
-    model_class: Annotated[
-        Thing | None, planned("diffusion models are not in this version; leave it out"), Where.CODE, OURS
-    ] = None
+    model_class: Annotated[Thing | None, Where.CODE] = None
     """A family of diffusion models of your own, `path/file.py:Class`; None: the one that the pipeline names."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""
-    model_safetensor_path: Annotated[
-        str | None, planned("weights lie beside config.json; name their folder in model_name_or_path"), LATER
-    ] = None
+    model_safetensor_path: str | None = None
     """Folder or file of the weights alone; None: beside config.json."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
@@ -66,19 +49,17 @@ class PolicyConfig(Table):
     trainable_map: dict[str, bool] | None = None
     """Module or parameter name to whether it is trained, the inner name before the outer; after the patterns; None: all
     that these leave."""
-    freeze_pattern: Annotated[Strings | None, LATER] = None
+    freeze_pattern: Strings | None = None
     """Regular expressions, found anywhere in a name, of parameters that stay as they are; None: none."""
-    trainable_pattern: Annotated[Strings | None, LATER] = None
+    trainable_pattern: Strings | None = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False
     """Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on one."""
-    enable_liger_cross_entropy: Annotated[bool, _CHUNKED, LATER] = False
+    enable_liger_cross_entropy: bool = False
     """Liger's cross-entropy in SFT."""
-    enable_liger_fused_cross_entropy: Annotated[bool, _CHUNKED, LATER] = False
+    enable_liger_fused_cross_entropy: bool = False
     """Liger's fused head and cross-entropy, which never holds all logits."""
-    aux_loss_coeff: Annotated[
-        NonNegativeFloat, planned("the load-balancing loss of MoE is not in this version; leave it out"), LATER
-    ] = 0.0
+    aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of mixtures of experts; 0: off."""
 
     def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.logging import LoggingConfig
+from cosmos_core.config.schema.planned import DistillationConfig, ProfilerConfig, VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.config.schema.table import LATER, Table, no_effect
+from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
-from cosmos_core.config.schema.vla import VLAConfig
-
-_WITHOUT_CONTROLLER = no_effect("stages are processes on their own; there is no controller to find")
 
 
 class Recipe(Table):
@@ -43,15 +39,11 @@ class Recipe(Table):
     """Free table for user code: stages, rewards, algorithms and engines get it. `dataset.annotation_path` names rows in
     the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
     their size."""
-    mode: Annotated[
-        Literal["disaggregated", "colocated", "colocated_separated"],
-        no_effect("each rank generates and trains in turn, whatever it says"),
-        LATER,
-    ] = "disaggregated"
+    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "disaggregated"
     """Where rollout engines run: on GPUs of their own, in the trainer's processes, or beside them on its GPUs."""
-    redis: Annotated[str | int, _WITHOUT_CONTROLLER, LATER] = ""
+    redis: str | int = ""
     """Port of the controller's Redis."""
-    eth_ips: Annotated[str, _WITHOUT_CONTROLLER, LATER] = ""
+    eth_ips: str = ""
     """Addresses of the controller, separated by `;`."""
 
     @model_validator(mode="after")

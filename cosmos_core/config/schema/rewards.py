@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from cosmos_core.config.schema.table import Where
+from cosmos_core.config.schema.marks import Where
 
 
 def _weighted(value: Any) -> Any:

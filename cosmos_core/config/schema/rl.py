@@ -8,30 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
-from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
-from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.planned import OverlongRewardConfig, RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import (
-    LATER,
-    OURS,
-    Completions,
-    Names,
-    Needs,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Tokens,
-    Unit,
-    no_effect,
-    planned,
-    say,
-)
+from cosmos_core.config.schema.table import say
+from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
 
-_IN_TURN = no_effect("generation and training take turns here, so every rollout is made with the newest weights")
-_ALWAYS = no_effect("rollouts always carry token ids and their log-probabilities")
 DAPO_FETCH = 128
 
 
@@ -52,60 +37,54 @@ class RlConfig(AlgorithmConfig):
     `problem`, `conversations`, `messages`."""
     response_column_name: str = ""
     """Column of the reference answer; empty: the first found of `answer`, `response`, `solution`, `result`."""
-    system_prompt: Annotated[str, OURS] = ""
+    system_prompt: str = ""
     """Put before every prompt; empty: none."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
     """Reward name, list of names, or names with weights; a user's own is `module:function` or
     `path/file.py:function`."""
-    reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), OURS] = 10.0
+    reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 10.0
     """A reward that takes longer is killed and its completion counts as invalid."""
-    reward_env: Annotated[Names, OURS] = ()
+    reward_env: Names = ()
     """Environment variables that rewards see, such as the key of a service, beyond those that any program needs; their
     values are masked in logs."""
-    use_remote_reward: Annotated[
-        bool, planned("the reward service is not in this version; use reward_function"), LATER
-    ] = False
+    use_remote_reward: bool = False
     """Ask the reward service in place of `reward_function`."""
     remote_reward: Annotated[RemoteRewardConfig, Needs("use_remote_reward")] = RemoteRewardConfig()
     """What is asked of it."""
-    filter_reward_metric: Annotated[Names, LATER] = ()
+    filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ inside a group for it to be trained on; empty: the total
     reward."""
-    bypass_reward: Annotated[bool, LATER] = False
+    bypass_reward: bool = False
     """Every reward is 0 and no reward function is called."""
-    group_reward_calculation: Annotated[
-        bool, planned("rewards are called once per completion in this version; leave it out"), LATER
-    ] = False
+    group_reward_calculation: bool = False
     """Call rewards once per group, with lists."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
     """Penalty for long completions."""
-    on_policy: Annotated[bool, _IN_TURN] = False
+    on_policy: bool = False
     """Train only on rollouts of the newest weights."""
-    allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps"), _IN_TURN] = 4
+    allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
     """How many steps old the weights of a rollout may be."""
-    uncentralized_training: Annotated[bool, _IN_TURN, LATER] = False
+    uncentralized_training: bool = False
     """Rollouts go straight to the trainer."""
-    outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts"), _IN_TURN, LATER] = 0
+    outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
     """Prompts that are still handed out while generation waits; 0: none (DAPO: 128)."""
-    max_inflight_steps: Annotated[int | None, Unit("train steps"), _IN_TURN, LATER] = None
+    max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
     """Most waiting rollouts, in train steps; None: unlimited."""
-    max_retry_for_on_policy: Annotated[int, LATER] = -1
+    max_retry_for_on_policy: int = -1
     """With variant = 'dapo': most extra rounds of sampling in a train step; 0 or less: until the prompts end."""
-    balance_dp_token: Annotated[
-        bool, no_effect("losses are always divided by the tokens of all ranks together"), LATER
-    ] = False
+    balance_dp_token: bool = False
     """Divide by the tokens of all data-parallel ranks."""
     temperature: PositiveFloat = 1.0
     """Divides the trainer's logits before log-softmax; should equal the sampling temperature."""
-    rollout_as_token_ids: Annotated[bool, _ALWAYS, LATER] = False
+    rollout_as_token_ids: bool = False
     """Hand over token ids in place of text."""
-    collect_rollout_logprobs: Annotated[bool, _ALWAYS, LATER] = False
+    collect_rollout_logprobs: bool = False
     """Hand over the log-probabilities of sampled tokens."""
-    batch_size_per_optimize: Annotated[Completions | None, LATER] = None
+    batch_size_per_optimize: Completions | None = None
     """Completions per optimizer step inside a train step; None: all."""
     mu_iterations: Annotated[PositiveInt, Unit("passes")] = 1
     """Passes over each batch of rollouts."""
-    max_token_len_per_mini_batch: Annotated[Tokens | None, LATER] = None
+    max_token_len_per_mini_batch: Tokens | None = None
     """Token budget of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch` completions.
     Changes speed and memory, not results."""
 

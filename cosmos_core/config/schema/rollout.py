@@ -7,35 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import model_validator
 
-from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig, RolloutAsyncConfig
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.table import (
-    LATER,
+from cosmos_core.config.schema.planned import MultiTurnRolloutConfig, RolloutAsyncConfig
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
-    Needs,
     NonNegativeFloat,
-    NoResult,
     Nucleus,
     PositiveFloat,
     PositiveInt,
-    Table,
     Thing,
     Tokens,
     TopK,
-    Unit,
-    Where,
-    no_effect,
-    planned,
-    registered,
 )
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
 
-_KERNELS = no_effect("vLLM chooses its kernels itself")
-_ASYNC = planned("generation and training take turns in this version; leave it out")
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
@@ -51,7 +42,7 @@ class SamplingConfig(Table):
     """Keep the k most likely tokens, with the same weights in the loss; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
     """Above 1 repeats become less likely, with the same weights in the loss; 1: off."""
-    use_flashinfer: Annotated[bool, _KERNELS] = False
+    use_flashinfer: bool = False
     """Sample with FlashInfer."""
 
 
@@ -63,23 +54,19 @@ class RolloutConfig(Table):
     backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
     """`vllm`; `hf`, a sampling loop on the trainer's own modules, which also takes the place of a vLLM that cannot be
     imported, with a warning; or a class of your own, `path/file.py:Class`."""
-    mode: Annotated[Literal["sync", "async"], _ASYNC, LATER] = "sync"
+    mode: Literal["sync", "async"] = "sync"
     """Scheduler of requests."""
     max_response_length: Tokens = 2048
     """Longest completion."""
     n_generation: Completions = 16
     """Completions per prompt: the group size."""
-    n_generation_to_batch: Annotated[bool, no_effect("engines repeat prompts where they have to"), LATER] = False
+    n_generation_to_batch: bool = False
     """Repeat the prompt in place of asking for n completions."""
-    n_generation_mini_batch: Annotated[
-        Completions | None, planned("a group is generated at once in this version; leave it out"), LATER
-    ] = None
+    n_generation_mini_batch: Completions | None = None
     """Completions of one group that are generated at once; None: all."""
     batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
     """Prompts per generation call; changes speed, not results."""
-    quantization: Annotated[
-        Literal["none", "fp8", "mxfp4"], planned("engines run in param_dtype in this version; set it to 'none'")
-    ] = "none"
+    quantization: Literal["none", "fp8", "mxfp4"] = "none"
     """Weights of the engine."""
     seed: int | None = None
     """Sampling seed; None: `train.seed`."""
@@ -90,11 +77,11 @@ class RolloutConfig(Table):
     no meaning on CPU."""
     gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
     """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
-    enable_chunked_prefill: Annotated[bool, no_effect("vLLM always fills its cache in chunks")] = False
+    enable_chunked_prefill: bool = False
     """Prefill long prompts in chunks."""
-    include_stop_str_in_output: Annotated[bool, no_effect("completions end at end tokens, not at stop strings")] = False
+    include_stop_str_in_output: bool = False
     """Keep the stop string."""
-    vllm_use_flashinfer: Annotated[bool, _KERNELS] = False
+    vllm_use_flashinfer: bool = False
     """Attention with FlashInfer."""
     probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
     """Every so many steps, and when an engine gets its first weights, log-probabilities of engine and trainer are
@@ -103,15 +90,13 @@ class RolloutConfig(Table):
     """Turns and tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
     """Read with `mode = "async"`."""
-    async_r2r_sync: Annotated[Literal["disabled", "generation", "inference"], _ASYNC, LATER] = "disabled"
+    async_r2r_sync: Literal["disabled", "generation", "inference"] = "disabled"
     """Receive weights while generating, and swap at this boundary."""
-    prefetch_rollout: Annotated[bool, _ASYNC, LATER] = False
+    prefetch_rollout: bool = False
     """Fetch the next prompts while generating."""
-    prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), _ASYNC, Needs("prefetch_rollout"), LATER] = 2
+    prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), Needs("prefetch_rollout")] = 2
     """How many."""
-    broadcast_all_params: Annotated[bool, no_effect("each transfer carries all weights that were trained"), LATER] = (
-        False
-    )
+    broadcast_all_params: bool = False
     """Send the weights that are not trained too."""
 
     @property

@@ -6,15 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from cosmos_core.config.schema.algorithm import POSITIONS, AlgorithmConfig
-from cosmos_core.config.schema.table import (
-    LATER,
-    Needs,
-    PositiveInt,
-    Tokens,
-    Unit,
-    no_effect,
-)
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.values import PositiveInt, Tokens
 
 
 class SupervisedConfig(AlgorithmConfig):
@@ -22,33 +16,31 @@ class SupervisedConfig(AlgorithmConfig):
 
     type: Literal["sft"]
     """Which kind of training."""
-    dataloader_drop_last: Annotated[bool, LATER] = True
+    dataloader_drop_last: bool = True
     """True: rows that fill no batch wait for another epoch; False: the last batch of an epoch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
     `response`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`."""
     system_prompt: str = ""
     """Put before conversations that have no system turn; empty: none."""
-    balance_dp_token: Annotated[
-        bool, no_effect("losses are always divided by the tokens of all ranks together"), LATER
-    ] = True
+    balance_dp_token: bool = True
     """Divide by the tokens of all data-parallel ranks."""
-    enable_dp_load_balancing: Annotated[bool, LATER] = False
+    enable_dp_load_balancing: bool = False
     """Fill micro-batches to a budget of tokens; `train_batch_per_replica` and `dataloader_drop_last` mean nothing
     then."""
-    load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing"), LATER] = 32
+    load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing")] = 32
     """Rows that are looked at to find the next one of a micro-batch."""
-    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing"), LATER] = None
+    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing")] = None
     """Budget of a micro-batch, padding counted unless `sequence_packing`; a longer row stands alone. None: `mini_batch`
     x `policy.model_max_length`."""
-    load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing"), LATER] = "prefer_closest"
+    load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing")] = "prefer_closest"
     """Which of equally cheap rows comes next: `prefer_first` the one that waits longest, `prefer_closest` the one
     nearest in length to the longest so far."""
     load_balanced_batches_per_optimizer_step: Annotated[
-        int, Unit("micro-batches"), Needs("enable_dp_load_balancing"), LATER
+        int, Unit("micro-batches"), Needs("enable_dp_load_balancing")
     ] = 1
     """Micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
-    dataloader_broadcast: Annotated[bool, POSITIONS, LATER] = False
+    dataloader_broadcast: bool = False
     """One rank loads for its group."""
 
     @property

@@ -1,21 +1,40 @@
-"""The base of every TOML table, and what a field may say about itself beside its type."""
+"""The base of every TOML table, and the walks over one."""
 
 from __future__ import annotations
 
-import types
+import inspect
+import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.fields import FieldInfo
 
-from cosmos_core.registry import is_import_path, offered_names
+from cosmos_core.config.schema.marks import AffectsResult, Needs, Since, Status, StatusName, Where, mark
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
+
+
+_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
+
+
+def _noted(kind: str) -> dict[tuple[str, str], str]:
+    """What `status.toml` has below `kind`: table and key, "*" for all, to the note."""
+    return {
+        (table, name): note
+        for note, tables in _NOTES[kind].items()
+        for table in tables
+        for name in tables[table].split()
+    }
+
+
+_STATUS: dict[tuple[str, str], Any] = {
+    at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _noted(kind).items()
+}
+_SINCE: dict[tuple[str, str], Any] = {at: Since(note) for at, note in _noted("since").items()}  # type: ignore[arg-type]
 
 
 class Table(BaseModel):
@@ -33,6 +52,16 @@ class Table(BaseModel):
     switch: ClassVar[str] = ""
     """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Mark each field with what `status.toml` says of it."""
+        own = inspect.get_annotations(cls)
+        for name, field in cls.model_fields.items():
+            for notes in (_STATUS, _SINCE) if name in own else ():
+                of_all = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
+                if note := notes.get((cls.__name__, name), of_all):
+                    field.metadata = [*field.metadata, note]
+
     def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
         """Yield what this version cannot do of the fields together, in a stage of that kind; keys are in full."""
         yield from ()
@@ -48,116 +77,9 @@ class Table(BaseModel):
 
 
 TableT = TypeVar("TableT", bound=Table)
-StatusName = Literal["used", "no effect", "planned", "unsupported"]
 
 
-@dataclass(frozen=True)
-class Status:
-    """What this version does with a field. *used*: a test shows what it changes (`config/effects.toml`). *no effect*:
-    accepted, and said once why it does nothing here. *planned*, *unsupported*: accepted by the schema, refused by
-    `check` and `run` when set."""
-
-    name: StatusName
-    note: str = ""
-    """The reason, or what to use instead."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The field means something only while its sibling `switch` is set."""
-
-    switch: str
-
-
-@dataclass(frozen=True)
-class Only:
-    """The values that this version takes; the schema knows more."""
-
-    values: tuple[Any, ...]
-    note: str
-    """What to do instead."""
-    takes_import_paths: bool = False
-    """Whether `module:name` and `file.py:name` of a user's own are taken too."""
-
-    def allows(self, value: Any) -> bool:
-        """Return whether this version takes the value."""
-        return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
-
-
-class Where(Enum):
-    """What a text names beside this machine's own vocabulary: such texts are made absolute, so that a run can be
-    resumed from any folder, and their content enters the fingerprint."""
-
-    PATH = "path"
-    """A file or folder, or something that is elsewhere: `stage:NAME`, a name on the Hub."""
-    CODE = "code"
-    """A name in a folder of ours, or a user's own `module:thing` or `path/file.py:thing`."""
-    PUBLISHED = "published"
-    """A folder that may not be there yet, a URL, or code."""
-
-
-def registered(folder: str, suffix: str) -> Only:
-    """Take what a folder of ours offers (see `registry.offered_names`), and a user's own code."""
-    names = tuple(offered_names(folder, suffix))
-    note = (
-        f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
-    )
-    return Only(names, note, takes_import_paths=True)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What a number counts."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Since:
-    """Which generation of recipes knows the key: Cosmos-RL's `first` reference, `later`, or `ours`."""
-
-    generation: Literal["first", "later", "ours"]
-
-
-@dataclass(frozen=True)
-class AffectsResult:
-    """Whether a used field enters the fingerprint of the stages that read it."""
-
-    value: bool
-
-
-NoResult = AffectsResult(False)
-"""Changes how a run looks or is kept, never what it computes."""
-LATER = Since("later")
-OURS = Since("ours")
 _USED = Status("used")
-
-
-def no_effect(reason: str) -> Status:
-    """Declare that a key is accepted and does nothing here, for `reason`."""
-    return Status("no effect", reason)
-
-
-def planned(note: str) -> Status:
-    """Declare that a key is accepted by the schema and not in this version: `note` says what to do until then."""
-    return Status("planned", note)
-
-
-def unsupported(note: str) -> Status:
-    """Declare that a key is accepted by the schema and will not be done: `note` says what to use instead."""
-    return Status("unsupported", note)
-
-
-def mark(field: FieldInfo, kind: type) -> Any:
-    """Return the mark of that class in a field's annotation; None: it has none."""
-    items = [*field.metadata, *_nested(field.annotation)]
-    return next((item for item in items if isinstance(item, kind)), None)
-
-
-def _nested(annotation: Any) -> list[Any]:
-    """Marks inside a union: those of `Annotated[int, ...] | None`."""
-    members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
-    return [item for member in members if get_origin(member) is Annotated for item in get_args(member)[1:]]
 
 
 def status(field: FieldInfo) -> Status:
@@ -171,9 +93,14 @@ def affects_result(field: FieldInfo) -> bool:
     return status(field) == _USED and mark(field, AffectsResult) is None
 
 
+def is_table(annotation: Any) -> bool:
+    """Return whether a field is a table, rather than something that can hold one."""
+    return isinstance(annotation, type) and issubclass(annotation, Table)
+
+
 def tables_in(annotation: Any) -> list[type[Table]]:
     """Return the tables that a field can hold."""
-    if isinstance(annotation, type) and issubclass(annotation, Table):
+    if is_table(annotation):
         return [annotation]
     return [table for argument in get_args(annotation) for table in tables_in(argument)]
 
@@ -263,55 +190,3 @@ def say(info: ValidationInfo, text: str) -> None:
     """Tell the user something about a value that is accepted; `load.parse` collects it."""
     if info.context is not None:
         info.context["notices"].append(text)
-
-
-DType = Literal["float32", "bfloat16", "float16"]
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-Steps = Annotated[int, Field(gt=0), Unit("train steps")]
-Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
-Rows = Annotated[int, Field(gt=0), Unit("rows")]
-Completions = Annotated[int, Field(gt=0), Unit("completions")]
-Ranks = Annotated[int, Field(gt=0), Unit("ranks")]
-Frames = Annotated[int, Field(gt=0), Unit("frames")]
-
-Nucleus = Annotated[float, Field(gt=0, le=1)]
-"""Probability mass that is kept; 1: all of it."""
-
-
-def _top_k(count: int) -> int:
-    if count == 0:
-        return -1
-    if count != -1 and count < 1:
-        raise ValueError(f"{count} must be -1 (all tokens) or at least 1")
-    return count
-
-
-TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
-"""Number of likeliest tokens that are kept; -1 or 0: all."""
-
-
-def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-def _whole_import_path(name: str) -> str:
-    if is_import_path(name) and not all(name.rpartition(":")[::2]):
-        raise ValueError(f"{name!r} is no import path; write module:thing or path/file.py:thing")
-    return name
-
-
-Thing = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
-"""A name of ours, or a user's own `module:thing` or `path/file.py:thing`; a field of it is marked `Where.CODE`."""
-
-Names = Annotated[
-    tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
-]
-"""One string or a list of strings."""
-Strings = Annotated[tuple[str, ...], Field(strict=False)]
-"""A list of strings."""

@@ -12,30 +12,22 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, k
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.config.schema.precision import FP4Config, FP8Config
+from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
+from cosmos_core.config.schema.planned import FP4Config
+from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import (
-    LATER,
+from cosmos_core.config.schema.table import Table, as_toml, say
+from cosmos_core.config.schema.values import (
     DType,
     Fraction,
-    Needs,
     NonNegativeFloat,
     NonNegativeInt,
-    NoResult,
-    Only,
     PositiveFloat,
     PositiveInt,
     Rows,
     Steps,
     Strings,
-    Table,
-    Unit,
-    Where,
-    as_toml,
-    no_effect,
-    planned,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +38,6 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
-_OVERLAP = planned("this version waits for the communication of tensor parallelism; leave it out")
-_SYNC = planned("weights go to the engine after every step in this version; leave it out")
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
@@ -66,7 +56,7 @@ class TrainConfig(Table):
     train_batch_per_replica: Rows = 8
     """SFT: rows per optimizer step, of all ranks together (Cosmos-RL: of each data-parallel rank). GRPO: completions
     per train step."""
-    sequence_packing: Annotated[bool | None, LATER] = None
+    sequence_packing: bool | None = None
     """Put the rows of a micro-batch end to end without padding, each attending to itself alone; changes speed and
     memory, not results. Models that mix packed rows keep the padding, and say so. None: where the model can, and
     nothing is compiled for a CPU, whose attention to several rows would cut every graph."""
@@ -88,7 +78,7 @@ class TrainConfig(Table):
     """Adam's epsilon."""
     optm_warmup_steps: Annotated[int | float, Unit("train steps or fraction")] = 20
     """A count of steps, or a float up to 1.0 for a fraction of all steps."""
-    optm_warmup_start_factor: Annotated[Fraction, LATER] = 0.0
+    optm_warmup_start_factor: Fraction = 0.0
     """Learning-rate factor before the first warm-up step; the first step itself is one increment above it, never
     wasted at 0."""
     optm_decay_ratio: Fraction | None = None
@@ -99,11 +89,11 @@ class TrainConfig(Table):
     """Factor that the decay ends at."""
     optm_grad_norm_clip: float = 1.0
     """Global gradient norm is clipped to this; 0 or less: only measured."""
-    ema_enable: Annotated[bool, LATER] = False
+    ema_enable: bool = False
     """Keep a moving average of the trained weights, in float32; it is what validation measures and what is exported."""
-    ema_decay: Annotated[Fraction, Needs("ema_enable"), LATER] = 0.9999
+    ema_decay: Annotated[Fraction, Needs("ema_enable")] = 0.9999
     """Largest decay; step s, counted from 0, uses min((1 + s) / (10 + s), this)."""
-    ema_update_step_interval: Annotated[NonNegativeInt, Unit("train steps"), Needs("ema_enable"), LATER] = 0
+    ema_update_step_interval: Annotated[NonNegativeInt, Unit("train steps"), Needs("ema_enable")] = 0
     """Every N steps; 0 and 1: every step."""
 
     master_dtype: Annotated[
@@ -115,11 +105,9 @@ class TrainConfig(Table):
     ] = "bfloat16"
     """Compute in the forward and backward pass, and the dtype of the export; an `export` whose recipe leaves it out
     has that of the stage whose model it publishes."""
-    transfer_dtype: Annotated[
-        DType | None, no_effect("the engine casts the trainer's weights to the dtype that it generates in")
-    ] = None
+    transfer_dtype: DType | None = None
     """Dtype of weights on their way to the rollout engine; None: `master_dtype`."""
-    logprob_dtype: Annotated[DType, LATER] = "float32"
+    logprob_dtype: DType = "float32"
     """Logits are cast to this before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"
     """Gradients are summed over ranks in this."""
@@ -139,27 +127,25 @@ class TrainConfig(Table):
     """Deterministic kernels only; an operation that has none is an error. One CPU rank is repeatable without it."""
     compile: bool = True
     """torch.compile each block; needs a C++ compiler on CPU."""
-    async_tp_enabled: Annotated[bool, _OVERLAP] = False
+    async_tp_enabled: bool = False
     """Overlap the communication of tensor parallelism with compute."""
-    activation_offload: Annotated[bool, LATER] = False
+    activation_offload: bool = False
     """Keep activations (with recomputation: the inputs of blocks) in host memory until the backward pass. Not yet run
     on a GPU."""
-    fa_version: Annotated[
-        Literal[2, 3] | None, no_effect("transformers takes the newest attention kernel that is installed"), LATER
-    ] = None
+    fa_version: Literal[2, 3] | None = None
     """FlashAttention's major version; None: any."""
-    force_use_hf: Annotated[bool, no_effect("every model here is the class of transformers"), LATER] = False
+    force_use_hf: bool = False
     """Prefer the class of transformers."""
-    non_text: Annotated[bool, no_effect("the model says what its data is"), LATER] = False
+    non_text: bool = False
     """Payloads are not text alone."""
-    local_dataset: Annotated[bool, no_effect("ranks always read the prepared rows themselves"), LATER] = True
+    local_dataset: bool = True
     """Workers hold the data, the controller sends positions."""
 
-    sync_weight_interval: Annotated[Steps, _SYNC] = 1
+    sync_weight_interval: Steps = 1
     """Weights go to the rollout engines every N steps."""
     train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
     """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
-    coalesce_weight_sync: Annotated[bool, _SYNC, LATER] = False
+    coalesce_weight_sync: bool = False
     """Skip a transfer while one is on its way."""
 
     ckpt: CheckpointConfig = CheckpointConfig()
@@ -168,9 +154,9 @@ class TrainConfig(Table):
     """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
     this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes
     on with `cosmos resume`."""
-    save_ckpt_at_exit: Annotated[bool, NoResult, LATER] = True
+    save_ckpt_at_exit: Annotated[bool, NoResult] = True
     """Save when a signal asks to stop; False: stop without."""
-    signal_to_handle: Annotated[Strings, NoResult, LATER] = ("SIGUSR1",)
+    signal_to_handle: Annotated[Strings, NoResult] = ("SIGUSR1",)
     """Signals that mean save and stop, beside SIGTERM."""
     output_dir: Annotated[str, NoResult] = "./outputs"
     """Folder of all runs; the run id is appended."""

@@ -5,47 +5,40 @@ from __future__ import annotations
 from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.config.schema.marks import Needs
+from cosmos_core.config.schema.planned import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import (
-    LATER,
-    OURS,
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import (
     Completions,
     Names,
-    Needs,
     NonNegativeFloat,
     Nucleus,
     PositiveFloat,
     Rows,
     Steps,
-    Table,
     Tokens,
     TopK,
-    no_effect,
-    planned,
 )
 
 
 class HeldOutConfig(DatasetConfig):
     """Held-out rows, as training names its own."""
 
-    test_size: Annotated[
-        int | float | None,
-        no_effect("rows are split off the training data: set train.train_policy.dataset.test_size"),
-    ] = None
+    test_size: int | float | None = None
     """Rows split off for validation; of the training data alone."""
 
 
 class ValidationConfig(Table):
     """`[validation]`"""
 
-    enable: Annotated[bool, LATER] = False
+    enable: bool = False
     """Measure during training; a stage of kind `validate` measures whether or not this is set."""
-    val_before_train: Annotated[bool, LATER] = False
+    val_before_train: bool = False
     """Also before the first step."""
-    freq: Annotated[Steps, LATER] = 20
+    freq: Steps = 20
     """Every N optimizer steps (SFT) or train steps (RL)."""
-    batch_size: Annotated[Rows | None, LATER] = None
+    batch_size: Rows | None = None
     """Rows per forward pass or prompts per generation call; None: as in training."""
     dataset: HeldOutConfig = HeldOutConfig()
     """Held-out rows; empty name: `test_size` rows of the training data."""
@@ -63,11 +56,9 @@ class ValidationConfig(Table):
     """None: as in `rollout`."""
     reward_function: RewardWeights = {}
     """Empty: the rewards of training."""
-    reward_env: Annotated[Names, OURS] = ()
+    reward_env: Names = ()
     """Environment variables that rewards see beside those of `train.train_policy.reward_env`."""
-    use_remote_reward: Annotated[
-        bool | None, planned("the reward service is not in this version; use reward_function"), LATER
-    ] = None
+    use_remote_reward: bool | None = None
     """Ask the reward service; None: as in training, and nothing else is allowed."""
-    remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward"), LATER] = None
+    remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward")] = None
     """What is asked of it; None: as in training."""

@@ -1,0 +1,49 @@
+"""Which metrics a stage can report, as far as its kind says: a gate that asks for another is refused before a run."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.registry import is_import_path, suggestion
+
+HELD_OUT = "validation/"
+MEASURED = (
+    "reward", "accuracy", "invalid", "length_mean", "prompts",
+    "loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*",
+)  # fmt: skip
+"""What is measured of held-out rows: of completions, then of rows. An algorithm of a user's own may add to it."""
+
+
+def check_gates(pipeline: Pipeline) -> None:
+    """Refuse conditions about metrics that no stage in a gate's `after` can report.
+
+    Raises:
+        ConfigError: naming the condition and, for a misspelt metric, the one that may be meant.
+    """
+    for stage in pipeline.stages:
+        for condition in map(parse_condition, stage.require):
+            first, _, rest = condition.metric.partition(".")
+            asked, metric = ([first], rest) if first in stage.after else (list(stage.after), condition.metric)
+            if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in asked):
+                known = [HELD_OUT + name for name in MEASURED if "*" not in name]
+                near = [name for name in known if any(_can_report(pipeline, pipeline.stage(s), name) for s in asked)]
+                raise ConfigError(
+                    f"{pipeline.source}: stage {stage.name!r}: require = {condition.text!r}: no stage in its `after` "
+                    f"reports {metric!r}{suggestion(metric, near) if near else ''}"
+                )
+
+
+def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
+    kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+    if kind.hands_on_metrics:
+        return any(_can_report(pipeline, pipeline.stage(name), metric) for name in stage.after)
+    if kind.scores and metric.startswith(HELD_OUT):
+        is_measured = recipe.validation.enable or not kind.trains
+        is_own = is_import_path(recipe.train.train_policy.trainer_type)
+        name = metric.removeprefix(HELD_OUT)
+        return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in MEASURED))
+    return any(fnmatchcase(metric, pattern) for pattern in kind.reports)

@@ -1,0 +1,79 @@
+"""Tables that are declared as data: those of `planned.toml`, and the deprecated schema in `compat/wfm.toml`.
+
+A key says what a value `is`, by a name of `TYPES` (a list of names: an array of that many; with "..." of any number,
+but `at_least` so many), or `of` which values it is one; its `default` (none: the key may be left out, unless it is
+`required`), its `unit` and what it `means`. What says neither is a table of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, create_model, model_validator
+
+from cosmos_core.config.schema.marks import Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+TYPES: dict[str, Any] = {
+    "switch": bool, "text": str, "name": Annotated[str, Field(min_length=1)], "integer": int, "number": float,
+    "count": PositiveInt, "count or 0": NonNegativeInt, "above 0": PositiveFloat, "not below 0": NonNegativeFloat,
+    "fraction": Fraction, "decay": Annotated[float, Field(ge=0, lt=1)], "anything": Any,
+    "arguments": dict[str, Any],
+}  # fmt: skip
+
+
+def is_key(says: dict[str, Any]) -> bool:
+    """Return whether it is a key that is declared, rather than a table of them."""
+    return "is" in says or "of" in says
+
+
+def declared(
+    title: str,
+    keys: dict[str, Any],
+    /,
+    doc: str = "",
+    switch: str = "",
+    never_above: dict[str, str] | None = None,
+    **more: Any,
+) -> type[Table]:
+    """Return the model of a table, with `more` fields; `never_above`: key to the one that bounds it."""
+    rules: Any = {"ordered": model_validator(mode="after")(_ordered(never_above))} if never_above else {}
+    fields: dict[str, Any] = more | {name: _field(name, says) for name, says in keys.items()}
+    model = create_model(title, __base__=Table, __doc__=doc or None, __validators__=rules, **fields)
+    model.switch = switch
+    return model
+
+
+def _field(name: str, says: dict[str, Any]) -> tuple[Any, Any]:
+    """Type and default, as pydantic takes them."""
+    if not is_key(says):
+        inner = declared(name, says)
+        return inner, inner()
+    kind: Any = Literal[tuple(says["of"])] if "of" in says else _type(says["is"], says.get("at_least"))
+    default = says.get("default", ... if says.get("required") else None)
+    if isinstance(default, list | dict):
+        default = TypeAdapter(kind).validate_python(default)
+    about = [Field(description=" ".join(says["means"].split()))] if "means" in says else []
+    units = [Unit(says["unit"])] if "unit" in says else []
+    optional = kind | None if default is None else kind
+    return (Annotated[optional, *about, *units] if about or units else optional), default
+
+
+def _type(name: str | list[str], at_least: int | None) -> Any:
+    if isinstance(name, str):
+        return TYPES[name]
+    array: Any = tuple  # of types that are known when this runs
+    if name[-1] == "...":
+        return Annotated[array[TYPES[name[0]], ...], Field(strict=False, min_length=at_least)]
+    return Annotated[array[tuple(TYPES[item] for item in name)], Field(strict=False)]
+
+
+def _ordered(never_above: dict[str, str]) -> Any:
+    def check(table: Any) -> Any:
+        for low, high in never_above.items():
+            if getattr(table, low) > getattr(table, high):
+                raise ValueError(f"{low} = {getattr(table, low)} must not be above {high} = {getattr(table, high)}")
+        return table
+
+    return check

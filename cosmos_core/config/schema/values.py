@@ -1,0 +1,61 @@
+"""Types of values that several tables have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from cosmos_core.config.schema.marks import Unit
+from cosmos_core.registry import is_import_path
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+Steps = Annotated[int, Field(gt=0), Unit("train steps")]
+Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
+Rows = Annotated[int, Field(gt=0), Unit("rows")]
+Completions = Annotated[int, Field(gt=0), Unit("completions")]
+Ranks = Annotated[int, Field(gt=0), Unit("ranks")]
+Frames = Annotated[int, Field(gt=0), Unit("frames")]
+
+Nucleus = Annotated[float, Field(gt=0, le=1)]
+"""Probability mass that is kept; 1: all of it."""
+
+
+def _top_k(count: int) -> int:
+    if count == 0:
+        return -1
+    if count != -1 and count < 1:
+        raise ValueError(f"{count} must be -1 (all tokens) or at least 1")
+    return count
+
+
+TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
+"""Number of likeliest tokens that are kept; -1 or 0: all."""
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _whole_import_path(name: str) -> str:
+    if is_import_path(name) and not all(name.rpartition(":")[::2]):
+        raise ValueError(f"{name!r} is no import path; write module:thing or path/file.py:thing")
+    return name
+
+
+Thing = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
+"""A name of ours, or a user's own `module:thing` or `path/file.py:thing`; a field of it is marked `Where.CODE`."""
+
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
+]
+"""One string or a list of strings."""
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+"""A list of strings."""
