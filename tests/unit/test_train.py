@@ -193,17 +193,34 @@ def curve(stage: Stage) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+SAVED = {"enable_checkpoint": True, "save_freq": 2}
+VARIETY = "def variety(completion, reference):\n    return float(len(set(completion)) > 2)\n"
+DAPO = {
+    "type": "grpo", "variant": "dapo", "mini_batch": 8, "reward_function": "reward.py:variety", "mu_iterations": 2,
+    "epsilon_high": 0.28, "entropy_coeff": 0.01, "rollout_correction": "truncate", "kl_beta": 0.01,
+    "kl_estimator": "k2", "reference_reset_interval": 2,
+}  # fmt: skip
+GSPO = {
+    "type": "grpo", "variant": "gspo", "algo": "rloo", "reward_function": "reward.py:variety", "mu_iterations": 2,
+    "use_decoupled_loss": True, "off_policy_masking_delta": 0.5, "max_token_len_per_mini_batch": 64,
+}  # fmt: skip
+AIPO = {"type": "grpo", "aipo_rho": 2.0, "reward_function": "reward.py:variety", "algo": "reinforce++-baseline"}
+TRAININGS = {
+    "sft": ("sft", recipe(SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt=SAVED)),
+    "grpo": ("rl", recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})),
+    "dapo": ("rl", recipe(DAPO, train_batch_per_replica=16, max_num_steps=5, ckpt=SAVED)),
+    "gspo": ("rl", recipe(GSPO, train_batch_per_replica=16, max_num_steps=5)),
+    "aipo": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=5)),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
 def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
-    task: Path, tmp_path: Path, kind: str
+    task: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = (
-        recipe(
-            SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt={"enable_checkpoint": True, "save_freq": 2}
-        )
-        if kind == "sft"
-        else recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})
-    )
+    (tmp_path / "reward.py").write_text(VARIETY)
+    monkeypatch.chdir(tmp_path)
+    kind, config = TRAININGS[name]
     data = task / f"{kind}-data" / "data"
     whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
     expected = train(whole)
