@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -337,3 +338,9 @@ def test_the_older_form_of_remote_rewards_is_translated_and_nothing_else_of_that
         "recipe.toml: train.train_policy.remote_reward.reward_fn: unknown key; did you mean "
         "train.train_policy.remote_reward.reward_fns?"
     )
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
+def test_a_recipe_can_be_handed_to_the_ranks(algorithm: str) -> None:
+    recipe = Recipe.model_validate({"train": {"train_policy": {"type": algorithm}}})
+    assert pickle.loads(pickle.dumps(recipe)) == recipe

@@ -22,10 +22,14 @@ TYPES |= {"LoraConfig": LoraConfig, "ParallelismConfig": ParallelismConfig}
 
 def _planned(title: str) -> Any:
     table = dict(_TABLES[title])
-    return declared(title, table.pop("keys"), **table)
+    model = declared(title, table.pop("keys"), **table)
+    model.__module__ = __name__  # where pickle, which hands a recipe to the ranks, looks for it
+    return model
 
 
-TYPES |= {title: _planned(title) for title in ("SubProfilerConfig", "SampleConfig", "TokenizerConfig", "FlowRLConfig")}
+SubProfilerConfig, SampleConfig = _planned("SubProfilerConfig"), _planned("SampleConfig")
+TokenizerConfig, FlowRLConfig = _planned("TokenizerConfig"), _planned("FlowRLConfig")
+TYPES |= {each.__name__: each for each in (SubProfilerConfig, SampleConfig, TokenizerConfig, FlowRLConfig)}
 
 
 class VLAConfig(_planned("VLAConfig")):  # type: ignore[misc]
