@@ -30,6 +30,7 @@ KIND = StageKind(
         "policy.model_max_length",
         "policy.model_revision",
         "rollout.max_response_length",
+        "validation.max_response_length",
         "validation.reward_function",
         "custom.dataset",
         "custom.vision",

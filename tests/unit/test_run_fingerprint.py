@@ -48,6 +48,7 @@ AFFECTING = [
     ("custom.x=1", {"sft", "validate"}),
     ("validation.temperature=0.5", {"sft", "validate"}),
     ("validation.freq=3", {"sft"}),
+    ("validation.max_response_length=7", {"prepare", "sft", "validate"}),
     ("train.train_policy.dataset.max_skipped_fraction=0.5", {"prepare"}),
     ("validation.dataset.split=dev", {"prepare"}),
     ("pipeline.threads=2", {"sft", "validate"}),
