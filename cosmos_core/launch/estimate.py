@@ -62,10 +62,12 @@ def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], 
         "engine and KV cache"
     ]
     for name, sizes in found:
-        is_known = not isinstance(sizes, str)
-        cells = _cells(sizes) if is_known else ["?"] * (len(table.columns) - 3)
+        if isinstance(sizes, str):
+            cells, said = ["?"] * (len(table.columns) - 3), [sizes]
+        else:
+            cells, said = _cells(sizes), sizes["notes"]
         table.add_row(name, *cells, str(gpus[name]), str(-(-gpus[name] // gpus_per_node)))
-        notes += [f"{name}: {note}" for note in (sizes["notes"] if is_known else [sizes])]
+        notes += [f"{name}: {note}" for note in said]
     table.caption = "\n".join(notes)
     return table
 
