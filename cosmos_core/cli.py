@@ -56,11 +56,14 @@ def run(
     verify: Verify = False,
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
+    from cosmos_core.launch.check import look_at_rows
     from cosmos_core.run.directory import open_or_create_run
 
     pipeline = _pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
+    _ready(pipeline)
+    look_at_rows(pipeline)
     _run_flow(open_or_create_run(pipeline, run_id=run_id), from_stage, verify)
 
 

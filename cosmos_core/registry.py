@@ -179,7 +179,7 @@ def code_digest(path: str) -> str:
     Raises:
         ConfigError: the file or module does not exist.
     """
-    return hashlib.sha256(code_file(path).read_bytes()).hexdigest()
+    return hashlib.sha256(_file_of(path).read_bytes()).hexdigest()
 
 
 def _module(name: str, path: str) -> Any:

@@ -6,10 +6,16 @@ Training side: a `Prompt` is followed by a `Group` of `Completion`s, rewards tur
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+def is_below(key: str, prefixes: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of the prefixes or below one."""
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,18 @@ class StageKind:
     """False: the outside world decides (a gate, an upload), so it runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+    unread: tuple[str, ...] = ()
+    """Keys below them that it does not read; `run.fingerprint.reads_of` adds those that other settings leave unread."""
     reports: tuple[str, ...] = ("*",)
     """Patterns of the metrics that its result can have, beside those of held-out rows where it `scores`."""
     hands_on_metrics: bool = False
     """True: its result has the metrics of the stages in `after`."""
     libraries: tuple[str, ...] = ()
     """The packages that its program computes with; their versions in the worker's interpreter enter the fingerprint."""
+
+    def reads(self, key: str) -> bool:
+        """Return whether a stage of this kind reads a key of its recipe."""
+        return is_below(key, self.recipe_tables) and not is_below(key, self.unread)
 
     @property
     def trains(self) -> bool:

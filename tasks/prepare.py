@@ -3,6 +3,16 @@
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
+DECIDE_ROWS = (
+    "train.train_policy.dataset",
+    "train.train_policy.conversation_column_name",
+    "train.train_policy.prompt_column_name",
+    "train.train_policy.response_column_name",
+    "train.train_policy.system_prompt",
+    "validation.dataset",
+)
+"""What is read here alone: stages behind this one see the rows that come of it."""
+
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
@@ -16,15 +26,11 @@ KIND = StageKind(
         "train.seed",
         "train.train_policy.type",
         "train.train_policy.trainer_type",
-        "train.train_policy.dataset",
-        "train.train_policy.conversation_column_name",
-        "train.train_policy.prompt_column_name",
-        "train.train_policy.response_column_name",
-        "train.train_policy.system_prompt",
+        *DECIDE_ROWS,
         "policy.model_max_length",
         "policy.model_revision",
         "rollout.max_response_length",
-        "validation.dataset",
+        "validation.max_response_length",
         "validation.reward_function",
         "custom.dataset",
         "custom.vision",

@@ -2,6 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
+from tasks.prepare import DECIDE_ROWS
 
 KIND = StageKind(
     name="rl",
@@ -14,5 +15,6 @@ KIND = StageKind(
     reads_model="weights",
     reads_data="prepared",
     recipe_tables=("train", "policy", "rollout", "validation", "custom"),
+    unread=DECIDE_ROWS,
     libraries=TRAINING,
 )

@@ -2,6 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
+from tasks.prepare import DECIDE_ROWS
 
 KIND = StageKind(
     name="sft",
@@ -15,5 +16,6 @@ KIND = StageKind(
     reads_data="prepared",
     # Rollout and custom: held-out completions may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom"),
+    unread=DECIDE_ROWS,
     libraries=TRAINING,
 )

@@ -2,6 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
+from tasks.prepare import DECIDE_ROWS
 
 KIND = StageKind(
     name="validate",
@@ -24,6 +25,16 @@ KIND = StageKind(
         "rollout",
         "validation",
         "custom",
+    ),
+    # Rows are measured in their own order, whatever the training did and whenever it measured.
+    unread=(
+        *DECIDE_ROWS,
+        "train.train_policy.dataloader_shuffle",
+        "train.train_policy.dataloader_seed",
+        "train.train_policy.dataloader_drop_last",
+        "validation.enable",
+        "validation.freq",
+        "validation.val_before_train",
     ),
     reports=(),
     libraries=TRAINING,

@@ -83,11 +83,7 @@ def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
     """Return the kinds of stages that read a key."""
     if key.name.startswith("pipeline."):
         return []
-    return [
-        kind.name
-        for kind in kinds.values()
-        if any(key.name == table or key.name.startswith(f"{table}.") for table in kind.recipe_tables)
-    ]
+    return [kind.name for kind in kinds.values() if kind.reads(key.name)]
 
 
 @cache

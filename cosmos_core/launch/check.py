@@ -10,12 +10,19 @@ from pathlib import Path
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import DataError
 from cosmos_core.launch.worker import Launch, run, stoppable
-from cosmos_core.run.fingerprint import threads
+from cosmos_core.run.content import files_of
+from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.fingerprint import DATA_FILES, fingerprint, threads
+from cosmos_core.run.inputs import data_sources
 from cosmos_core.run.manifest import Result
+from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.stage import Stage
 
 _PROGRAM = "cosmos_core.train.check:run"
+_FIRST_ROWS = "cosmos_core.data.look:run"
+_FEW_BYTES = 32 << 20
 
 
 def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
@@ -34,6 +41,38 @@ def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
             continue
         result = look(pipeline, stage, _PROGRAM, data="" if source_of(stage.data) else stage.data)
         yield f"{stage.name}: {result['info']['found']}"
+
+
+def look_at_rows(pipeline: Pipeline) -> None:
+    """Look at the first rows that no stage makes, where that takes a second or two: of local files that are not large.
+
+    Raises:
+        DataError: preparing them would fail; the message names the stage.
+    """
+    for stage in pipeline.stages:
+        kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+        if kind.reads_data != "source" or source_of(stage.data) is not None or _is_made(pipeline, stage):
+            continue
+        sources = data_sources(stage, recipe, kind)
+        if not all(isinstance(source, Path) and _size(source) <= _FEW_BYTES for source in sources):
+            continue
+        try:
+            look(pipeline, stage, _FIRST_ROWS, data=stage.data)
+        except DataError as error:
+            raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+
+
+def _is_made(pipeline: Pipeline, stage: StageConfig) -> bool:
+    """Whether the stage was made before, of the same rows; not known of one that begins with what another makes."""
+    output_dir = pipeline.output_dir.expanduser().absolute()
+    if stage.after:
+        return False
+    found = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digests(output_dir))
+    return fingerprint_folder(output_dir, found.value).exists()
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in (files_of(path, DATA_FILES) if path.is_dir() else [path]))
 
 
 def look(

@@ -39,7 +39,10 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
             continue
         model = _model(pipeline, stage, decisions)
         if not model:
-            yield stage.name, "not estimated: it starts from a model that another stage will make"
+            yield (
+                stage.name,
+                "not estimated: it starts from a model that another stage will make; once that is made, ask again",
+            )
             continue
         prepared = _made(stage.data, "data", decisions)
         recipe = filled(_with_rows(pipeline, stage, decisions), pipeline.config.gpus)
@@ -61,11 +64,11 @@ def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], 
     ]
     for name, sizes in found:
         if isinstance(sizes, str):
-            notes.append(f"{name}: {sizes}")
-            continue
-        nodes = -(-gpus[name] // gpus_per_node)
-        table.add_row(name, *_cells(sizes), str(gpus[name]), str(nodes))
-        notes += [f"{name}: {note}" for note in sizes["notes"]]
+            cells, said = ["?"] * (len(table.columns) - 3), [sizes]
+        else:
+            cells, said = _cells(sizes), sizes["notes"]
+        table.add_row(name, *cells, str(gpus[name]), str(-(-gpus[name] // gpus_per_node)))
+        notes += [f"{name}: {note}" for note in said]
     table.caption = "\n".join(notes)
     return table
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from cosmos_core.run.inputs import (
     reward_names,
 )
 from cosmos_core.run.libraries import LIBRARIES
-from cosmos_core.types import StageKind
+from cosmos_core.types import StageKind, is_below
 
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
 TOKENIZER_FILES = (
@@ -51,6 +51,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv")
+_CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read where no user's code is
 IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 
 
@@ -79,7 +80,8 @@ def fingerprint(
     """
     recipe = pipeline.recipes[stage.name]
     model = model_source(stage, recipe, kind)
-    labels = _labels(recipe)
+    reads = reads_of(pipeline, stage)
+    labels = _labels(recipe, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
     patterns, media = (("*",), ("*",)) if stage.entry else (DATA_FILES, IMAGES)  # a user's function may read any file
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
@@ -87,7 +89,7 @@ def fingerprint(
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
-        "config": _at(_renamed(values, labels), kind.recipe_tables),
+        "config": {key: value for key, value in _flat(_renamed(values, labels)).items() if reads(key)},
         "inputs": dict(upstream),
         "model": _model_digest(model, recipe, kind, digests),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
@@ -117,6 +119,38 @@ def fingerprint(
         ingredients["require"] = list(stage.require)
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
+
+
+def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
+    """Return whether a stage reads a key of its recipe: one of its kind, unless other settings leave it unread."""
+    kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+    unread: list[str] = []
+    if kind.trains and not recipe.validation.enable:
+        unread += [f"validation.{name}" for name in type(recipe.validation).model_fields if name != "enable"]
+    if not _completes_prompts(pipeline, stage):
+        unread.append("rollout")
+
+    def is_read(key: str) -> bool:
+        return kind.reads(key) and not is_below(key, unread)
+
+    if "custom" in kind.recipe_tables and not stage.entry and not _labels(recipe, is_read):
+        unread += [f"custom.{name}" for name in recipe.custom if name not in _CUSTOM_OF_OURS]
+    return is_read
+
+
+def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
+    """Whether some of the stage's rows may be prompts to complete; the stage that prepares them decides it."""
+    kind, source = pipeline.kind_of(stage), source_of(stage.data)
+    if kind.feed == "rollouts":
+        return True
+    if kind.trains and not pipeline.recipes[stage.name].validation.enable:
+        return False
+    if kind.reads_data == "prepared":
+        if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
+            return True  # who can tell
+        stage = pipeline.stage(source)
+    recipe = pipeline.recipes[stage.name]
+    return recipe.train.train_policy.rows == "prompts" or bool(recipe.validation.reward_function)
 
 
 def threads(pipeline: Pipeline) -> int:
@@ -157,11 +191,12 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"custom": custom | {"dataset": dataset}}
 
 
-def _labels(recipe: Recipe) -> dict[str, str]:
-    """What stands here for each reward, algorithm and engine of a user's own: where its file lies does not matter, what
-    is in it does."""
-    named = [value for _, field, value, _ in set_fields(recipe) if affects_result(field) and _is_code(field)]
-    named += reward_names(recipe).values()
+def _labels(recipe: Recipe, reads: Callable[[str], bool]) -> dict[str, str]:
+    """What stands here for each reward, algorithm and engine of a user's own that is read: where its file lies does not
+    matter, what is in it does."""
+    fields = [(key, value) for key, field, value, _ in set_fields(recipe) if affects_result(field) and _is_code(field)]
+    named = [value for key, value in fields if reads(key)]
+    named += [name for key, name in reward_names(recipe).items() if reads(key)]
     texts = [text for value in named if value for text in ([value] if isinstance(value, str) else value)]
     names = sorted({text for text in texts if is_import_path(text)})
     labels = {name: name.rpartition("/")[2] for name in names}
@@ -181,18 +216,6 @@ def _renamed(values: Any, labels: Mapping[str, str]) -> Any:
     if not isinstance(values, dict):
         return values
     return {labels.get(key, key): _renamed(value, labels) for key, value in values.items()}
-
-
-def _at(values: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
-    """The values at dotted prefixes; one that the recipe does not have is left out."""
-    chosen = {}
-    for prefix in prefixes:
-        value: Any = values
-        for key in prefix.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
-            chosen[prefix] = value
-    return chosen
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

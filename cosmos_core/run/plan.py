@@ -16,6 +16,7 @@ from cosmos_core.run.manifest import Result, problem, read_result
 from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
+_MOST_COMPARED = 50  # runs, the newest ones
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,19 @@ def _run_of(stage_path: Path) -> str:
 
 
 def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
-    """The difference to the stage of that name in the newest run of the pipeline that began it, or that none did."""
+    """The difference to the stage of that name in the run of the pipeline that comes nearest, of several such runs the
+    newest; or that none began it."""
     runs = read_json(output_dir / RUNS)
+    found: dict[str, list[str]] = {}
     for run in reversed(runs if isinstance(runs, list) else []):
-        if not isinstance(run, dict) or run.get("pipeline") != pipeline:
+        if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(found) == _MOST_COMPARED:
             continue
         saved = read_json(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
-        if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
-            continue
-        difference = current.difference(saved["ingredients"])
-        more = f" and {len(difference) - 2} more" if len(difference) > 2 else ""
-        since = f"changed since run {run['run_id']}: {'; '.join(difference[:2])}{more}"
-        return since if difference else f"unfinished in run {run['run_id']}"
-    return "never made before"
+        if isinstance(saved, dict) and isinstance(saved.get("ingredients"), dict):
+            found[str(run["run_id"])] = current.difference(saved["ingredients"])
+    if not found:
+        return "never made before"
+    run_id, difference = min(found.items(), key=lambda item: len(item[1]))
+    more = f" and {len(difference) - 2} more" if len(difference) > 2 else ""
+    since = f"changed since run {run_id}: {'; '.join(difference[:2])}{more}"
+    return since if difference else f"unfinished in run {run_id}"

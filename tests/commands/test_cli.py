@@ -164,19 +164,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_malformed_row_ends_a_run_with_one_line_that_has_the_place(workspace: Workspace, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (rows(GOOD) + '{"messages": [}\n', "rows.jsonl:2: malformed JSON, Expecting value at column 15"),
+        ("", "rows.jsonl: file holds no rows; train.train_policy.dataset.name needs at least one"),
+        (rows(GOOD, conversation(("boss", "hello"))),
+         "rows.jsonl:2, turn 1 of 'messages': unknown role 'boss'; known: "),
+        (rows({"words": "hello"}), "rows.jsonl:1"),
+    ],
+    ids=["malformed", "empty", "stranger", "column"],
+)  # fmt: skip
+def test_rows_that_cannot_be_read_end_a_run_before_it_begins(workspace: Workspace, text: str, said: str) -> None:
     workspace.write("recipe.toml", RECIPE)
-    workspace.write("rows.jsonl", rows(GOOD) + '{"messages": [}\n')
-    done = workspace.cosmos("run", "recipe.toml", "--set", f"policy.model_name_or_path={model}", code=64)
-    assert done.stderr == "cosmos: prepare: rows.jsonl:2: malformed JSON, Expecting value at column 15\n"
-    workspace.expect_quiet()
+    workspace.write("rows.jsonl", text)
+    workspace.write("model/tokenizer.json", "{}")
+    assert refusal(workspace, "run", "recipe.toml").startswith(f"recipe.toml: stage 'prepare': {said}")
+    assert not (workspace.path / "outputs" / "runs.json").exists()
 
 
 BAD_ROWS = {
-    "empty": ("", "empty.jsonl: file holds no rows; train.train_policy.dataset.name needs at least one"),
-    "stranger": (
-        rows(GOOD, conversation(("boss", "hello"))),
-        "stranger.jsonl:2, turn 1 of 'messages': unknown role 'boss'; known: ",
+    "late": (
+        rows(*[GOOD] * 200, *[conversation(("boss", "hello"))] * 5),
+        "late.jsonl:201, turn 1 of 'messages': unknown role 'boss'; known: ",
     ),
     "long": (
         rows({"prompt": "9" * 300, "answer": "2"}),
@@ -200,7 +210,7 @@ def test_other_mistakes_that_only_a_worker_can_see_are_one_line_a_stage(workspac
             f'[[pipeline.stages]]\nname = "{name}"\nkind = "prepare"\n'
             f"overrides.train.train_policy = {policy}\noverrides.rollout.max_response_length = 8\n"
         )
-    workspace.write("empty.py", "")
+    workspace.write("empty.py", "globals()['g'] = len")
     for name in ("long", "good"):
         stages.append(
             f'[[pipeline.stages]]\nname = "after-{name}"\nkind = "rl"\nafter = "{name}"\ndata = "stage:{name}"\n'

@@ -103,6 +103,12 @@ def test_an_engine_that_is_not_there_is_refused_with_those_that_are(tmp_path: Pa
 
 GATE = """
 [[pipeline.stages]]
+name = "more"
+kind = "prepare"
+data = "stage:rows"
+after = "rows"
+
+[[pipeline.stages]]
 name = "gate"
 kind = "gate"
 after = ["accuracy", "grpo"]
@@ -117,8 +123,8 @@ require = "{}"
          "no stage in its `after` reports 'validation/acuracy'; did you mean 'validation/accuracy'?"),
         ("accuracy.reward/mean > 0.5", [], "no stage in its `after` reports 'reward/mean'; known: "),
         ("grpo.validation/reward > 0.5", [], "no stage in its `after` reports 'validation/reward'"),
-        ("data/train_rows > 1", ["gate.after=['grpo-data', 'accuracy']"], ""),
-        ("export/bytes > 1", ["gate.after=['grpo-data']"], "no stage in its `after` reports 'export/bytes'"),
+        ("data/train_rows > 1", ["gate.after=['more', 'accuracy']"], ""),
+        ("export/bytes > 1", ["gate.after=['more']"], "no stage in its `after` reports 'export/bytes'"),
         ("validation/accuracy > 0.5", [], ""),
         ("reward/mean > 0.5", [], ""),
         ("grpo.validation/reward > 0.5", ["grpo.validation.enable=true"], ""),
@@ -139,7 +145,7 @@ def test_a_gate_asks_for_metrics_that_a_stage_before_it_can_report(
 
 def test_a_gate_takes_what_another_gate_hands_on(tmp_path: Path) -> None:
     second = GATE.format("validation/acuracy > 0.5").replace('"gate"\n', '"second"\n', 1)
-    second = second.replace('after = ["accuracy", "grpo"]', 'after = "gate"')
+    second = second.replace('"more"', '"others"').replace('after = ["accuracy", "grpo"]', 'after = "gate"')
     pipeline = load(tmp_path, CHAIN + GATE.format("validation/accuracy > 0.5") + second)
     with pytest.raises(ConfigError, match=r"stage 'second': .* did you mean 'validation/accuracy'"):
         check_gates(pipeline)

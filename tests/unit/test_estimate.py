@@ -298,7 +298,11 @@ def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, 
     found = dict(estimate_in_worker(pipeline, {}))
     again = dict(estimate_in_worker(pipeline, {"grpo-data": done, "maker": Decision("run", "new")}))
 
-    assert found["later"] == again["later"] == "not estimated: it starts from a model that another stage will make"
+    assert (
+        found["later"]
+        == again["later"]
+        == ("not estimated: it starts from a model that another stage will make; once that is made, ask again")
+    )
     sft, grpo, known = found["sft"], found["grpo"], again["grpo"]
     assert isinstance(sft, dict) and isinstance(grpo, dict) and isinstance(known, dict)
     assert (sft["rows"], sft["steps"], sft["kv_cache"]) == (50, 6, 0)
@@ -310,6 +314,8 @@ def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, 
     with console.capture() as captured:
         console.print(estimate_table(list(found.items()), check_meshes(pipeline), 8))
     assert "grpo: steps and tokens: unknown" in captured.get() and "later: not estimated" in captured.get()
+    [unknown] = [line for line in captured.get().splitlines() if line.startswith("│ later")]
+    assert [cell.strip() for cell in unknown.split("│")[1:-1]] == ["later", *["?"] * 11, "1", "1"]
 
 
 def test_the_table_says_gib_bounds_and_nodes() -> None:

@@ -202,8 +202,8 @@ def test_code_of_a_user_is_found_from_the_current_folder_without_being_imported(
 
     inner = tmp_path / "user_pkg_of_test" / "inner"
     inner.mkdir(parents=True)
-    (inner.parent / "__init__.py").write_text("raise RuntimeError('imported')")
-    (inner / "rewards.py").write_text("raise RuntimeError('imported')")  # a folder without __init__.py
+    for file in (inner.parent / "__init__.py", inner / "rewards.py"):  # a folder without __init__.py
+        file.write_text("raise RuntimeError('imported')\ndef score(): ...")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert code_file("user_pkg_of_test.inner.rewards:score") == inner / "rewards.py"

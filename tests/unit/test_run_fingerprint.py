@@ -38,16 +38,19 @@ AFFECTING = [
     ("train.train_batch_per_replica=4", {"sft"}),
     ("train.deterministic=true", {"sft", "validate"}),
     ("train.train_policy.mini_batch=4", {"sft", "validate"}),
-    ("train.train_policy.system_prompt=hello", {"prepare", "sft", "validate"}),
-    ("train.train_policy.dataset.test_size=0.5", {"prepare", "sft", "validate"}),
-    ("train.train_policy.dataset.split=test", {"prepare", "sft", "validate"}),
+    ("train.train_policy.system_prompt=hello", {"prepare"}),
+    ("train.train_policy.dataset.test_size=0.5", {"prepare"}),
+    ("train.train_policy.dataset.split=test", {"prepare"}),
     ("policy.model_max_length=128", {"prepare", "sft", "validate"}),
     ("policy.model_revision=v2", {"prepare", "sft", "validate", "export"}),
     ("rollout.max_response_length=7", {"prepare", "sft", "validate"}),
     ("rollout.sampling_config.top_p=0.5", {"sft", "validate"}),
     ("custom.x=1", {"sft", "validate"}),
     ("validation.temperature=0.5", {"sft", "validate"}),
-    ("validation.dataset.split=dev", {"prepare", "sft", "validate"}),
+    ("validation.freq=3", {"sft"}),
+    ("validation.max_response_length=7", {"prepare", "sft", "validate"}),
+    ("train.train_policy.dataset.max_skipped_fraction=0.5", {"prepare"}),
+    ("validation.dataset.split=dev", {"prepare"}),
     ("pipeline.threads=2", {"sft", "validate"}),
 ]
 HARMLESS = [
@@ -69,6 +72,35 @@ def test_a_value_that_can_change_results_changes_the_stages_that_read_it(
 @pytest.mark.parametrize("setting", HARMLESS)
 def test_a_value_that_changes_no_result_changes_no_fingerprint(folder: Path, setting: str) -> None:
     assert changed_stages(folder, setting) == set()
+
+
+@pytest.mark.parametrize(
+    ("setting", "stages"),
+    [
+        ("rollout.backend='hf'", set()),
+        ("rollout.max_response_length=7", set()),
+        ("rollout.sampling_config.top_p=0.5", set()),
+        ("validation.temperature=0.5", {"validate"}),
+        ("validation.freq=3", set()),
+        ("custom.x=1", set()),
+        ("custom.vision.max_pixels=9", {"prepare", "sft", "validate"}),
+        ("train.train_policy.trainer_type='{}/mine.py:score'", {"prepare", "sft", "validate"}),
+    ],
+)
+def test_what_other_settings_leave_unread_changes_nothing(folder: Path, setting: str, stages: set[str]) -> None:
+    """Neither rewards nor code of a user's own, and nothing is measured in training."""
+    plain = ("validation.reward_function=[]", "sft.validation.enable=false")
+    before, after = load_recipe(folder, *plain), load_recipe(folder, *plain, setting.format(folder))
+    names = [stage.name for stage in before.stages]
+    changed = {name for name in names if fingerprint_of(before, name).value != fingerprint_of(after, name).value}
+    assert changed == stages
+
+
+def test_custom_counts_where_code_of_a_users_own_is_read(folder: Path) -> None:
+    assert changed_stages(folder, "custom.x=1", "sft.validation.enable=false") >= {"validate"}
+    own = f"train.train_policy.trainer_type='{folder}/mine.py:score'"
+    before, after = load_recipe(folder, own), load_recipe(folder, own, "custom.x=1")
+    assert fingerprint_of(before, "sft").value != fingerprint_of(after, "sft").value
 
 
 def changed_by(folder: Path, file: str, content: str = "other", kind: str = "sft") -> set[str]:

@@ -227,6 +227,17 @@ def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipel
     )
 
 
+def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_more(tmp_path: Path) -> None:
+    near = counting_run(tmp_path, "first.arguments.steps=7")
+    finish(near, "first")
+    far = counting_run(tmp_path, "first.arguments={a = 1, b = 2, steps = 8}")
+    finish(far, "first")
+    current = counting_run(tmp_path)
+    assert actions(plan(current.pipeline, current.kinds, tmp_path / "outputs"))["first"] == (
+        "run", f"changed since run {near.id}: entry.arguments.steps: 7 -> 3"
+    )  # fmt: skip
+
+
 def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     (finish(run, "first") / "result.json").unlink()

@@ -10,12 +10,13 @@ import tomllib
 from importlib.resources import files
 from typing import Any
 
-from cosmos_core.config.compat.wfm import from_wfm, is_wfm
 from cosmos_core.config.load import Values, short
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
 _DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpath("keys.toml").read_text("utf-8"))
 _POLICY = "train.train_policy"
+_TODAY = {*Recipe.model_fields, "pipeline", "extends"}
 MOVED: dict[str, str] = _DATA["moved"]
 """Key of an older generation to today's."""
 DEAD: dict[str, str] = {key: meaning for meaning, keys in _DATA["dead"].items() for key in keys}
@@ -29,7 +30,11 @@ def modern(values: Values, source: str, notices: list[str]) -> Values:
     Raises:
         ConfigError: an old and a new key for the same thing disagree.
     """
-    values = from_wfm(values, source, notices) if is_wfm(values) else copy.deepcopy(values)
+    values = copy.deepcopy(values)
+    if values.keys() - _TODAY:  # to build the deprecated schema takes a while, and hardly any file is of it
+        from cosmos_core.config.compat.wfm import from_wfm, is_wfm
+
+        values = from_wfm(values, source, notices) if is_wfm(values) else values
     for old, new in MOVED.items():
         table, name = _at(values, old)
         if name not in table:

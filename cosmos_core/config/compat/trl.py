@@ -1,4 +1,4 @@
-"""Names of transformers and TRL: a mistake with one of them is answered with the key that has its meaning here."""
+"""Names of transformers and TRL: each leads to the key that has its meaning here."""
 
 from __future__ import annotations
 

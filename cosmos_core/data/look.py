@@ -1,0 +1,79 @@
+"""A first look at the rows of a data set, in the second before a run begins: is it there, can its first rows be read?
+
+Without tokenizer, torch or transformers, so that a wrong file or column is told at once; `prepare.py` looks at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from cosmos_core.config.media import media_of
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.messages import Row, SkippedRow, read_conversation, read_held_out, read_preference, read_prompt
+from cosmos_core.data.rows import Rows, load_rows
+from cosmos_core.errors import DataError
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+
+_NUM_ROWS = 200  # of each split, the first ones
+
+Reader = Callable[[Row, str], object]
+
+
+def run(stage: Stage) -> Outcome:
+    """Read the first rows of each split.
+
+    Raises:
+        DataError: `prepare` would fail: a file is wrong, or more rows cannot be read than may be left out.
+    """
+    recipe = stage.recipe
+    policy, held_out, annotations = (
+        recipe.train.train_policy,
+        recipe.validation.dataset,
+        media_of(recipe).annotation_path,
+    )
+    if stage.data is not None:
+        name, key = str(stage.data), f"stage {stage.name!r}: data"
+    else:
+        name, key = annotations, "custom.dataset.annotation_path"
+    rows = load_rows(DatasetConfig(name=name), key) if name else load_rows(policy.dataset, "train.train_policy.dataset")
+    _check(rows, _reader(recipe, is_held_out=False), policy.dataset.max_skipped_fraction)
+    if held_out.name:
+        rows = load_rows(held_out, "validation.dataset")
+        _check(rows, _reader(recipe, is_held_out=True), held_out.max_skipped_fraction)
+    return Outcome()
+
+
+def _check(rows: Rows, read: Reader, most: float) -> None:
+    refused: list[DataError] = []
+    for where, row in islice(rows, _NUM_ROWS):
+        try:
+            read(row, where)
+        except SkippedRow:
+            continue
+        except DataError as error:
+            refused.append(error)
+    if len(refused) > most * len(rows):
+        raise DataError(
+            f"{refused[0]}; {len(refused)} of the first {min(_NUM_ROWS, len(rows))} rows cannot be used, more than "
+            f"dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+        )
+
+
+def _reader(recipe: Recipe, *, is_held_out: bool) -> Reader:
+    """What reads a row of a split as `prepare` does, up to its images."""
+    policy = recipe.train.train_policy
+    if isinstance(policy, RlConfig):
+        columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
+        return lambda row, where: read_prompt(row, where, *columns)
+    assert isinstance(policy, SupervisedConfig)
+    column, system_prompt = policy.conversation_column_name, policy.system_prompt
+    if policy.rows == "pairs":
+        return lambda row, where: read_preference(row, where, column, system_prompt)
+    if is_held_out and recipe.validation.reward_function:
+        return lambda row, where: read_held_out(row, where, column, system_prompt)
+    return lambda row, where: read_conversation(row, where, column, system_prompt, with_images=True)
