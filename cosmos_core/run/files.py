@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 SHARED = ".cosmos"
@@ -57,6 +57,8 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
+Seconds = Annotated[float, Field(ge=0, le=1e11)]
+"""A time, counted from 1970, that a calendar has."""
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 

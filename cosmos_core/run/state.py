@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.errors import EXIT_CRASH
-from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
 
 
 class State(Document):
-    """Where a stage stands; times are seconds since 1970."""
+    """Where a stage stands."""
 
     state: Literal["waiting", "running", "retrying", "reused", "done", "failed", "stopped"] = "waiting"
     attempt: int = 0
-    spans: list[tuple[float, float | None]] = []
+    spans: list[tuple[Seconds, Seconds | None]] = []
     """Begin and end of each attempt; the end of one that runs, or whose launcher was killed, is None."""
-    ended: float | None = None
+    ended: Seconds | None = None
     """When it came to its present state, if it does nothing now."""
     failures: int = 0
     """Attempts in a row without progress."""
@@ -40,7 +40,7 @@ class State(Document):
     """What every process of the attempt has in its environment."""
     launcher_pid: int | None = None
     launcher_started: float | None = None
-    heartbeat: float | None = None
+    heartbeat: Seconds | None = None
     """This and what follows: what the worker said last."""
     phase: str = ""
     step: int | None = None
