@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,16 @@ from pydantic import JsonValue
 
 from cosmos_core.config.load import without_none
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.run.files import Document, files_below, read_document, read_object, sha256, write_json
+from cosmos_core.run.files import (
+    Document,
+    copy_file,
+    files_below,
+    follow_umask,
+    read_document,
+    read_object,
+    sha256,
+    write_json,
+)
 from cosmos_core.types import Outcome
 
 RESULT = "result.json"
@@ -109,9 +116,8 @@ def read_result(stage_path: Path) -> Result | None:
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
     """Return what is wrong with the outputs of a finished stage; None when they are what was committed.
 
-    Size, modification time and inode as recorded are trusted (the last change of the inode is not recorded: each run
-    that links to the file is one); when one differs, or when `thorough`, the content is hashed again. A file that was
-    only touched or copied has its record renewed.
+    Size, modification time and inode as recorded are trusted; when one differs, or when `thorough`, the content is
+    hashed again. A file that was only touched or copied has its record renewed.
     """
     renewed = False
     for record in result["outputs"]:
@@ -138,19 +144,16 @@ def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str 
 
 
 def adopt(source: Path, target: Path, result: Result) -> Result:
-    """Make `target` hold the outputs of the finished stage `source`: hard links, or copies across file systems.
+    """Make `target` hold copies of the outputs of the finished stage `source`.
 
-    Deleting either run afterwards leaves the other whole.
+    Deleting or changing either afterwards leaves the other whole.
     """
     for record in result["outputs"]:
-        link = target / record["path"]
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        try:
-            os.link(source / record["path"], link)
-        except OSError:
-            shutil.copy2(source / record["path"], link)
-        status = link.stat()
+        file = target / record["path"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        copy_file(source / record["path"], file)
+        status = file.stat()
         record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
     adopted = {**result, "reused_from": str(source)}
     write_json(target / RESULT, adopted)
@@ -159,6 +162,7 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
 
 def _describe(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, durable=True)
+    follow_umask(file)
     status = file.stat()
     return {
         "path": str(file.relative_to(stage_path)),

@@ -151,20 +151,20 @@ def test_a_damaged_manifest_is_no_result_and_an_altered_one_is_noticed(tmp_path:
     assert problem_of(folder, thorough=True) == "out/a.txt was altered"
 
 
-def test_taking_over_a_result_links_its_files_and_either_side_survives_the_other(tmp_path: Path) -> None:
+def test_taking_over_a_result_copies_its_files_and_either_side_survives_the_other(tmp_path: Path) -> None:
     source, target = made(tmp_path / "s"), tmp_path / "t"
     target.mkdir()
     result = read_result(source)
     assert result is not None
     adopted = adopt(source, target, result)
     assert adopted["reused_from"] == str(source)
-    assert (target / "out" / "a.txt").stat().st_ino == (source / "out" / "a.txt").stat().st_ino
+    assert (target / "out" / "a.txt").read_text() == (source / "out" / "a.txt").read_text()
     assert problem_of(target, thorough=True) is None
     shutil.rmtree(source)
     assert problem_of(target, thorough=True) is None
 
 
-def test_an_alteration_in_place_is_noticed_on_both_sides_of_a_link(tmp_path: Path) -> None:
+def test_an_alteration_in_place_is_noticed_and_does_not_reach_the_other_run(tmp_path: Path) -> None:
     source, target = made(tmp_path / "s"), tmp_path / "t"
     target.mkdir()
     result = read_result(source)
@@ -173,7 +173,22 @@ def test_an_alteration_in_place_is_noticed_on_both_sides_of_a_link(tmp_path: Pat
     with open(target / "c.txt", "r+") as file:
         file.write("own")
     os.utime(target / "c.txt")
-    assert problem_of(source) == problem_of(target) == "c.txt was altered"
+    assert (problem_of(source), problem_of(target)) == (None, "c.txt was altered")
+
+
+def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name, mode in (("model.safetensors", 0o600), ("run.sh", 0o700)):
+        (tmp_path / "out" / name).write_text(name)
+        (tmp_path / "out" / name).chmod(mode)
+    before = os.umask(0o022)
+    try:
+        commit(tmp_path, Outcome(outputs=("out",)), name="s", kind="sft", fingerprint="f", inputs={})
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {"model.safetensors": 0o644, "run.sh": 0o744}
+    assert problem_of(tmp_path) is None
 
 
 def actions(decisions: dict) -> dict[str, tuple[str, str]]:
