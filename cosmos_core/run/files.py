@@ -35,7 +35,9 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
     """Return what to tell the user if an error, or one that it came from, means that there was no room to write."""
     while error is not None and not (isinstance(error, OSError) and error.errno in _NO_ROOM):
         error = error.__cause__ or error.__context__
-    return error and DiskFull(f"disk full: {error.strerror}: {error.filename or where}; free space and resume")
+    if error is None:
+        return None
+    return DiskFull(f"disk full: {error.strerror}: {error.filename or where}; free space and resume")
 
 
 @contextmanager
