@@ -73,7 +73,12 @@ def run_program(stage: Stage) -> None:
         with attached(stage):
             outcome = program(stage, **stage.config.arguments)
     commit(
-        stage.path, outcome, name=stage.name, kind=stage.kind.name, fingerprint=stage.fingerprint, inputs=stage.inputs
+        stage.path,
+        outcome,
+        kind=stage.kind.name,
+        fingerprint=stage.fingerprint,
+        inputs=stage.inputs,
+        sources=stage.sources,
     )
 
 

@@ -34,8 +34,9 @@ from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
+from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
 from cosmos_core.run.stage import Stage
@@ -258,9 +259,19 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
         inputs=inputs,
         fingerprint=expected.value,
         kind=run.pipeline.kind_of(stage),
+        sources=_sources(run, stage, expected),
     )
     laid_out.save()
     return laid_out
+
+
+def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Source, ...]:
+    recipe, kind = run.pipeline.recipes[stage.name], run.pipeline.kind_of(stage)
+    model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
+    models = [] if model is None or source_of(str(model)) else [(model, expected.ingredients["model"])]
+    named = [("model", *each) for each in models]
+    named += [("data", *each) for each in zip(data, expected.ingredients["data"], strict=True)]
+    return tuple(Source.model_validate({"kind": what, "name": str(name), "digest": d}) for what, name, d in named)
 
 
 def _make_room(path: Path, expected: Fingerprint) -> None:
@@ -300,7 +311,12 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Res
     outcome = import_thing(laid_out.entry)(laid_out)
     update_state(path, spans=[*spans, (began, time.time())])
     result = manifest.commit(
-        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=laid_out.inputs
+        path,
+        outcome,
+        kind=stage.kind,
+        fingerprint=expected.value,
+        inputs=laid_out.inputs,
+        sources=laid_out.sources,
     )
     _finish(run, stage, expected)
     return result

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import JsonValue
@@ -42,6 +43,16 @@ class _Input(Document):
     digest: str
 
 
+class Source(Document):
+    """A model or data that a stage read and no other stage made."""
+
+    kind: Literal["model", "data"]
+    name: str
+    """Path, or name on the Hub."""
+    digest: str
+    """Of the content as it was read, or the commit."""
+
+
 class _Shape(Document):
     """What a `Result` has for certain."""
 
@@ -54,10 +65,17 @@ class _Shape(Document):
     outputs: list[_File]
     digest: str
     reused_from: str | None
+    sources: list[Source] = []
 
 
 def commit(
-    stage_path: Path, outcome: Outcome, *, name: str, kind: str, fingerprint: str, inputs: dict[str, Result]
+    stage_path: Path,
+    outcome: Outcome,
+    *,
+    kind: str,
+    fingerprint: str,
+    inputs: dict[str, Result],
+    sources: Sequence[Source] = (),
 ) -> Result:
     """Write the manifest of a finished stage.
 
@@ -65,15 +83,15 @@ def commit(
         StageFailed: an output that the program named is not there.
         ConfigError: a metric is no number, or `info` holds what TOML cannot say: other stages read both.
     """
-    _check_outcome(outcome, name)
+    _check_outcome(outcome, stage_path.name)
     files = []
     for output in outcome.outputs:
         path = stage_path / output
         if not path.exists():
-            raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
+            raise StageFailed(f"stage {stage_path.name!r} named the output {output!r} but did not write it")
         files += [_describe(stage_path, file) for file in files_below(path)]
     result = {
-        "name": name,
+        "name": stage_path.name,
         "kind": kind,
         "fingerprint": fingerprint,
         "created": time.time(),
@@ -82,6 +100,7 @@ def commit(
         "inputs": {
             key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
         },
+        "sources": [source.model_dump() for source in sources],
         "outputs": files,
         "reused_from": None,
     }
