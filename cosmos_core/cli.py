@@ -172,11 +172,13 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
     from cosmos_core.run.lineage import lineage as walk
     from cosmos_core.run.lineage import stage_of
 
-    for link in walk(stage_of(path)):
-        typer.echo(
-            f"{'  ' * link.depth}{link.name} {f'({link.kind}) ' if link.kind else ''}{link.digest[:12]}  run "
-            f"{link.run_id}  {link.note}"
-        )
+    links = walk(stage_of(path))
+    for link in links:
+        kind = f"({link.kind}) " if link.kind else ""
+        digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
+        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}")
+    if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
+        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")
 
 
 def main() -> None:

@@ -7,7 +7,8 @@
     ├── RewardError      a reward function does not exist or cannot be used          exit 64
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
     ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
-    │   └── GateFailed   a condition of a gate does not hold                          exit 1, never retried
+    │   ├── GateFailed   a condition of a gate does not hold                          exit 65
+    │   └── DiskFull     there is no room to write                                    exit 1
     └── UploadError      a target refused or lost what was sent                      exit 1
 
 A message is one line: what is wrong with which value, the rule, the remedy. To add a class, give it the
@@ -19,6 +20,7 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_CRASH = 1
 EXIT_USAGE = 64  # sysexits.h EX_USAGE: nobody should retry this
+EXIT_REFUSED = 65  # nothing is wrong, the model is not good enough: nobody should retry this either
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run it again and it continues
 
 
@@ -65,6 +67,12 @@ class StageFailed(CosmosError, RuntimeError):
 class GateFailed(StageFailed):
     """The model is not good enough; trying again cannot help."""
 
+    exit_code = EXIT_REFUSED
+
+
+class DiskFull(StageFailed):
+    """There is no room to write; what is finished stays finished."""
+
 
 class UploadError(CosmosError, RuntimeError):
     """An upload target refused, lost or altered what was sent."""
@@ -72,6 +80,16 @@ class UploadError(CosmosError, RuntimeError):
 
 BY_NAME: dict[str, type[CosmosError]] = {
     cls.__name__: cls
-    for cls in (ConfigError, DataError, ModelError, RewardError, Preempted, StageFailed, GateFailed, UploadError)
+    for cls in (
+        ConfigError,
+        DataError,
+        ModelError,
+        RewardError,
+        Preempted,
+        StageFailed,
+        GateFailed,
+        DiskFull,
+        UploadError,
+    )
 }
 """How a worker's error, written to a file by name, becomes the same error in the launcher."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -15,17 +16,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, Preempted
+from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_REFUSED, EXIT_USAGE, DiskFull, Preempted
 from cosmos_core.launch.server import prefect_server
+from cosmos_core.launch.worker import is_stopping
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import SHARED
+from cosmos_core.run.files import SHARED, disk_full
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import FINISHED, read_state
 
 _WATCH_SECONDS = 0.3
 _DRAIN_SECONDS = 5.0
+_LEAST_ROOM = 1 << 20  # bytes
 
 
 def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int:
@@ -66,11 +69,10 @@ def _is_not_of_a_run(record: logging.LogRecord) -> bool:
 def exit_code(run: Run) -> int:
     """Return the exit code that the states of all stages mean together."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    failed = [state.exit_code for state in states if state.state == "failed"]
-    if EXIT_USAGE in failed:
-        return EXIT_USAGE
-    if failed:
-        return EXIT_CRASH
+    failed = {state.exit_code for state in states if state.state == "failed"}
+    for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
+        if code in failed:
+            return code
     return EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
 
 
@@ -80,7 +82,12 @@ def _explain(run: Run, code: int) -> None:
         state = read_state(run.stage_path(stage.name))
         if state.state == "failed":
             _say(f"{stage.name}: {state.error or 'failed'}")
-    if code not in {EXIT_OK, EXIT_USAGE}:
+    if code == EXIT_REFUSED:
+        _say(
+            f"run {run.id} ends here, and resuming it would end the same way: change the training or `require`, then "
+            "cosmos run; what stays the same is reused"
+        )
+    elif code not in {EXIT_OK, EXIT_USAGE}:
         _say(f"run {run.id} is not complete; continue it with: cosmos resume {_short(run.path)}")
 
 
@@ -104,6 +111,10 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
         state: Any = post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True)
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
+    except Exception as error:  # noqa: BLE001 - Prefect gave up: its server does not respond, or has no room either
+        is_full = shutil.disk_usage(run.path).free < _LEAST_ROOM
+        trouble = disk_full(error, run.path) or (DiskFull(f"disk full: {run.path}") if is_full else error)
+        return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
     finally:
         # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
@@ -126,8 +137,12 @@ def _watching(run: Run, display: Display) -> Iterator[None]:
             display.update(stage.name, read_state(path).state, read_progress(path))
 
     def watch() -> None:
+        was_stopping = False
         while not done.wait(_WATCH_SECONDS):
             look()
+            if is_stopping() and not was_stopping:
+                was_stopping = True
+                display.message(f"stopping, saving a checkpoint: at most {run.pipeline.config.grace_seconds:g} s")
 
     thread = threading.Thread(target=watch, name="watch", daemon=True)
     thread.start()

@@ -6,7 +6,6 @@ line in `error.json` and exit code 64, a stop request in 75, anything else in 1 
 
 from __future__ import annotations
 
-import errno
 import importlib
 import inspect
 import logging
@@ -27,7 +26,7 @@ from cosmos_core.facts import measure
 from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks.base import attached
 from cosmos_core.registry import import_user_code, place_of
-from cosmos_core.run.files import write_json
+from cosmos_core.run.files import disk_full, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
@@ -56,14 +55,9 @@ def main() -> int:
         run_program(stage)
     except CosmosError as error:
         return _give_up(path, error)
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            return _give_up(
-                path, StageFailed(f"disk full: {error.strerror}: {error.filename or path}; free space and resume")
-            )
-        return _crash(path, error)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a line and an exit code
-        return _crash(path, error)
+        full = disk_full(error, path) if isinstance(error, OSError) else None
+        return _give_up(path, full) if full else _crash(path, error)
     return EXIT_OK
 
 
@@ -84,7 +78,12 @@ def run_program(stage: Stage) -> None:
         with attached(stage):
             outcome = _called(program, stage)
     commit(
-        stage.path, outcome, name=stage.name, kind=stage.kind.name, fingerprint=stage.fingerprint, inputs=stage.inputs
+        stage.path,
+        outcome,
+        kind=stage.kind.name,
+        fingerprint=stage.fingerprint,
+        inputs=stage.inputs,
+        sources=stage.sources,
     )
 
 

@@ -27,16 +27,25 @@ from prefect.states import Completed, Failed
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.environment import handed_on
-from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError, GateFailed, Preempted, StageFailed
+from cosmos_core.errors import (
+    EXIT_REFUSED,
+    EXIT_USAGE,
+    ConfigError,
+    CosmosError,
+    DiskFull,
+    Preempted,
+    StageFailed,
+)
 from cosmos_core.launch import worker
 from cosmos_core.launch.processes import start_time
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
-from cosmos_core.run.files import read_object
+from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
+from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
 from cosmos_core.run.stage import Stage
@@ -70,11 +79,11 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
         wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
         raise
     show_run(run.path)
-    bad = [name for name, future in futures.items() if not future.state.is_completed()]
+    bad = {name: future.state for name, future in futures.items() if not future.state.is_completed()}
     if bad:
-        return Failed(
-            message=f"run {run.id}: not completed: {', '.join(bad)}; continue it with: cosmos resume {run.path}"
-        )
+        errors = [state.data for state in bad.values() if isinstance(state.data, CosmosError)]
+        reasons = "".join(f"; {error}" for error in dict.fromkeys(map(str, errors)))
+        return Failed(message=f"run {run.id}: not completed: {', '.join(bad)}{reasons}")
     return Completed(message=f"run {run.id}: {len(futures)} stages completed", data=str(run.path))
 
 
@@ -112,12 +121,12 @@ def stage_task(run: Run, name: str) -> Any:
 def should_retry(run: Run, name: str, error: object) -> bool:
     """Decide about a retry: never of a user's mistake, always of a preemption, of a crash until `retries` in a row
     brought no progress."""
-    if worker.is_stopping() or not isinstance(error, CosmosError) or isinstance(error, GateFailed):
-        return False  # what is no error of ours could not even be counted: the disk may be full
+    if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
+        return False
+    if isinstance(error, DiskFull):
+        return False  # a failure that cannot be written cannot be counted either
     if isinstance(error, Preempted):
         return True
-    if error.exit_code == EXIT_USAGE:
-        return False
     return read_state(run.stage_path(name)).failures <= run.pipeline.stage(name).retries
 
 
@@ -163,8 +172,10 @@ def perform(
             _record_failure(path, error)
             raise
         except Exception as error:  # a bug or a broken disk here is one failed attempt, never an endless retry
-            logger.exception("stage %r", name)
-            failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
+            failure: StageFailed | None = disk_full(error, path)
+            if failure is None:
+                logger.exception("stage %r", name)
+                failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
             _record_failure(path, failure)
             raise failure from error
 
@@ -258,9 +269,19 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
         inputs=inputs,
         fingerprint=expected.value,
         kind=run.pipeline.kind_of(stage),
+        sources=_sources(run, stage, expected),
     )
     laid_out.save()
     return laid_out
+
+
+def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Source, ...]:
+    recipe, kind = run.pipeline.recipes[stage.name], run.pipeline.kind_of(stage)
+    model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
+    models = [] if model is None or source_of(str(model)) else [(model, expected.ingredients["model"])]
+    named = [("model", *each) for each in models]
+    named += [("data", *each) for each in zip(data, expected.ingredients["data"], strict=True)]
+    return tuple(Source.model_validate({"kind": what, "name": str(name), "digest": d}) for what, name, d in named)
 
 
 def _make_room(path: Path, expected: Fingerprint) -> None:
@@ -300,7 +321,12 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Res
     outcome = import_thing(laid_out.entry)(laid_out)
     update_state(path, spans=[*spans, (began, time.time())])
     result = manifest.commit(
-        path, outcome, name=stage.name, kind=stage.kind, fingerprint=expected.value, inputs=laid_out.inputs
+        path,
+        outcome,
+        kind=stage.kind,
+        fingerprint=expected.value,
+        inputs=laid_out.inputs,
+        sources=laid_out.sources,
     )
     _finish(run, stage, expected)
     return result
@@ -308,9 +334,10 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Res
 
 def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
     path = run.stage_path(stage.name)
-    register(run.output_dir, path, expected.value)
-    update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
-    record_event(path, "done")
+    with room_may_be_missing(f"the end of stage {stage.name}"):
+        register(run.output_dir, path, expected.value)
+        update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
+        record_event(path, "done")
 
 
 def _record_failure(path: Path, error: CosmosError) -> None:
@@ -319,11 +346,12 @@ def _record_failure(path: Path, error: CosmosError) -> None:
     gained = (state.checkpoint_step or 0) > (state.failed_at or 0)
     failures = state.failures if isinstance(error, Preempted) else 1 if gained else state.failures + 1
     kind = "stopped" if isinstance(error, Preempted) else "failed"
-    update_state(
-        path, state=kind, failures=failures, failed_at=state.checkpoint_step, error=str(error),
-        error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
-    )  # fmt: skip
-    record_event(path, "preempted" if isinstance(error, Preempted) else "crashed", str(error))
+    with room_may_be_missing(f"the failure of stage {path.name}"):
+        update_state(
+            path, state=kind, failures=failures, failed_at=state.checkpoint_step, error=str(error),
+            error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
+        )  # fmt: skip
+        record_event(path, "preempted" if isinstance(error, Preempted) else "crashed", str(error))
 
 
 def _take_charge(path: Path) -> None:

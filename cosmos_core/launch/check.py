@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -23,6 +27,7 @@ from cosmos_core.run.stage import Stage
 _PROGRAM = "cosmos_core.train.check:run"
 _FIRST_ROWS = "cosmos_core.data.look:run"
 _FEW_BYTES = 32 << 20
+_PREFIX = "cosmos-look-"
 
 
 def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
@@ -91,7 +96,8 @@ def look(
         StageFailed: the program crashed.
     """
     recipe = recipe or pipeline.recipes[stage.name]
-    with stoppable(), tempfile.TemporaryDirectory(prefix="cosmos-look-") as folder:
+    _remove_leftovers()
+    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
         Stage(
@@ -112,6 +118,14 @@ def look(
                 grace_seconds=pipeline.config.grace_seconds,
             )
         )
+
+
+def _remove_leftovers() -> None:
+    """Remove the folders of looks whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cosmos_core.launch.processes import ATTEMPT, kill_marked, start_time
+from cosmos_core.launch.processes import ATTEMPT, kill_marked, remove_scratch, scratch_of, start_time
 from cosmos_core.observe.logs import quiet_environment
 
 
 class Child:
-    """A command under a supervisor, in a session of its own, its output in a file.
+    """A command under a supervisor, in a session of its own, its output in a file, its temporary files in a folder.
 
     It ends when it wants to, when `stop` or `kill` is called, or when this process ends in any way.
     """
@@ -32,6 +32,8 @@ class Child:
     ) -> None:
         """`environment` is added to `inherited`, what the command sees of this process's own."""
         self.attempt = uuid.uuid4().hex
+        scratch = scratch_of(self.attempt)
+        scratch.mkdir(mode=0o700)
         log.parent.mkdir(parents=True, exist_ok=True)
         reader, self._writer = os.pipe()
         supervisor = [
@@ -52,7 +54,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=quiet_environment({**inherited, **environment, ATTEMPT: self.attempt}),
+                    env=quiet_environment({**inherited, **environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch)}),
                     pass_fds=(reader, *inherit),
                     start_new_session=True,
                 )
@@ -68,6 +70,7 @@ class Child:
             os.close(self._writer)
             self._writer = -1
             kill_marked(self.attempt)
+            remove_scratch(self.attempt)
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self) -> None:

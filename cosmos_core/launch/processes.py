@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -17,9 +21,7 @@ def start_time(pid: int) -> float | None:
     """
     try:
         process = psutil.Process(pid)
-        if process.status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}:
-            return None
-        return round(process.create_time() - psutil.boot_time(), 2)
+        return round(process.create_time() - psutil.boot_time(), 2) if _is_running(process) else None
     except psutil.NoSuchProcess:
         return None
 
@@ -43,9 +45,38 @@ def marked(attempt: str) -> list[psutil.Process]:
 
 def kill_marked(attempt: str, *, seconds: float = 5.0) -> list[int]:
     """Send SIGKILL to every process of an attempt until none is left; return the pids that were found."""
+    return _kill(lambda: marked(attempt), seconds)
+
+
+def kill_below(*, seconds: float = 5.0) -> list[int]:
+    """Send SIGKILL to all descendants of this process until none is left; return the pids that were found."""
+    return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if _is_running(each)], seconds)
+
+
+def scratch_of(attempt: str) -> Path:
+    """Return the folder of an attempt's temporary files: its name is short, for the sockets in it have short ones."""
+    return Path(tempfile.gettempdir()) / f"cosmos-{attempt[:12]}"
+
+
+def remove_scratch(attempt: str) -> None:
+    """Remove the temporary files of an attempt that has ended."""
+    if attempt:
+        own = os.environ.get("TMPDIR", "")
+        folder = Path(own) if Path(own).name == scratch_of(attempt).name else scratch_of(attempt)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> list[int]:
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
-    while (left := marked(attempt)) and time.monotonic() < deadline:
+    while (left := find()) and time.monotonic() < deadline:
         for process in left:
             killed.add(process.pid)
             try:

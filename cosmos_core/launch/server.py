@@ -6,6 +6,7 @@ Prefect's ephemeral server was seen to outlive its flow and to hold its standard
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sqlite3
 import sys
@@ -23,6 +24,7 @@ from cosmos_core.launch.child import Child
 from cosmos_core.run.lock import Lock
 
 _START_SECONDS = 90.0
+_MAX_STARTS = 3  # of a server that ends before it responds
 _GRACE_SECONDS = 3.0
 _RESPONSE_SECONDS = 10.0
 _CHECK_SECONDS = 0.5
@@ -51,7 +53,8 @@ def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None)
         server.start(meanwhile)
         yield
     finally:
-        os.environ.pop("PREFECT_API_URL", None)
+        for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
+            os.environ.pop(name, None)
         server.close()
         lock.release()
 
@@ -111,16 +114,29 @@ def _copy_database(source: Path, target: Path) -> bool:
         return False
 
 
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read, in place of what was there."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 class _Server:
     def __init__(self, home: Path) -> None:
         self._home = home
+        home.chmod(0o700)  # parameters and states are in its database
         self._log = home / "server.log"
+        auth = f"cosmos:{secrets.token_urlsafe(24)}"
+        _write_private(home / "auth", auth)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
         self.environment = {
             "PREFECT_HOME": str(home.absolute()),
+            # Any user of this machine can reach the port.
+            "PREFECT_SERVER_API_AUTH_STRING": auth,
+            "PREFECT_API_AUTH_STRING": auth,
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
@@ -138,17 +154,18 @@ class _Server:
         database = self._home / "prefect.db"
         template = _template()
         is_made_here = not database.exists() and not _copy_database(template, database)
-        self._spawn()
+        child = self._spawn()
         meanwhile()
         deadline = time.monotonic() + _START_SECONDS
-        assert self._child is not None
-        while True:
-            # Its own end first: somebody else may have got the port and respond in its place.
-            if self._child.poll() is not None or time.monotonic() > deadline:
-                self._child.kill()
+        num_starts = 1
+        # Its own end first: somebody else may have got the port and respond in its place.
+        while (has_ended := child.poll() is not None) or not self._is_up():
+            if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
+                child.kill()
                 raise StageFailed(f"the Prefect server did not start; its log: {self._log}")
-            if self._is_up():
-                break
+            if has_ended:
+                num_starts += 1
+                child = self._spawn()
             time.sleep(0.1)
         self._watcher.start()
         if is_made_here:
@@ -161,9 +178,10 @@ class _Server:
         if self._child is not None:
             self._child.kill()  # its database is a journal of what the run directory already holds
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> Child:
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
         self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=self.environment)
+        return self._child
 
     def _keep_alive(self) -> None:
         pause = _CHECK_SECONDS

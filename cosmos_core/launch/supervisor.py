@@ -4,8 +4,9 @@
 
 It leads a session of its own. End-of-file on the pipe means that the launcher is gone, however it died: the command
 gets SIGTERM (time to save a checkpoint), after the grace, at most ten seconds of it, SIGKILL. If the supervisor
-itself is killed, the kernel kills the command. When the command has ended, whatever it left behind is killed, and its
-exit code is passed on (128 + signal number where a signal ended it).
+itself is killed, the kernel kills the command. Whatever loses its parent falls to the supervisor, a subreaper: when
+the command has ended, all of it is killed, also what left the session and dropped its environment, and the exit code
+is passed on (128 + signal number where a signal ended the command).
 
 It is our own because nothing portable ends a whole tree of processes with a parent that was killed: the kernel's
 parent-death signal does not reach grandchildren, and systemd is not in every container.
@@ -26,6 +27,7 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
 _ORPHAN_GRACE_SECONDS = 10.0  # nobody waits any more, and the next attempt wants the machine
 
@@ -47,16 +49,21 @@ class Supervisor:
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # a scheduler's warning to the whole group: the worker knows it
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
-        from cosmos_core.launch.processes import ATTEMPT, kill_marked
+        from cosmos_core.launch.processes import ATTEMPT, kill_below, kill_marked, remove_scratch
 
         if self.kill_at is not None:  # asked to stop before there was anything to stop
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
+            self._bury()
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self.child.kill()
-        kill_marked(os.environ.get(ATTEMPT, ""))
+        attempt = os.environ.get(ATTEMPT, "")
+        kill_marked(attempt)
+        kill_below()
+        remove_scratch(attempt)
         code = self.child.returncode
         return code if code >= 0 else 128 - code
 
@@ -72,6 +79,12 @@ class Supervisor:
         if self.child is not None:
             self.child.send_signal(number)
 
+    def _bury(self) -> None:
+        """Take the exit codes of the dead that fell to this process; that of the command is left to `poll`."""
+        assert self.child is not None
+        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != self.child.pid:
+            os.waitpid(dead.si_pid, 0)
+
     def _watch_pipe(self) -> None:
         if self.is_orphaned:
             time.sleep(_POLL_SECONDS)
@@ -84,9 +97,13 @@ class Supervisor:
 
 def die_with_parent(parent: int) -> None:
     """Ask the kernel for SIGKILL when the parent ends. Call in a fresh child whose parent's only thread started it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request was made
         os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def main() -> int:

@@ -19,8 +19,8 @@ from typing import Any
 
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
-from cosmos_core.launch.processes import is_alive, kill_marked, start_time
-from cosmos_core.run.files import Document, read_document
+from cosmos_core.launch.processes import is_alive, kill_marked, remove_scratch, start_time
+from cosmos_core.run.files import SHARED, Document, read_document, room_may_be_missing
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
 from cosmos_core.run.state import read_state, record_event, update_state
@@ -129,19 +129,20 @@ def run(launch: Launch) -> Result:
     )
     began = time.time()
     spans = before.closed_spans(began)
-    update_state(
-        path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-        launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), spans=[*spans, (began, None)], ended=None,
-        error="",
-    )  # fmt: skip
-    record_event(path, "started", f"attempt {attempt}")
     try:
+        update_state(
+            path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
+            launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), spans=[*spans, (began, None)],
+            ended=None, error="",
+        )  # fmt: skip
+        record_event(path, "started", f"attempt {attempt}")
         with _live.following(child):
             code, reason = _follow(launch, child, log)
     finally:
         child.kill()
         ended = time.time()
-        update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
+        with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
+            update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
     return _outcome(path, code, reason, log)
 
 
@@ -152,6 +153,7 @@ def reap(stage_path: Path) -> bool:
         return False
     if state.mark and (killed := kill_marked(state.mark)):
         record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed}")
+    remove_scratch(state.mark)
     return True
 
 
@@ -162,12 +164,19 @@ def _environment(launch: Launch) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
+        # Kept for other attempts and runs, unlike what is below TMPDIR.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(_compiled(launch.stage_path))),
+        **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),  # nothing for user code
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it torch refuses deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),
         **launch.environment,
     }
+
+
+def _compiled(stage_path: Path) -> Path:
+    return stage_path.absolute().parents[2] / SHARED / "compiled"
 
 
 def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
@@ -235,8 +244,8 @@ def _tell(receiver: Callable[[Any], object], value: Any) -> None:
     """Pass something on to whoever shows it; that it cannot be shown must not cost the training."""
     try:
         receiver(value)
-    except Exception:
-        logger.warning("progress could not be shown", exc_info=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        logger.warning("progress could not be shown: %s", error)
 
 
 def _position(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.run.directory import Facts, read_facts
-from cosmos_core.run.files import Document, json_objects, parsed, read_document, read_json
+from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import read_kind
@@ -41,7 +41,7 @@ class Rank(Document):
 class Event(Document):
     """A line of `events.jsonl`."""
 
-    time: float
+    time: Seconds
     event: str
     detail: str = ""
 

@@ -32,16 +32,14 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def clock(unix: Any) -> str:
-    """Return local date and time; empty for what is no time."""
-    if not isinstance(unix, int | float) or not unix:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix))
+def clock(unix: float | None) -> str:
+    """Return local date and time; empty where it is not known."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
 
 
-def size(num_bytes: Any) -> str:
+def size(num_bytes: int) -> str:
     """Return a size as `850 B`, `3.2 kB`, `1.4 MB`."""
-    text = count(num_bytes) if isinstance(num_bytes, int) else "?"
+    text = count(num_bytes)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 

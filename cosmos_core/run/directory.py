@@ -22,7 +22,7 @@ from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
-from cosmos_core.run.files import SHARED, Document, read_document, write_json, write_text
+from cosmos_core.run.files import SHARED, Document, Seconds, read_document, remove_leftovers, write_json, write_text
 from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
@@ -38,8 +38,7 @@ class Facts(Document):
 
     run_id: str = ""
     pipeline: str = ""
-    started: float = 0.0
-    """Seconds since 1970."""
+    started: Seconds = 0.0
     command: list[str] = []
     host: str = ""
     git_commit: str = ""
@@ -153,6 +152,7 @@ def claim(run: Run) -> Lock:
     """
     lock = Lock(run.path / "locks" / ".run")
     if lock.try_acquire():
+        remove_leftovers(run.path)
         return lock
     lock.release()
     raise ConfigError(

@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
+
+from cosmos_core.errors import DiskFull
+
+logger = logging.getLogger(__name__)
 
 SHARED = ".cosmos"
 """Folder, beside the runs, of what they have in common."""
 _BLOCK = 1 << 20
+_WRITER = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
+    """Return what to tell the user if an error, or one that it came from, means that there was no room to write."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    return DiskFull(f"disk full: {error.strerror}: {error.filename or where}; free space and resume")
+
+
+@contextmanager
+def room_may_be_missing(what: str) -> Iterator[None]:
+    """Go on, with one line in the log, when the block cannot write: what it notes is known from other files too."""
+    try:
+        yield
+    except OSError as error:
+        if disk_full(error, Path(what)) is None:
+            raise
+        logger.warning("%s was not noted, the disk is full: %s", what, error)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -28,7 +59,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text` in one rename; `durable` waits for the disk."""
     # Threads of one process may replace the same file at once, stages side by side the cache of digests for example.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -57,6 +88,8 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
+Seconds = Annotated[float, Field(ge=0, le=1e11)]
+"""A time, counted from 1970, that a calendar has."""
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
@@ -147,6 +180,33 @@ def files_below(root: Path) -> list[Path]:
         return [root]
     found = [path for path in root.rglob("*") if path.is_file()]
     return sorted(path for path in found if not any(_is_temporary(part) for part in path.relative_to(root).parts))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what writers at any depth of a folder left behind that were killed on this machine."""
+    for path in folder.rglob(".*.tmp"):
+        writer = _WRITER.search(path.name)
+        if writer and not Path(f"/proc/{writer[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file with its time of change; file systems that can share blocks until one side changes share them."""
+    with open(source, "rb") as old, open(target, "wb") as new:
+        try:
+            while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
+                pass
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise
+            shutil.copyfileobj(old, new)  # from where it got to: the kernel copies between other file systems
+    shutil.copystat(source, target)
+
+
+def follow_umask(path: Path) -> None:
+    """Let those read and write a file that the umask lets: safetensors makes its own for the owner alone."""
+    umask = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
+    path.chmod(path.stat().st_mode | (0o666 & ~int(umask.split()[1], 8)))
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import read_object
-from cosmos_core.run.manifest import Result, problem, read_result
+from cosmos_core.run.files import parsed, read_object, sha256
+from cosmos_core.run.manifest import Result, Source, problem, read_result
 
 
 @dataclass(frozen=True)
 class Link:
-    """One stage on the way back, `depth` steps behind what was asked for."""
+    """One stage on the way back, or a model or data that no stage made, `depth` steps behind what was asked for."""
 
     depth: int
-    run_id: str
     name: str
     kind: str
     digest: str
-    stage_path: Path
+    where: str
+    """Its run, or the path or name on the Hub of what no run made."""
     note: str
-    """`verified`, or what is wrong with it."""
+    """`verified`, `recorded` for what cannot be looked at again in one piece, or what is wrong with it."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether it is not what its user read."""
+        return self.note not in {"verified", "recorded"}
 
 
-def lineage(stage_path: Path, depth: int = 0) -> list[Link]:
-    """Return the stage and everything that it was made from, inputs after their user.
+def lineage(stage_path: Path) -> list[Link]:
+    """Return the stage and everything that it was made from, inputs after their first user.
 
     Raises:
         ConfigError: the stage has no result.
@@ -35,27 +41,31 @@ def lineage(stage_path: Path, depth: int = 0) -> list[Link]:
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
-    trouble = problem(stage_path, result)
-    links = [
-        Link(
-            depth,
-            stage_path.parent.parent.name,
-            result["name"],
-            result["kind"],
-            result["digest"],
-            stage_path,
-            trouble or "verified",
-        )
-    ]
+    return list(_walk(stage_path, result, 0, set()))
+
+
+def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iterator[Link]:
+    seen.add(stage_path)
+    run = f"run {stage_path.parent.parent.name}"
+    yield Link(depth, result["name"], result["kind"], result["digest"], run, problem(stage_path, result) or "verified")
+    for source in parsed(result.get("sources", ()), Source):
+        yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _look(source))
     for name, recorded in result["inputs"].items():
         upstream = stage_path.parent / name
         found = read_result(upstream)
         if found is None or found["digest"] != recorded["digest"]:
             note = "gone" if found is None else "made again since: its content is another"
-            links.append(Link(depth + 1, upstream.parent.parent.name, name, "", recorded["digest"], upstream, note))
-        else:
-            links += lineage(upstream, depth + 1)
-    return links
+            yield Link(depth + 1, name, "", recorded["digest"], run, note)
+        elif upstream not in seen:
+            yield from _walk(upstream, found, depth + 1, seen)
+
+
+def _look(source: Source) -> str:
+    """Return how a source stands: a file is hashed again, of a folder only the files that were read had counted."""
+    path = Path(source.name)
+    if path.is_file():
+        return "verified" if sha256(path) == source.digest else "altered since"
+    return "gone" if path.is_absolute() and not path.exists() else "recorded"
 
 
 def stage_of(path: Path) -> Path:

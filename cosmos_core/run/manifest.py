@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import JsonValue
 
 from cosmos_core.config.load import without_none
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.run.files import Document, files_below, read_document, read_object, sha256, write_json
+from cosmos_core.run.files import (
+    Document,
+    copy_file,
+    files_below,
+    follow_umask,
+    read_document,
+    read_object,
+    sha256,
+    write_json,
+)
 from cosmos_core.types import Outcome
 
 RESULT = "result.json"
@@ -35,6 +43,16 @@ class _Input(Document):
     digest: str
 
 
+class Source(Document):
+    """A model or data that a stage read and no other stage made."""
+
+    kind: Literal["model", "data"]
+    name: str
+    """Path, or name on the Hub."""
+    digest: str
+    """Of the content as it was read, or the commit."""
+
+
 class _Shape(Document):
     """What a `Result` has for certain."""
 
@@ -47,10 +65,17 @@ class _Shape(Document):
     outputs: list[_File]
     digest: str
     reused_from: str | None
+    sources: list[Source] = []
 
 
 def commit(
-    stage_path: Path, outcome: Outcome, *, name: str, kind: str, fingerprint: str, inputs: dict[str, Result]
+    stage_path: Path,
+    outcome: Outcome,
+    *,
+    kind: str,
+    fingerprint: str,
+    inputs: dict[str, Result],
+    sources: Sequence[Source] = (),
 ) -> Result:
     """Write the manifest of a finished stage.
 
@@ -58,15 +83,15 @@ def commit(
         StageFailed: an output that the program named is not there.
         ConfigError: a metric is no number, or `info` holds what TOML cannot say: other stages read both.
     """
-    _check_outcome(outcome, name)
+    _check_outcome(outcome, stage_path.name)
     files = []
     for output in outcome.outputs:
         path = stage_path / output
         if not path.exists():
-            raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
+            raise StageFailed(f"stage {stage_path.name!r} named the output {output!r} but did not write it")
         files += [_describe(stage_path, file) for file in files_below(path)]
     result = {
-        "name": name,
+        "name": stage_path.name,
         "kind": kind,
         "fingerprint": fingerprint,
         "created": time.time(),
@@ -75,6 +100,7 @@ def commit(
         "inputs": {
             key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
         },
+        "sources": [source.model_dump() for source in sources],
         "outputs": files,
         "reused_from": None,
     }
@@ -109,9 +135,8 @@ def read_result(stage_path: Path) -> Result | None:
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
     """Return what is wrong with the outputs of a finished stage; None when they are what was committed.
 
-    Size, modification time and inode as recorded are trusted (the last change of the inode is not recorded: each run
-    that links to the file is one); when one differs, or when `thorough`, the content is hashed again. A file that was
-    only touched or copied has its record renewed.
+    Size, modification time and inode as recorded are trusted; when one differs, or when `thorough`, the content is
+    hashed again. A file that was only touched or copied has its record renewed.
     """
     renewed = False
     for record in result["outputs"]:
@@ -138,19 +163,16 @@ def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str 
 
 
 def adopt(source: Path, target: Path, result: Result) -> Result:
-    """Make `target` hold the outputs of the finished stage `source`: hard links, or copies across file systems.
+    """Make `target` hold copies of the outputs of the finished stage `source`.
 
-    Deleting either run afterwards leaves the other whole.
+    Deleting or changing either afterwards leaves the other whole.
     """
     for record in result["outputs"]:
-        link = target / record["path"]
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        try:
-            os.link(source / record["path"], link)
-        except OSError:
-            shutil.copy2(source / record["path"], link)
-        status = link.stat()
+        file = target / record["path"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        copy_file(source / record["path"], file)
+        status = file.stat()
         record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
     adopted = {**result, "reused_from": str(source)}
     write_json(target / RESULT, adopted)
@@ -159,6 +181,7 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
 
 def _describe(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, durable=True)
+    follow_umask(file)
     status = file.stat()
     return {
         "path": str(file.relative_to(stage_path)),

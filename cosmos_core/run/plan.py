@@ -107,7 +107,11 @@ def save_fingerprint(stage_path: Path, value: Fingerprint) -> None:
 def _finished(output_dir: Path, value: str) -> list[Path]:
     entries = sorted(fingerprint_folder(output_dir, value).glob("*.json"), reverse=True)
     found = [read_json(entry) for entry in entries]
-    return [output_dir / entry["stage"] for entry in found if isinstance(entry, dict) and "stage" in entry]
+    return [
+        output_dir / entry["stage"]
+        for entry in found
+        if isinstance(entry, dict) and isinstance(entry.get("stage"), str)
+    ]
 
 
 def _run_of(stage_path: Path) -> str:

@@ -14,6 +14,7 @@ from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.files import write_text
+from cosmos_core.run.manifest import Source
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
@@ -40,6 +41,8 @@ class Stage:
     """Of everything that can change the result."""
     kind: StageKind
     """What is declared of its kind."""
+    sources: tuple[Source, ...] = ()
+    """The model and the data that it reads and no other stage made."""
     stop_requested: bool = field(default=False)
     """A signal asked to stop: save at the next safe point and raise `Preempted`."""
 
@@ -84,6 +87,7 @@ class Stage:
             "kind": asdict(self.kind),
             "stage": self.config.model_dump(),
             "recipe": self.recipe.model_dump(),
+            "sources": [source.model_dump() for source in self.sources],
             "inputs": {name: {key: result[key] for key in _OF_AN_INPUT} for name, result in self.inputs.items()},
         }
         write_text(self.path / "stage.toml", tomli_w.dumps(without_none(spec)))
@@ -101,6 +105,7 @@ def load_stage(path: Path) -> Stage:
         inputs=spec.get("inputs", {}),
         fingerprint=spec["fingerprint"],
         kind=read_kind(spec["kind"]),
+        sources=tuple(map(Source.model_validate, spec.get("sources", ()))),
     )
 
 

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.errors import EXIT_CRASH
-from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
 
 
 class State(Document):
-    """Where a stage stands; times are seconds since 1970."""
+    """Where a stage stands."""
 
     state: Literal["waiting", "running", "retrying", "reused", "done", "failed", "stopped"] = "waiting"
     attempt: int = 0
-    spans: list[tuple[float, float | None]] = []
+    spans: list[tuple[Seconds, Seconds | None]] = []
     """Begin and end of each attempt; the end of one that runs, or whose launcher was killed, is None."""
-    ended: float | None = None
+    ended: Seconds | None = None
     """When it came to its present state, if it does nothing now."""
     failures: int = 0
     """Attempts in a row without progress."""
@@ -40,7 +40,7 @@ class State(Document):
     """What every process of the attempt has in its environment."""
     launcher_pid: int | None = None
     launcher_started: float | None = None
-    heartbeat: float | None = None
+    heartbeat: Seconds | None = None
     """This and what follows: what the worker said last."""
     phase: str = ""
     step: int | None = None
@@ -52,15 +52,20 @@ class State(Document):
         return sum(max(0.0, end - begin) for begin, end in self.closed_spans(now))
 
     def closed_spans(self, now: float) -> list[tuple[float, float]]:
-        """Return the attempts; one without an end lasts until now while it runs, else until its last heartbeat."""
-        last = now if self.state == "running" else self.heartbeat
-        return [(begin, max(begin, last or begin) if end is None else end) for begin, end in self.spans]
+        """Return the attempts; one without an end lasts until the last heartbeat that the launcher noted."""
+        last = min(self.heartbeat or now, now)
+        return [(begin, max(begin, last) if end is None else end) for begin, end in self.spans]
 
 
 def read_state(stage_path: Path) -> State:
-    """Return the state of a stage; where it is missing or damaged, what its manifest says, or that it waits."""
+    """Return the state of a stage; where it is missing, damaged or could not be written, what its manifest says.
+
+    A new attempt begins with the removal of the manifest: whichever has one is done.
+    """
     found = read_document(stage_path / "state.json", State)
-    return found or State(state="waiting" if read_result(stage_path) is None else "done")
+    if (found is None or found.state == "running") and read_result(stage_path) is not None:
+        return (found or State()).model_copy(update={"state": "done"})
+    return found or State()
 
 
 def update_state(stage_path: Path, **changes: Any) -> State:

@@ -300,6 +300,10 @@ def test_the_exit_code_says_what_can_help(tmp_path: Path, capsys: pytest.Capture
     assert ending(run, capsys) == (
         64, ["cosmos: first: stage 'first' crashed (signal 9)", "cosmos: second: rows.jsonl:3: wrong"]
     )  # fmt: skip
+    update_state(first, state="failed", exit_code=65, error="gate 'first': loss < 1 does not hold")
+    update_state(second, state="waiting")
+    code, lines = ending(run, capsys)
+    assert code == 65 and "does not hold" in lines[0] and "resuming it would end the same way" in lines[1]
     update_state(first, state="reused")
     update_state(second, state="done")
     assert ending(run, capsys) == (0, [])

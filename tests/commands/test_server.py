@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 from contextlib import closing
 from importlib.metadata import version
@@ -13,6 +14,18 @@ import pytest
 
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.observe.logs import quiet_environment
+from tests.conftest import processes_below
+
+
+def expect_a_server_that_asks_who_is_there(home: Path) -> None:
+    url = os.environ["PREFECT_API_URL"]
+    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    assert httpx.post(f"{url}/flow_runs/filter", json={}, timeout=30).status_code == 401
+    secret = home / "auth"
+    assert (secret.stat().st_mode & 0o777, home.stat().st_mode & 0o777) == (0o600, 0o700)
+    name, password = secret.read_text().split(":")
+    answer = httpx.post(f"{url}/flow_runs/filter", json={}, auth=(name, password), timeout=30)
+    assert answer.status_code == 200 and os.environ["PREFECT_API_AUTH_STRING"] == secret.read_text()
 
 
 def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
@@ -32,8 +45,16 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
         assert database.execute("select count(*) from flow_run").fetchone() == (0,)
         database.execute("create table marker (value)")
         database.commit()
-    with prefect_server(tmp_path / "second"):
-        assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200
+    killed: list[int] = []
+
+    def kill() -> None:
+        killed.extend(processes_below(tmp_path / "second"))
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+
+    with prefect_server(tmp_path / "second", meanwhile=kill):
+        assert killed, "it was started again"
+        expect_a_server_that_asks_who_is_there(tmp_path / "second" / "server-1")
     with closing(sqlite3.connect(tmp_path / "second" / "server-1" / "prefect.db")) as database:
         assert database.execute("select count(*) from marker").fetchone() == (0,)
     template.write_text("damaged")

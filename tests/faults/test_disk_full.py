@@ -1,14 +1,24 @@
-"""A disk that is full when a checkpoint is written: one line, exit 1, and resume continues the checkpoint before."""
+"""A disk that is full, for a worker that saves or for the launcher: one line, exit 1, and resume goes on."""
 
 from __future__ import annotations
 
+import logging
+import resource
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from cosmos_core.errors import DiskFull
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.state import read_state
+from tasks.stage import perform, should_retry
 from tests.conftest import Workspace, wait_until
+from tests.faults.test_worker import make_run
 
 PIPELINE = """
 [pipeline]
@@ -76,3 +86,47 @@ def test_the_run_fails_with_one_line_and_the_checkpoint_before_is_continued(work
     workspace.cosmos("resume")
     assert read_metrics(workspace.stage("sft") / "metrics.jsonl")[-1]["step"] == 600
     workspace.expect_quiet()
+
+
+@contextmanager
+def no_room_for_this_process() -> Iterator[None]:
+    """Let nothing be written to files here, from the call on; processes that run already write on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_stage_that_ends_while_the_launcher_cannot_write_is_finished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, "count", "arguments = { steps = 30, seconds = 0.1 }")
+    full = no_room_for_this_process()
+    is_full = False
+
+    def fill(_: object) -> None:
+        nonlocal is_full
+        if not is_full:
+            is_full = True
+            full.__enter__()
+
+    try:
+        result, _ = perform(run, "s", on_progress=fill)
+    finally:
+        full.__exit__(None, None, None)
+    assert is_full and result["metrics"] == {"count": 30.0}
+    assert read_state(run.stage_path("s")).state == "done", "its manifest says so, whatever the state could note"
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lines and not any(record.exc_info for record in lines), "no traceback"
+    assert any("the disk is full" in record.getMessage() for record in lines)
+    assert perform(run, "s")[1] is True
+
+
+def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count", "retries = 3")
+    with no_room_for_this_process(), pytest.raises(DiskFull, match=r"^disk full: .*; free space and resume$") as caught:
+        perform(run, "s")
+    assert not should_retry(run, "s", caught.value)
+    assert perform(run, "s")[1] is False

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import re
+import uuid
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
-from cosmos_core.run.directory import Run, create_run
+from cosmos_core.launch.processes import scratch_of
+from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.files import read_json
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.conftest import PROGRAMS, processes_below
@@ -118,6 +122,40 @@ def test_what_a_worker_leaves_behind_is_killed_even_in_a_session_of_its_own(tmp_
     finally:
         del os.environ["COSMOS_WORKSPACE"]
     assert not processes_below(tmp_path)
+
+
+def working_in(folder: Path) -> list[int]:
+    """Live processes whose current folder is this one."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd() == str(folder) and process.pid != os.getpid():
+                found.append(process.pid)
+    return found
+
+
+def test_what_drops_its_mark_and_its_parent_falls_to_the_supervisor_and_is_killed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "leaves_a_child_without_a_mark")
+    perform(run, "s")
+    assert working_in(run.stage_path("s")) == []
+
+
+def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed_one_at_the_next_command(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, "leaves_files")
+    perform(run, "s")
+    scratch = Path((run.stage_path("s") / "scratch").read_text())
+    assert scratch.parent.name.startswith("cosmos-") and not scratch.parent.exists()
+    mark = uuid.uuid4().hex
+    scratch_of(mark).mkdir()
+    update_state(run.stage_path("s"), state="stopped", mark=mark)
+    assert worker.reap(run.stage_path("s")) and not scratch_of(mark).exists()
+    gone, mine = (run.stage_path("s") / f".state.json.{pid}-1.tmp" for pid in (2**22 + 1, os.getpid()))
+    for file in (gone, mine):
+        file.touch()
+    claim(run).release()
+    assert (gone.exists(), mine.exists()) == (False, True)
 
 
 def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:

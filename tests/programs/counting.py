@@ -57,6 +57,23 @@ def leaves_a_child(stage):
     return Outcome(outputs=("out.txt",))
 
 
+def leaves_a_child_without_a_mark(stage):
+    """Ends while a child still runs that has left its session, its environment and its parent."""
+    import subprocess
+
+    child = subprocess.Popen(["setsid", "--fork", "sleep", "600"], env={}, stdout=subprocess.PIPE, cwd=stage.path)
+    child.wait()
+    return Outcome()
+
+
+def leaves_files(stage):
+    """Ends without removing its temporary files."""
+    import tempfile
+
+    (stage.path / "scratch").write_text(tempfile.mkdtemp())
+    return Outcome(outputs=("scratch",))
+
+
 def on_another_clock(stage, offset, hangs):
     """Beats, or hangs, for longer than its deadline of two seconds, on a clock that is `offset` seconds off."""
     wall, monotonic = time.time, time.monotonic

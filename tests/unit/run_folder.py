@@ -112,6 +112,6 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
     expected = fingerprint(run.pipeline, stage, run.pipeline.kinds[stage.kind], digests, run.digests)
     save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
-    commit(path, outcome, name=name, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
+    commit(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
     register(run.output_dir, path, expected.value)
     return path

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.cli import lineage as show_lineage
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError, CosmosError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.lineage import lineage, stage_of
 from cosmos_core.run.manifest import adopt, commit, problem, read_result
 from cosmos_core.run.plan import decide, plan
 from cosmos_core.types import Outcome
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tests.conftest import PROGRAMS
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 
@@ -27,7 +32,7 @@ def made(folder: Path) -> Path:
     (folder / "out" / ".b.txt.7.tmp").write_text("half")
     (folder / "c.txt").write_text("two")
     outcome = Outcome(outputs=("out", "c.txt"), metrics={"loss": 0.5}, info={"model": "out"})
-    commit(folder, outcome, name="s", kind="sft", fingerprint="f" * 64, inputs={})
+    commit(folder, outcome, kind="sft", fingerprint="f" * 64, inputs={})
     return folder
 
 
@@ -51,7 +56,7 @@ def digest(folder: Path, content: str, metrics: dict[str, float], info: dict[str
     folder.mkdir()
     (folder / "a").write_text(content)
     outcome = Outcome(outputs=("a",), metrics=metrics, info={**info})
-    return str(commit(folder, outcome, name="s", kind="sft", fingerprint="", inputs={})["digest"])
+    return str(commit(folder, outcome, kind="sft", fingerprint="", inputs={})["digest"])
 
 
 def test_the_digest_is_over_what_a_stage_behind_may_read_but_not_over_how_long_it_took(tmp_path: Path) -> None:
@@ -74,14 +79,14 @@ def test_figures_are_numbers_and_info_is_what_toml_can_say(tmp_path: Path) -> No
         ({}, {"x": object}, "stage 's' returned info that cannot be kept: "),
     ):
         with pytest.raises(ConfigError) as caught:
-            commit(tmp_path, Outcome(metrics=metrics, info=info), name="s", kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
+            commit(tmp_path / "s", Outcome(metrics=metrics, info=info), kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
         assert str(caught.value).startswith(said)
     assert read_result(tmp_path) is None
 
 
 def test_an_output_that_was_named_but_not_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"^stage 's' named the output 'none' but did not write it$"):
-        commit(tmp_path, Outcome(outputs=("none",)), name="s", kind="sft", fingerprint="", inputs={})
+        commit(tmp_path / "s", Outcome(outputs=("none",)), kind="sft", fingerprint="", inputs={})
     assert read_result(tmp_path) is None
 
 
@@ -151,20 +156,20 @@ def test_a_damaged_manifest_is_no_result_and_an_altered_one_is_noticed(tmp_path:
     assert problem_of(folder, thorough=True) == "out/a.txt was altered"
 
 
-def test_taking_over_a_result_links_its_files_and_either_side_survives_the_other(tmp_path: Path) -> None:
+def test_taking_over_a_result_copies_its_files_and_either_side_survives_the_other(tmp_path: Path) -> None:
     source, target = made(tmp_path / "s"), tmp_path / "t"
     target.mkdir()
     result = read_result(source)
     assert result is not None
     adopted = adopt(source, target, result)
     assert adopted["reused_from"] == str(source)
-    assert (target / "out" / "a.txt").stat().st_ino == (source / "out" / "a.txt").stat().st_ino
+    assert (target / "out" / "a.txt").read_text() == (source / "out" / "a.txt").read_text()
     assert problem_of(target, thorough=True) is None
     shutil.rmtree(source)
     assert problem_of(target, thorough=True) is None
 
 
-def test_an_alteration_in_place_is_noticed_on_both_sides_of_a_link(tmp_path: Path) -> None:
+def test_an_alteration_in_place_is_noticed_and_does_not_reach_the_other_run(tmp_path: Path) -> None:
     source, target = made(tmp_path / "s"), tmp_path / "t"
     target.mkdir()
     result = read_result(source)
@@ -173,7 +178,22 @@ def test_an_alteration_in_place_is_noticed_on_both_sides_of_a_link(tmp_path: Pat
     with open(target / "c.txt", "r+") as file:
         file.write("own")
     os.utime(target / "c.txt")
-    assert problem_of(source) == problem_of(target) == "c.txt was altered"
+    assert (problem_of(source), problem_of(target)) == (None, "c.txt was altered")
+
+
+def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name, mode in (("model.safetensors", 0o600), ("run.sh", 0o700)):
+        (tmp_path / "out" / name).write_text(name)
+        (tmp_path / "out" / name).chmod(mode)
+    before = os.umask(0o022)
+    try:
+        commit(tmp_path, Outcome(outputs=("out",)), kind="sft", fingerprint="f", inputs={})
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {"model.safetensors": 0o644, "run.sh": 0o744}
+    assert problem_of(tmp_path) is None
 
 
 def actions(decisions: dict) -> dict[str, tuple[str, str]]:
@@ -300,7 +320,6 @@ def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_p
     text = (tmp_path / "counting.toml").read_text()
     gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 1"\n'
     (tmp_path / "counting.toml").write_text(text + gate)
-    from cosmos_core.config.compose import load_pipeline
 
     pipeline = load_pipeline(tmp_path / "counting.toml", (), run.pipeline.kinds)
     finish(run, "first")
@@ -336,6 +355,44 @@ def test_lineage_walks_back_and_says_what_is_altered_made_again_or_gone(tmp_path
     assert notes(second)[1] == (1, "first", "gone")
     with pytest.raises(ConfigError, match=r"first has no result.json: the stage did not finish$"):
         lineage(first)
+
+
+def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altered_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = "\n[[pipeline.stages]]\nname = '{}'\nkind = 'custom'\nentry = '{}:count'\nafter = {}\n"
+    counting_run(tmp_path)
+    with open(tmp_path / "counting.toml", "a") as file:
+        file.write(beside.format("beside", PROGRAMS / "counting.py", "['first']"))
+        file.write(beside.format("last", PROGRAMS / "counting.py", "['second', 'beside']"))
+    run = create_run(load_pipeline(tmp_path / "counting.toml", (), all_kinds()))
+    stages = {name: finish(run, name) for name in ("first", "second", "beside", "last")}
+    assert [name for _, name, _ in notes(stages["last"])] == ["last", "second", "first", "beside"]
+    show_lineage(stages["last"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    (stages["first"] / "out" / "a.txt").write_text("own")
+    with pytest.raises(
+        CosmosError, match=r"does not come from what its manifests name: first: out/a.txt has 3 bytes instead of 6$"
+    ):
+        show_lineage(stages["last"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Path) -> None:
+    rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    rows.write_text("{}\n")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    run = counting_run(tmp_path, f"first.data={rows}", f"first.model={model}")
+    perform(run, "first")
+    _, *sources = lineage(run.stage_path("first"))
+    assert [(link.name, link.kind, link.where, link.note) for link in sources] == [
+        ("model", "model", str(model), "recorded"), ("rows.jsonl", "data", str(rows), "verified"),
+    ]  # fmt: skip
+    rows.write_text("[]\n")
+    assert lineage(run.stage_path("first"))[2].note == "altered since"
+    rows.unlink()
+    assert lineage(run.stage_path("first"))[2].note == "gone"
 
 
 def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path: Path) -> None:

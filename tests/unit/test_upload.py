@@ -241,7 +241,7 @@ def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
     source = folder / "20250101000000" / "stages" / "export"
     model(source / "model")
     outcome = Outcome(outputs=("model",), metrics={"validation/accuracy": 0.75}, info={"model": "model"})
-    commit(source, outcome, name="export", kind="export", fingerprint="e" * 64, inputs={})
+    commit(source, outcome, kind="export", fingerprint="e" * 64, inputs={})
     result = read_result(source)
     assert result is not None
     config = StageConfig(
