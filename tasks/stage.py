@@ -38,6 +38,7 @@ from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import read_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
+from cosmos_core.run.lineage import origin
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
@@ -252,7 +253,7 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
     kind = run.kinds[stage.kind]
     inputs = _inputs(run, stage)
     recipe = run.pipeline.recipes[stage.name]
-    keys = ("path", "fingerprint", "digest", "metrics", "info")
+    keys = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
     spec = {
         "entry": kind.entry or stage.entry,
         "fingerprint": expected.value,
@@ -261,6 +262,7 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
         "kind": asdict(kind),
         "stage": stage.model_dump(),
         "recipe": recipe.model_dump(),
+        "origin": origin(run.pipeline, stage),
         "inputs": {name: {key: result[key] for key in keys} for name, result in inputs.items()},
     }
     (path / "stage.toml").write_text(tomli_w.dumps(without_none(spec)), encoding="utf-8")

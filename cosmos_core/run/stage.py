@@ -34,6 +34,8 @@ class Stage:
     """Of everything that can change the result."""
     kind: StageKind
     """What is declared of its kind."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What it descends from and no stage has made; see `run.lineage.origin`."""
     stop_requested: bool = field(default=False)
     """A signal asked to stop: save at the next safe point and raise `Preempted`."""
 
@@ -76,6 +78,7 @@ def load_stage(path: Path) -> Stage:
         data=Path(spec["data"]) if spec.get("data") else None,
         inputs=spec.get("inputs", {}),
         fingerprint=spec["fingerprint"],
+        origin=spec.get("origin", {}),
         kind=read_kind(spec["kind"]),
     )
 
