@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 _NEEDED = frozenset({
@@ -21,7 +22,7 @@ _NEEDED = frozenset({
 })  # fmt: skip
 _NEEDED_PREFIXES = (
     "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "RAY_",
-    "TORCH", "TRANSFORMERS_", "VLLM_", "XDG_",
+    "TORCH", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
@@ -46,11 +47,21 @@ def hide(names: Iterable[str] = ()) -> None:
             setattr(sys, name, cast(TextIO, _Masking(stream)))
 
 
-def masked(text: str) -> str:
-    """Return the text with `***` for each secret value of the environment."""
-    for secret in _secrets():
+def masked(text: str, names: Iterable[str] = ()) -> str:
+    """Return the text with `***` for each secret value of the environment, those of variables with these names too."""
+    for secret in _secrets(names):
         text = text.replace(secret, "***")
     return text
+
+
+def mask_file(file: Path, names: Iterable[str] = ()) -> None:
+    """Mask secrets in a file that others have written, such as a program that user's code has started."""
+    content = file.read_bytes()
+    clean = content
+    for secret in _secrets(names):
+        clean = clean.replace(secret.encode(), b"***")
+    if clean != content:
+        file.write_bytes(clean)
 
 
 class _Masking:
@@ -69,11 +80,11 @@ class _Masking:
         return getattr(self._stream, name)
 
 
-def _secrets() -> list[str]:
+def _secrets(names: Iterable[str] = ()) -> list[str]:
     """Return the values to mask, the longest first: one may be a part of another."""
-    found = set()
+    found, named = set(), _named.union(names)
     for name, value in os.environ.items():
-        if name in _named or _is_secret_name(name):
+        if name in named or _is_secret_name(name):
             found.add(value)
         found.update(_LOGIN.findall(value) if "://" in value else ())
     return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)

@@ -92,11 +92,11 @@ def import_user_code(path: str) -> Any:
     except CosmosError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error} ({place_of(error)})"
+        reason = f"{type(error).__name__}: {error} ({location_of(error)})"
         raise ConfigError(f"{path!r} cannot be imported: {reason}") from error
 
 
-def place_of(error: BaseException, function: Any = None) -> str:
+def location_of(error: BaseException, function: Any = None) -> str:
     """Return the file and line that an error comes from: of this function's file, where it has a part in it.
 
     A function that did not raise itself, but returned what it must not, is named by its own line.
@@ -157,7 +157,7 @@ def _file_of(path: str) -> Path:
     if not module_name or not thing:
         raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
     if module_name.endswith(".py"):
-        if not Path(module_name).is_file():
+        if not os.path.isfile(module_name):  # Path.is_file raises for a name that is too long
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
     # Workers have the current folder on their path; the `cosmos` script has not.
@@ -190,7 +190,7 @@ def _module(name: str, path: str) -> Any:
 
 
 def _module_from_file(file: Path) -> Any:
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ConfigError(f"user code {file} does not exist")
     name = f"user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:

@@ -25,7 +25,7 @@ from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Pr
 from cosmos_core.facts import measure
 from cosmos_core.observe.logs import configure
 from cosmos_core.observe.sinks.base import attached
-from cosmos_core.registry import import_user_code, place_of
+from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.files import disk_full, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
@@ -127,7 +127,7 @@ def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         if not stage.config.entry or may_pass:
             raise
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{what} raised {reason} ({place_of(error, program)}); traceback in the log") from error
+        raise ConfigError(f"{what} raised {reason} ({location_of(error, program)}); traceback in the log") from error
     if not isinstance(outcome, Outcome):
         found = "nothing" if outcome is None else f"a {type(outcome).__name__}"
         raise ConfigError(f"{what} returned {found}; return a cosmos_core.types.Outcome")

@@ -44,6 +44,7 @@ from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.inputs import data_sources, model_source
+from cosmos_core.run.lineage import origin
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
@@ -210,6 +211,7 @@ def _made_once(
                 grace_seconds=run.pipeline.config.grace_seconds,
                 timeout_seconds=stage.timeout_seconds,
                 inherited=handed_on(stage.env) if stage.entry else os.environ,
+                secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
                 locks=(lock.descriptor, shared.descriptor),
                 on_progress=on_progress,
                 on_line=on_line,
@@ -270,6 +272,7 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
         fingerprint=expected.value,
         kind=run.pipeline.kind_of(stage),
         sources=_sources(run, stage, expected),
+        origin=origin(run.pipeline, stage),
     )
     laid_out.save()
     return laid_out

@@ -75,35 +75,39 @@ def _export(stage: Stage, step: int) -> Outcome:
 
 
 def model_card(stage: Stage, loader: str) -> str:
-    """Return README.md of an export: where the weights come from, by digest, what was measured, and by which class of
-    transformers to load them."""
-    base = stage.recipe.policy.model_name_or_path
-    is_hub_id = base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists()
-    lines = ["---", "library_name: transformers", *([f"base_model: {base}"] if is_hub_id else []), "---", ""]
-    lines += [f"# {stage.run_path.name}/{stage.name}", ""]
-    lines += [f"- Base model: `{base}`", f"- Run: `{stage.run_path.name}`"]
-    lines += [
-        f"- Precision: {_precision(stage)}",
-        f"- Fingerprint of this stage: `{stage.fingerprint}`",
-        "",
-    ]
+    """Return README.md of an export: what lineage knows of where the weights come from, what was measured, and by which
+    class of transformers to load them."""
+    origin, base = stage.origin, stage.origin.get("base_model", "")
+    revision = origin.get("revision", "")
+    metadata = ["library_name: transformers", *([f"base_model: {base}"] if revision else [])]
+    made_by = f"made by `{origin['made_by']}`" if origin.get("made_by") else ""
+    facts = {
+        "Base model": f"`{base}`" + f" at `{revision}`" * bool(revision) if base else made_by,
+        "Data": ", ".join(f"`{name}`" for name in origin.get("data", ())),
+        "Run": f"`{stage.run_path.name}`",
+        "Precision": _precision(stage),
+        "Fingerprint of this stage": f"`{stage.fingerprint}`",
+    }
     reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
-    lines += ["```python", f"from transformers import {loader}, Auto{reader}", ""]
-    lines += [f'model = {loader}.from_pretrained(path, dtype="auto")']
-    lines += [f"{reader.lower()} = Auto{reader}.from_pretrained(path)", "```", ""]
-    if _adapter_files(stage):
-        lines += [f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.", ""]
+    adapter = f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.\n"
+    lines = [
+        "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
+        *(f"- {name}: {fact}" for name, fact in facts.items() if fact), "",
+        "```python", f"from transformers import {loader}, Auto{reader}", "",
+        f'model = {loader}.from_pretrained(path, dtype="auto")',
+        f"{reader.lower()} = Auto{reader}.from_pretrained(path)", "```", "",
+    ]  # fmt: skip
+    lines += [adapter] if _adapter_files(stage) else []
     for name, result in sorted(stage.inputs.items()):
         lines += _describe_input(name, result)
     return "\n".join(lines)
 
 
 def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
-    lines = [f"## From stage `{name}` ({result.get('kind', 'unknown kind')})", ""]
-    lines += [f"- {key}: `{result[key]}`" for key in ("digest", "fingerprint") if key in result]
-    lines += [f"- made from `{source}`: `{its['digest']}`" for source, its in sorted(result.get("inputs", {}).items())]
-    metrics = result.get("metrics", {})
-    if metrics:
+    lines = [f"## From stage `{name}` ({result['kind']})", ""]
+    lines += [f"- {key}: `{result[key]}`" for key in ("digest", "fingerprint")]
+    lines += [f"- made from `{source}`: `{its['digest']}`" for source, its in sorted(result["inputs"].items())]
+    if metrics := result["metrics"]:
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
     return [*lines, ""]

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from cosmos_core.errors import ModelError
@@ -34,41 +33,32 @@ def bounded(what: str) -> Iterator[None]:
     Raises:
         ModelError: it was too much; `what` names it.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (_size() + MEMORY, soft, hard) if limit != resource.RLIM_INFINITY]
+    before = signal.signal(signal.SIGALRM, _end) if is_main else None
     try:
-        with _memory_limit(), _alarm():
-            yield
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        if is_main:
+            signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)  # once more, should the first be lost in a destructor
+        yield
     except _TooLong as error:
         raise ModelError(f"{what} runs on beyond {SECONDS:g} s; mend the template, or leave the row out") from error
     except MemoryError as error:
         limit = f"{MEMORY / 2**30:g} GiB of memory"
         raise ModelError(f"{what} takes more than {limit}; mend the template, or leave the row out") from error
-
-
-@contextmanager
-def _memory_limit() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE
-    limits = [limit for limit in (size + MEMORY, soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
     finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@contextmanager
-def _alarm() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _TooLong
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)  # once more, should the first be lost in a destructor
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _size() -> int:
+    """Return the bytes of the address space of this process."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read(64).split()[0]) * _PAGE

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -210,6 +211,8 @@ def _embedded(uri: str, where: str) -> bytes:
 
 def _read(file: Path, what: str) -> bytes:
     try:
+        if not S_ISREG(file.stat().st_mode):
+            raise DataError(f"{what}: {file} is no regular file, and a device or a pipe may be read without end")
         return file.read_bytes()
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)

@@ -33,7 +33,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.formats import Located
 from cosmos_core.data.prepared import split_path
-from cosmos_core.data.records import Job, make_chunk, processor_of
+from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.errors import ConfigError, DataError, Preempted
@@ -90,7 +90,7 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
     Raises:
         DataError: too many rows cannot be read, or nothing is left to write.
     """
-    counts = Counts(job.kind)
+    counts = Counts(job.kind, job.column)
     with pa.ipc.new_file(path, job.schema) as file, closing(_tokenised(stage, job, rows)) as chunks:
         for chunk in chunks:
             if chunk.batch.num_rows:
@@ -122,6 +122,7 @@ def _splits(stage: Stage) -> dict[str, Rows]:
         held_out = DatasetConfig(name=str(stage.data), split=(_VALIDATION,))
         return {_TRAIN: train, _VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
     if policy.dataset.test_size is not None:
+        check_columns(stage.recipe, next(iter(train)))
         train, rest = split_rows(train, policy.dataset.test_size, stage.seed)
         return {_TRAIN: train, _VALIDATION: rest}
     return {_TRAIN: train}

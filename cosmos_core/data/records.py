@@ -50,6 +50,8 @@ from cosmos_core.data.visual import cut_visual, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.models.processor import load_processor
 
+_USUAL_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
+
 
 @dataclass(frozen=True)
 class Job:
@@ -64,6 +66,13 @@ class Job:
     """What paths of images are relative to; None: the model reads text alone."""
     end_ids: tuple[int, ...] = ()
     """Tokens at which generation stops."""
+
+    @property
+    def column(self) -> str:
+        """Return the column of the conversation that the recipe names, where it names one; empty: it does not."""
+        policy = self.recipe.train.train_policy
+        name = policy.conversation_column_name if isinstance(policy, SupervisedConfig) else ""
+        return "" if name == _USUAL_COLUMN else name
 
     @property
     def schema(self) -> pa.Schema:
@@ -84,11 +93,13 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
     make = {"prompts": _prompt, "pairs": _pair, "sequences": _sequence}[job.kind]
     records: list[_Record] = []
     skipped = []
+    counts: Counter[str] = Counter()
     for where, row in rows:
         try:
             if job.root is not None and job.kind != "sequences":
                 refuse_images(row, where)
             records.append(make(tokenizer, job, row, where))
+            counts["other_column"] += bool(job.column) and row.get(job.column) is None
         except RefusedRow as error:
             skipped.append(Skipped(error.reason, where, f"{where}: {error.reason}"))
         except SkippedRow as skip:
@@ -96,10 +107,27 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
         except DataError as error:
             skipped.append(Skipped("that cannot be read", str(error), str(error)))
     batch = _batch(records, job.schema)
-    counts = Counter(learned_ends=_num_ends(batch, job))
+    counts["learned_ends"] = _num_ends(batch, job)
     for record in records:
         counts.update(record.counts)
     return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts)
+
+
+def check_columns(recipe: Recipe, located: Located) -> None:
+    """Read a row, and nothing more: what is wrong with its columns comes before what is wrong with their number.
+
+    Raises:
+        DataError: it has no column that is read, or one of another form.
+    """
+    where, row = located
+    policy = recipe.train.train_policy
+    with suppress(SkippedRow):
+        if isinstance(policy, RlConfig):
+            read_prompt(row, where, policy.prompt_column_name, policy.response_column_name)
+        elif isinstance(policy, SupervisedConfig) and policy.rows == "pairs":
+            read_preference(row, where, policy.conversation_column_name)
+        elif isinstance(policy, SupervisedConfig):
+            read_conversation(row, where, policy.conversation_column_name, with_images=True)
 
 
 def _num_ends(batch: pa.RecordBatch, job: Job) -> int:

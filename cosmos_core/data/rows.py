@@ -127,7 +127,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _is_of_split(file: Path, split: str) -> bool:
     """`train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json` are files of the split `train`."""
-    return file.name.startswith(split) and file.name[len(split)] in ".-_"
+    return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
 def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:

@@ -40,7 +40,8 @@ class Chunk(NamedTuple):
     merged: list[str]
     """Locations of rows whose turns were put together, because the chat template refuses them as they are."""
     counts: Counter[str]
-    """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, and `learned_ends`."""
+    """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, `learned_ends`, and rows
+    from an `other_column` than the recipe names."""
 
 
 @dataclass
@@ -58,8 +59,10 @@ class _First:
 class Counts:
     """What is said of one split."""
 
-    def __init__(self, kind: RowKind) -> None:
+    def __init__(self, kind: RowKind, column: str = "") -> None:
+        """`column`: the one that the recipe names; empty: whichever there is."""
         self._kind = kind
+        self._column = column
         self._lengths: list[np.ndarray] = []
         self._counts: Counter[str] = Counter()
         self._skipped: dict[str, _First] = {}
@@ -108,7 +111,7 @@ class Counts:
             )
 
     def notices(self, end_token: str | None = None) -> list[str]:
-        """Return a line about rows that were left out, about turns put together, and about rows without an end."""
+        """Return a line about rows that were left out, read from another column, put together, or have no end."""
         found = []
         if self._skipped:
             told = dict(islice(self._skipped.items(), _MOST_REASONS))
@@ -116,6 +119,11 @@ class Counts:
             if others := self.num_skipped - sum(each.count for each in told.values()):
                 reasons.append(f"{others} for other reasons")
             found.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
+        if count := self._counts["other_column"]:
+            found.append(
+                f"{count} of {self.num_rows} rows have no column {self._column!r}, which "
+                "train.train_policy.conversation_column_name names: they were read from another known column"
+            )
         if self._merged.count:
             found.append(
                 f"turns put together in {self._merged.count} of {self.num_rows} rows (first: {self._merged.first}): "

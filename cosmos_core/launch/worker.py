@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import is_alive, kill_marked, remove_scratch, start_time
@@ -102,6 +103,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """What the worker sees of this process's environment."""
+    secrets: Sequence[str] = ()
+    """Variables, beside those whose name says it, of which the log must not show the values."""
 
 
 def run(launch: Launch) -> Result:
@@ -140,6 +143,7 @@ def run(launch: Launch) -> Result:
             code, reason = _follow(launch, child, log)
     finally:
         child.kill()
+        mask_file(log, launch.secrets)  # what programs wrote that the worker had started
         ended = time.time()
         with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
             update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
@@ -184,10 +188,14 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
     reason = ""
     began = time.monotonic()
     lines, pulse = _LogLines(log), _Pulse()
+
+    def show(line: str) -> None:
+        launch.on_line(masked(line, launch.secrets))
+
     last_state = 0.0
     while (code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
-        lines.forward(launch.on_line)
+        lines.forward(show)
         if progress := read_progress(launch.stage_path):
             _tell(launch.on_progress, progress)
             pulse.feel(progress)
@@ -200,7 +208,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
         if time.monotonic() - last_state > _STATE_SECONDS:
             last_state = time.monotonic()
             _tell(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
-    lines.forward(launch.on_line, is_last=True)
+    lines.forward(show, is_last=True)
     return code, reason
 
 

@@ -51,6 +51,11 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
         read_object(Path(source, name), model)
     with reading("tokenizer", model):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ModelError(
+            f"{KEY} = {model!r}: tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}, which is "
+            "no number of tokens; write one, or leave it out"
+        )
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ModelError(
             f"{KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens in "

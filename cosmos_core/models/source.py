@@ -20,6 +20,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from cosmos_core.errors import CosmosError, ModelError
+from cosmos_core.run.content import leaves_folder
 
 KEY = "policy.model_name_or_path"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
@@ -31,11 +32,11 @@ def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, A
     Raises:
         ModelError: it can be neither.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))  # Path.expanduser, .is_dir and .exists raise for some names
+    if os.path.isdir(path):
         return path, {}
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists():
-        problem = "is a file, not a folder" if path.exists() else "does not exist"
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
+        problem = "is a file, not a folder" if os.path.exists(path) else "does not exist"
         raise ModelError(f"{KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
     return model, {"revision": revision, "local_files_only": not hub_is_reachable()}
 
@@ -65,7 +66,7 @@ def read_object(file: Path, model: str) -> dict[str, Any]:
     Raises:
         ModelError: it is damaged, or something else than an object.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises for a name that is too long
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -114,6 +115,11 @@ def _indexed(file: Path, model: str) -> list[Path]:
         raise ModelError(f"{KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
     if not isinstance(index.get("metadata"), dict):  # which transformers reads
         raise ModelError(f"{KEY} = {model!r}: {file} has no metadata; copy it again")
+    for name in sorted(set(names.values())):
+        if leaves_folder(name):
+            raise ModelError(
+                f"{KEY} = {model!r}: {file} names {name!r}, which lies outside of its folder; copy it there"
+            )
     return [file.parent / name for name in sorted(set(names.values()))]
 
 
@@ -154,7 +160,7 @@ def _is_of_the_machine(error: Exception) -> bool:
 def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
         return mixed_up(model)
-    if not Path(model).expanduser().exists() and not hub_is_reachable():
+    if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
         return ModelError(
             f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
             f"has no {what} of that name; give a local folder or download the model first"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
-from cosmos_core.registry import import_user_code, is_import_path, offered_names, place_of, suggestion
+from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
 from cosmos_core.types import Score
 
 KEYWORDS = {
@@ -53,9 +53,9 @@ class Reward:
             str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
         }
 
-    def place_of(self, error: BaseException) -> str:
+    def location_of(self, error: BaseException) -> str:
         """Return the file and line of a user's function that an error came from, or of the function; empty for ours."""
-        return place_of(error, self.function) if is_import_path(self.name) else ""
+        return location_of(error, self.function) if is_import_path(self.name) else ""
 
 
 def load_reward(name: str) -> Reward:
@@ -133,10 +133,10 @@ def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
     return keywords
 
 
-def one_line(error: BaseException, place: str = "") -> str:
+def one_line(error: BaseException, location: str = "") -> str:
     """Return class and message of an error on one line of bounded length, and where it was raised."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return (text if len(text) <= 500 else text[:497] + "...") + f" ({place})" * bool(place)
+    return (text if len(text) <= 500 else text[:497] + "...") + f" ({location})" * bool(location)
 
 
 def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:

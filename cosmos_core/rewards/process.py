@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
-from multiprocessing import popen_spawn_posix, resource_tracker, spawn, util
-from multiprocessing.context import SpawnContext, SpawnProcess, reduction, set_spawning_popen
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
 from cosmos_core.environment import handed_on
@@ -87,7 +87,8 @@ class _Popen(popen_spawn_posix.Popen):
         self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, our_output))  # type: ignore[attr-defined]
         try:
             command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=their_input)
-            inherited = [(os.POSIX_SPAWN_DUP2, each, each) for each in (*self._fds, tracker, their_input, their_end)]
+            descriptors = (*self._fds, tracker, their_input, their_end)  # type: ignore[attr-defined]
+            inherited = [(os.POSIX_SPAWN_DUP2, each, each) for each in descriptors]
             self.pid = os.posix_spawn(
                 spawn.get_executable(), command, handed_on(process_obj.names), file_actions=inherited
             )

@@ -254,7 +254,7 @@ def _score(name: str, request: Mapping[str, Any]) -> _Result:
     try:
         return _Result(*reward({**request, "custom": _custom}))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
-        line = masked(one_line(error, reward.place_of(error)))
+        line = masked(one_line(error, reward.location_of(error)))
         if (kind := (name, type(error))) not in _told:
             _told.add(kind)
             print_exception(error)

@@ -56,11 +56,16 @@ def _named_by(index: Path) -> list[Path]:
     tensors = content.get("weight_map") if isinstance(content, dict) else None
     names = {name for name in tensors.values() if isinstance(name, str)} if isinstance(tensors, dict) else set()
     for name in sorted(names):
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        if leaves_folder(name):
             raise ModelError(
                 f"{index} names {name!r}, which lies outside of its folder; a model is one folder: copy the file there"
             )
     return [index.parent / name for name in names]
+
+
+def leaves_folder(name: str) -> bool:
+    """Return whether a name in an index is that of a file outside of the folder of the index."""
+    return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
 
 
 def _is_weights(file: Path) -> bool:

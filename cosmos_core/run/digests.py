@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from stat import S_ISREG
 
+from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import SHARED, sha256, write_text
 
 _UNSETTLED_NS = 100_000_000
@@ -31,9 +33,17 @@ class Digests:
         self._known: dict[str, tuple[Key, str]] = {} if thorough else _remembered(path)
 
     def of_file(self, file: Path) -> str:
-        """Return the sha256 of a file's content."""
+        """Return the sha256 of a file's content.
+
+        Raises:
+            ConfigError: it is a device, a pipe or something else that may not end.
+        """
         file = file.resolve()
         status = file.stat()
+        if not S_ISREG(status.st_mode):
+            raise ConfigError(
+                f"{file} is no regular file, and a device or a pipe may be read without end; name another"
+            )
         # A program can set the time of modification back, but not that of the last change of the inode.
         key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         with self._lock:

@@ -87,7 +87,7 @@ def commit_of(repository: Repository) -> str:
 def _cached(folder: Path, revision: str) -> str | None:
     """The commit of a revision in the Hub's cache; `datasets` writes no names there, so of data the only one."""
     reference = folder / "refs" / revision
-    if reference.is_file():
+    if os.path.isfile(reference):  # Path.is_file raises for a name that is too long
         return reference.read_text(encoding="utf-8").strip()
     commits = [path.name for path in (folder / "snapshots").glob("*")]
     return commits[0] if len(commits) == 1 and revision == _NEWEST else None

@@ -95,7 +95,7 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
             }
             if not any(named.values()):
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
-            if media.media_path and existing(media.media_path, Path.cwd()) is None:
+            if media.media_path and media_folder(stage, recipe, kind) is None:
                 raise DataError(f"custom.dataset.media_path = {media.media_path!r}: no such folder")
         named["validation.dataset.name"] = recipe.validation.dataset.name
     found: list[Path | str] = []
@@ -123,7 +123,8 @@ def media_folder(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
         return None
     media = media_of(recipe)
     if media.media_path:
-        return existing(media.media_path, Path.cwd())
+        folder = existing(media.media_path, Path.cwd())
+        return folder if folder is not None and folder.is_dir() else None
     rows = media.annotation_path
     model = model_source(stage, recipe, kind)
     if isinstance(model, Path) and any((model / name).is_file() for name in _PROCESSOR_FILES):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.load import read_toml
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parsed, read_object, sha256
+from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.run.manifest import Result, Source, problem, read_result
 
 
@@ -66,6 +70,44 @@ def _look(source: Source) -> str:
     if path.is_file():
         return "verified" if sha256(path) == source.digest else "altered since"
     return "gone" if path.is_absolute() and not path.exists() else "recorded"
+
+
+def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
+    """Return what a stage descends from and no stage of the run has made: the text of a model card.
+
+    `base_model` and `revision` of the model, or `made_by`, the function whose stage made it; `data`, the names of rows.
+    """
+    data: dict[str, None] = {}
+    waiting, seen = [stage], set()
+    while waiting:
+        one = waiting.pop(0)
+        seen.add(one.name)
+        data |= dict.fromkeys(_named_data(pipeline, one))
+        made = [name for name in map(source_of, (one.model, one.data)) if name is not None and name not in seen]
+        waiting += map(pipeline.stage, made)
+    while (name := source_of(stage.model)) is not None:
+        stage = pipeline.stage(name)
+    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+    source = model_source(stage, recipe, kind)
+    if source is None:
+        return {"made_by": stage.entry, "data": list(data)}
+    base = {"base_model": stage.model or recipe.policy.model_name_or_path, "data": list(data)}
+    revision = recipe.policy.model_revision if isinstance(source, str) else None
+    return base | ({"revision": revision} if revision else {})
+
+
+def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
+    """The rows that a stage reads from outside of the run, or makes itself."""
+    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+    tables = (recipe.train.train_policy.dataset, recipe.validation.dataset)
+    revisions = {table.name: table.revision for table in tables if table.revision}
+    found = []
+    for source in data_sources(stage, recipe, kind):
+        text = (
+            os.path.relpath(source) if isinstance(source, Path) and source.is_relative_to(Path.cwd()) else str(source)
+        )
+        found.append(f"{text}@{revisions[text]}" if isinstance(source, str) and text in revisions else text)
+    return found or ([f"made by {stage.entry}"] if stage.entry else [])
 
 
 def stage_of(path: Path) -> Path:

@@ -43,6 +43,8 @@ class Stage:
     """What is declared of its kind."""
     sources: tuple[Source, ...] = ()
     """The model and the data that it reads and no other stage made."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What it descends from and no stage has made; see `run.lineage.origin`."""
     stop_requested: bool = field(default=False)
     """A signal asked to stop: save at the next safe point and raise `Preempted`."""
 
@@ -88,6 +90,7 @@ class Stage:
             "stage": self.config.model_dump(),
             "recipe": self.recipe.model_dump(),
             "sources": [source.model_dump() for source in self.sources],
+            "origin": self.origin,
             "inputs": {name: {key: result[key] for key in _OF_AN_INPUT} for name, result in self.inputs.items()},
         }
         write_text(self.path / "stage.toml", tomli_w.dumps(without_none(spec)))
@@ -104,6 +107,7 @@ def load_stage(path: Path) -> Stage:
         data=Path(spec["data"]) if spec.get("data") else None,
         inputs=spec.get("inputs", {}),
         fingerprint=spec["fingerprint"],
+        origin=spec.get("origin", {}),
         kind=read_kind(spec["kind"]),
         sources=tuple(map(Source.model_validate, spec.get("sources", ()))),
     )

@@ -29,7 +29,9 @@ def run(stage: Stage) -> Outcome:
     config = load_config(stage.model, revision)
     check_row_length(config, stage.recipe.policy.model_max_length)
     tokenizer = load_tokenizer(stage.model, revision)
-    found = [f"{next(iter(config.architectures or ()), type(config).__name__)}, vocabulary of {len(tokenizer)}"]
+    named = config.architectures
+    architecture = named[0] if isinstance(named, list) and named else type(config).__name__
+    found = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     if stage.kind.makes == "data":
         prepare.run(stage)
         found += _rows(stage)

@@ -168,13 +168,12 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
     if not is_first():
         yield lambda groups: broadcast_object([])
         return
-    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    hide(env := {*policy.env_of_rewards, *validation.reward_env})
+    hide(stage.recipe.reward_env)
     with RewardRunner(
         weights,
-        timeout_seconds=policy.reward_seconds,
+        timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
         custom=stage.recipe.custom,
-        env=sorted(env),
+        env=stage.recipe.reward_env,
         beat=stage.progress.beat,
     ) as runner:
         yield lambda groups: broadcast_object(runner.score_groups(groups))

@@ -189,7 +189,7 @@ def test_what_a_users_function_raises_is_told_with_its_line_and_without_secrets(
         perform(run, "s")
     assert re.search(rf"\({PROGRAMS}/counting.py:\d+\); traceback in the log$", str(caught.value))
     log = (run.stage_path("s") / "logs/attempt_1.log").read_text()
-    assert "told: *** nothing" in log and "Traceback" in log and "in raises" in log
+    assert "told: *** nothing" in log and "shell told: ***" in log and "Traceback" in log and "in raises" in log
     files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert not any(b"the secret of" in content for content in files)
 

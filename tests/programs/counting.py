@@ -4,6 +4,7 @@ import builtins
 import hashlib
 import json
 import os
+import subprocess
 import time
 
 from cosmos_core.errors import DataError, Preempted
@@ -94,4 +95,5 @@ def returns_nothing(stage):
 def raises(stage, error="RuntimeError", secret=""):
     """Raises an error of this class, and prints and says what it knows of an environment variable."""
     print("told:", os.environ.get(secret, "nothing"), os.environ.get("OTHER_TOKEN", "nothing"))  # noqa: T201
+    subprocess.run(["sh", "-c", f"echo shell told: ${secret}"])
     raise vars(builtins)[error](f"broken on purpose: {os.environ.get(secret, 'nothing')}")

@@ -90,6 +90,7 @@ NO_PATHS = {
     "a NUL in a URI": ("file:///a%00", r"image '/a\\x00' is no path"),
     "a host that is none": ("file://[a/b", "image '/b': there is no such file"),
     "a user that is not there": ("~no-such-user/b.png", r"image '~no-such-user/b\.png': there is no such file"),
+    "a device": ("/dev/zero", "image '/dev/zero': /dev/zero is no regular file, .* may be read without end"),
     "base64 alone": ("iVBORw0KGgo" * 1000, "image 'iVBOR.*' is no path; base64 needs 'data:image/png;base64,' before"),
 }
 

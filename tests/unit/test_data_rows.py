@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
+import time
 
 import datasets
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data import formats
@@ -167,11 +170,28 @@ def test_a_missing_file_is_a_data_error_that_names_key_and_path(name, tmp_path, 
         load_rows(DatasetConfig(name=name), "validation.dataset")
 
 
-def test_a_hub_id_without_a_network_is_a_data_error(monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.parametrize("is_told", [True, False], ids=["told to stay offline", "nobody to ask"])
+def test_a_hub_id_without_a_network_is_a_data_error_at_once(monkeypatch, is_told):
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for module in (datasets.config, constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", is_told)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    began = time.monotonic()
     with pytest.raises(DataError, match=r"dataset\.name = 'nobody/nothing' is no local file and could not be had"):
         load_rows(DatasetConfig(name="nobody/nothing"))
+    assert time.monotonic() - began < 3
+
+
+def test_a_name_longer_than_a_path_can_be_is_a_data_error(monkeypatch):
+    for module in (datasets.config, constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    for name in ("a" * 300, "org/" + "a" * 300):
+        with pytest.raises(DataError, match="is no local file and could not be had"):
+            load_rows(DatasetConfig(name=name))
 
 
 def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path):
@@ -185,6 +205,8 @@ def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path)
     folder = str(tmp_path)
     assert values(load_rows(DatasetConfig(name=folder))) == ROWS[:2]
     assert values(load_rows(DatasetConfig(name=folder, split=("test", "train")))) == [ROWS[4], *ROWS[:2]]
+    with pytest.raises(DataError, match=r"has no file for the split 'test\.jsonl'; it holds"):
+        load_rows(DatasetConfig(name=folder, split=("test.jsonl",)))
     with pytest.raises(DataError, match=r"has no file for the split 'validation'; it holds test\.jsonl, train-00000"):
         load_rows(DatasetConfig(name=folder, split=("validation",)))
     assert has_local_split(tmp_path, "test") and not has_local_split(tmp_path, "validation")

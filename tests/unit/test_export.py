@@ -243,12 +243,13 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     stage = Stage(
         path=stage_path,
         config=StageConfig(name="export", kind="export", model="stage:sft", after=("sft",)),
-        recipe=Recipe.model_validate({"policy": {"model_name_or_path": "Qwen/Qwen3-0.6B"}}),
+        recipe=Recipe.model_validate({"policy": {"model_name_or_path": "not/used"}}),
         model=str(source),
         data=None,
         inputs={"sft": upstream},
         fingerprint="abc",
         kind=all_kinds()["export"],
+        origin={"base_model": "Qwen/Qwen3-0.6B", "revision": "c0ffee", "data": ["rows.jsonl", "org/rows@c0de"]},
     )
     outcome = export.run(stage)
     assert outcome.outputs == ("safetensors/step_12",)
@@ -262,8 +263,14 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     assert outcome.metrics == {"export/bytes": (target / "model.safetensors").stat().st_size}
     card = (target / "README.md").read_text()
     for line in [
-        "base_model: Qwen/Qwen3-0.6B", "- Run: `20260101000000`", "- digest: `d1g3st`", "- made from `prepare`: `d4ta`",
+        "base_model: Qwen/Qwen3-0.6B", "- Base model: `Qwen/Qwen3-0.6B` at `c0ffee`",
+        "- Data: `rows.jsonl`, `org/rows@c0de`", "## From stage `sft` (sft)", "- Run: `20260101000000`",
+        "- digest: `d1g3st`", "- made from `prepare`: `d4ta`",
         "- Precision: bfloat16, cast from float32, in which it was trained",
         "| validation/accuracy | 0.5 |", 'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")',
     ]:  # fmt: skip
         assert line in card.splitlines()
+    stage.origin = {"made_by": "mine.py:make", "data": []}
+    card = export.model_card(stage, "AutoModelForCausalLM")
+    assert "base_model" not in card and "- Base model: made by `mine.py:make`" in card.splitlines()
+    assert "not/used" not in card and "- Data" not in card

@@ -56,5 +56,5 @@ def test_each_validation_draws_with_the_same_seeds(tmp_path: Path) -> None:
 
 def test_no_valid_reward_fails_the_stage_so_that_it_is_tried_again(tmp_path: Path) -> None:
     measured = completions(tmp_path / "rl", Engine(), Score(None, error="timed out"))
-    with pytest.raises(StageFailed, match="all 3 held-out completions have an invalid reward; first: timed out"):
+    with pytest.raises(StageFailed, match="all 3 held-out completions have an invalid reward; the first: timed out"):
         measured.measure(1)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.errors import EXIT_USAGE, ModelError
-from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.hf import load_config, load_model, load_tokenizer
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import reading
 from cosmos_core.train import check
@@ -112,6 +112,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "cannot load the quantized weights: .*pip install optimum",
     ),
+    "a number for the classes": (config(architectures=5), "has architectures = 5, .* no model for"),
     "a number for a class": (config(architectures=[3]), r"has architectures = \[3\], .* no model for"),
     "no list of classes": (config(architectures="Qwen3ForCausalLM"), "architectures = 'Qwen3ForCausalLM', .* no model"),
     "any model": (config(architectures=["AutoModel"]), r"has architectures = \['AutoModel'\], .* no model for"),
@@ -141,7 +142,8 @@ SHARDED: dict[str, tuple[Damage, str]] = {
     "numbers for files": (index(weight_map={"lm_head.weight": 3}), rf"{INDEX} has no weight_map"),
     "no metadata": (index(metadata=None), rf"{INDEX} has no metadata"),
     "a folder for an index": (lambda f: ((f / INDEX).unlink(), (f / INDEX).mkdir()), rf"{INDEX} has no weight_map"),
-    "a file outside": (index(weight_map={"lm_head.weight": "../../nowhere"}), r"/\.\./\.\./nowhere is no file"),
+    "a file outside": (index(weight_map={"lm_head.weight": f"../outside/{SHARD}"}), "which lies outside of its folder"),
+    "a path": (index(weight_map={"lm_head.weight": f"/outside/{SHARD}"}), "which lies outside of its folder"),
     "a lost file": (lambda folder: (folder / SHARD).unlink(), rf"{SHARD} is no file"),
     "an empty file": (lambda folder: (folder / SHARD).write_bytes(b""), rf"{SHARD} is damaged"),
     "a lost index": (lambda folder: (folder / INDEX).unlink(), rf"the folder has no model\.safetensors and no {INDEX}"),
@@ -156,6 +158,7 @@ def test_what_is_wrong_with_a_model_is_one_line_and_the_same_everywhere(
 ) -> None:
     damage, message = {"single": SINGLE, "sharded": SHARDED}[kind][case]
     folder = Path(shutil.copytree(folders / kind, tmp_path / "model"))
+    shutil.copytree(folder, tmp_path / "outside")
     damage(folder)
     found = lines(folder)
     assert len(found) == 1, found
@@ -189,6 +192,7 @@ def test_a_config_that_names_no_class_is_that_of_its_model_type(
         ("tokenizer.json", "[]", r"/tokenizer\.json is not a JSON object"),
         ("tokenizer.json", "{}", "cannot load the tokenizer: "),
         ("tokenizer.json", "[" * 100_000, r"/tokenizer\.json is not valid JSON"),
+        ("tokenizer_config.json", '{"model_max_length": "x"}', r"model_max_length = 'x', which is no number of tokens"),
         ("chat_template.jinja", b"\xff\xfe", "cannot load the tokenizer: .*utf-8"),
     ],
 )
@@ -213,3 +217,9 @@ def test_what_the_machine_lacks_is_not_blamed_on_the_model(error: Exception) -> 
     with pytest.raises(type(error)) as caught, reading("weights", "any/model"):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "org/" + "a" * 300, "./" + "a" * 300, "~" + "a" * 300])
+def test_a_name_longer_than_a_path_can_be_is_one_line(name: str) -> None:
+    assert f"policy.model_name_or_path = '{name}': " in line(lambda: load_tokenizer(name))
+    assert f"policy.model_name_or_path = '{name}': " in line(lambda: load_config(name))

@@ -49,6 +49,7 @@ def trained(path: Path, inputs: Path, **settings: Any) -> dict[str, Any]:
     outcome = run(stage)
     return {
         "kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "path": str(path), "info": dict(outcome.info),
+        "inputs": {},
     }  # fmt: skip
 
 

@@ -206,8 +206,16 @@ def test_a_damaged_index_is_left_to_the_worker(tmp_path: Path, content: str) -> 
 
 def test_what_is_no_file_is_refused_instead_of_read_without_end(tmp_path: Path) -> None:
     make_inputs(tmp_path)
-    with pytest.raises(DataError, match=r"'/dev/zero' is neither a file nor a folder; rows cannot be read twice"):
-        check_inputs(load_recipe(tmp_path, "train.train_policy.dataset.name=/dev/zero"))
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", f"{tmp_path}/pipe"):
+        with pytest.raises(DataError, match=rf"'{name}' is neither a file nor a folder; rows cannot be read twice"):
+            check_inputs(load_recipe(tmp_path, f"train.train_policy.dataset.name={name}"))
+        with pytest.raises(DataError, match=rf"custom.dataset.media_path = '{name}': no such folder"):
+            check_inputs(load_recipe(tmp_path, f"custom.dataset.media_path={name}"))
+        with pytest.raises(ConfigError, match=rf"{name} is no regular file, .* may be read without end"):
+            Digests(tmp_path / "digests.jsonl").of_file(Path(name))
+    os.mkfifo(tmp_path / "model/pipe.json")
+    assert "pipe.json" not in names(files_of_model(tmp_path / "model"), tmp_path / "model")
 
 
 def visual(folder: Path) -> tuple[str, ...]:

@@ -46,6 +46,11 @@ class Recipe(Table):
     eth_ips: str = ""
     """Addresses of the controller, separated by `;`."""
 
+    @property
+    def reward_env(self) -> tuple[str, ...]:
+        """Return the variables of the environment that rewards see beyond those that any program needs."""
+        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:
         """What pipeline parallelism asks of batches (Cosmos-RL refuses the same)."""

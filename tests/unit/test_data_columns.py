@@ -1,0 +1,39 @@
+"""Columns that a recipe names and the rows do not have: said, and before anything else that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cosmos_core.data.prepare import run
+from cosmos_core.errors import DataError
+from tests.unit.test_data_prepare import RL_LENGTHS, make_stage, model, write_rows
+
+__all__ = ["model"]
+
+
+@pytest.mark.parametrize(("column", "told"), [("talk", "3 of 4"), ("messages", "3 of 3"), ("conversations", "")])
+def test_a_named_column_that_is_not_there_is_told_and_the_usual_one_is_not(tmp_path, model, column, told):
+    data = write_rows(tmp_path / "train.jsonl", 3)
+    with open(data, "a") as file:
+        file.write(
+            json.dumps({"talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}) + "\n"
+        )
+    dataset = {"name": str(data), "max_skipped_fraction": 0.5}
+    policy = {"type": "sft", "conversation_column_name": column, "dataset": dataset}
+    outcome = run(make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}}))
+    notices = [notice for notice in outcome.info.get("notices", ()) if "conversation_column_name names" in notice]
+    assert notices == [
+        f"train: {told} rows have no column {column!r}, which train.train_policy.conversation_column_name names: "
+        "they were read from another known column"
+    ] * bool(told)
+
+
+@pytest.mark.parametrize("policy", [{"type": "sft"}, {"type": "sft", "trainer_type": "dpo"}, {"type": "grpo"}])
+def test_a_wrong_column_is_told_before_a_wrong_test_size(tmp_path, model, policy):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"x": "q", "y": "a"}\n' * 3)
+    policy = {**policy, "dataset": {"name": str(data), "test_size": 3}}
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: no .* among the columns x, y"):
+        run(make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}, **RL_LENGTHS}))
