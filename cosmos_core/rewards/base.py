@@ -24,6 +24,8 @@ KEYWORDS = {
     "prompt": "the rendered prompt, a string",
     "num_tokens": "sampled tokens of the completion, the end token included",
     "finish_reason": "'stop' or 'length'",
+    "max_tokens": "most tokens that a completion may have",
+    "overlong": "the recipe's table [train.train_policy.overlong_reward]",
     "custom": "the recipe's [custom] table",
 }
 

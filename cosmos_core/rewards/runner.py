@@ -60,8 +60,9 @@ class RewardRunner:
     """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
 
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
-    `retries` times more. `custom` is handed to rewards that ask for it; `beat` is called while it waits for them. The
-    processes see of the environment what any program needs, and the variables in `env`.
+    `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
+    called while it waits for them. The processes see of the environment what any program needs, and the variables in
+    `env`.
     Use it from one thread at a time.
 
     Raises:
@@ -75,7 +76,7 @@ class RewardRunner:
         timeout_seconds: float,
         num_workers: int | None = None,
         retries: int = 1,
-        custom: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] | None = None,
         env: Sequence[str] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
@@ -85,7 +86,7 @@ class RewardRunner:
         self._timeout = timeout_seconds
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
         self._retries = retries
-        self._custom = dict(custom or {})
+        self._constants = {"custom": {}, **(constants or {})}
         self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
@@ -131,7 +132,7 @@ class RewardRunner:
         self._pool = ProcessPool(
             self._num_workers,
             initializer=_start,
-            initargs=(names, self._custom, self._env, os.getpid()),
+            initargs=(names, self._constants, self._env, os.getpid()),
             context=RewardContext(self._env),
         )
         try:
@@ -220,12 +221,12 @@ def _ending(error: BrokenProcessPool | ProcessExpired) -> str:
 
 # What follows runs in the worker processes.
 
-_custom: dict[str, Any] = {}
+_constants: dict[str, Any] = {}
 _told: set[tuple[str, type]] = set()
 """What has raised what: of a thousand completions the log shows one traceback."""
 
 
-def _start(names: Sequence[str], custom: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
+def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process; what a user's module does wrong is told by `_load`."""
     os.setpgid(0, 0)
     # A hanging reward would never see that its parent has ended, so the kernel kills it then.
@@ -234,7 +235,7 @@ def _start(names: Sequence[str], custom: Mapping[str, Any], env: Sequence[str], 
         os._exit(1)
     os.dup2(2, 1)  # what rewards print goes to the log
     hide(env)
-    _custom.update(custom)
+    _constants.update(constants)
     with suppress(RewardError):
         _load(names)
 
@@ -252,7 +253,7 @@ def _reward(name: str) -> Reward:
 def _score(name: str, request: Mapping[str, Any]) -> _Result:
     reward = _reward(name)
     try:
-        return _Result(*reward({**request, "custom": _custom}))
+        return _Result(*reward({**request, **_constants}))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
         line = masked(one_line(error, reward.location_of(error)))
         if (kind := (name, type(error))) not in _told:

@@ -29,6 +29,13 @@ def slow(answer, reference):
 GROUP = Group(Prompt(0, (1,), "6 * 7 =", "42"), (Completion((Segment((2,), True, (-1.0,), 0),), "stop", "42"),), 0)
 
 
+# One token, a quarter of a ramp of four that ends at the limit.
+LONG = {
+    **GRPO, "train.train_policy.reward_function": "overlong", "rollout.max_response_length": 4,
+    "train.train_policy.overlong_reward.buffer_length": 4,
+}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM)
@@ -56,6 +63,8 @@ def mine(name: str) -> dict[str, Any]:
     (Change("train.train_policy.reward_timeout_seconds", 0.1, mine("slow")), (1.0, None)),
     (Change("train.train_policy.reward_env", ["VARIABLE"], mine("variable")), (0.0, 2.5)),
     (Change("validation.reward_env", ["VARIABLE"], mine("variable")), (0.0, 2.5)),
+    (Change("train.train_policy.overlong_reward.buffer_length", 2, LONG), (-1 / 4, 0.0)),
+    (Change("train.train_policy.overlong_reward.penalty_factor", 2.0, LONG), (-1 / 4, -1 / 2)),
     (Change("custom", {"points": 0.75}, mine("points")), (0.0, 0.75)),
     (
         Change("train.train_policy.bypass_reward", True, {**GRPO, "train.train_policy.reward_function": "exact_match"}),

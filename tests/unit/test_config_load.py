@@ -342,5 +342,6 @@ def test_the_older_form_of_remote_rewards_is_translated_and_nothing_else_of_that
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
 def test_a_recipe_can_be_handed_to_the_ranks(algorithm: str) -> None:
-    recipe = Recipe.model_validate({"train": {"train_policy": {"type": algorithm}}})
+    table = {"type": "grpo" if algorithm == "grpo" else "sft", "trainer_type": algorithm}
+    recipe = Recipe.model_validate({"train": {"train_policy": table}})
     assert pickle.loads(pickle.dumps(recipe)) == recipe

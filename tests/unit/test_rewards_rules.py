@@ -6,7 +6,7 @@ import pytest
 
 from cosmos_core.errors import RewardError
 from cosmos_core.registry import offered_names
-from cosmos_core.rewards.base import load_reward
+from cosmos_core.rewards.base import KEYWORDS, load_reward
 
 THOUGHT = "<think>2 + 2\nis 4</think>"
 
@@ -175,14 +175,14 @@ def test_nothing_is_right_or_wrong_against_a_reference_that_has_no_answer(name, 
 
 
 def test_known_rewards_are_the_files_that_hold_one():
-    ours = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "single_choice"]
+    ours = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "overlong", "single_choice"]
     assert offered_names("cosmos_core.rewards") == ours
 
 
 def test_an_unknown_reward_names_the_key_and_the_nearest_name():
     with pytest.raises(RewardError, match=r"train\.train_policy\.reward_function: .*'gsm8'; .*did you mean 'gsm8k'"):
         load_reward("gsm8")
-    with pytest.raises(RewardError, match="known: boxed_math, direct_math, exact_match, format, gsm8k, single_choice"):
+    with pytest.raises(RewardError, match="known: boxed_math, .*, overlong, single_choice"):
         load_reward("zzzz")
     with pytest.raises(RewardError, match="there is no reward 'runner'"):
         load_reward("runner")
@@ -194,14 +194,14 @@ def test_a_users_reward_gets_the_keywords_that_it_declares_and_may_return_metric
         "def brief(to_be_evaluated, reference, num_tokens, custom=None):\n"
         "    return -num_tokens / custom['limit'], {'tokens': num_tokens}\n"
         "def everything(to_be_evaluated, reference, **others):\n"
-        "    return float(sorted(others) == ['custom', 'finish_reason', 'num_tokens', 'prompt'])\n"
+        "    return float(sorted(others) == sorted(custom))\n"
         "def tokens(to_be_evaluated, reference, tokenizer):\n"
         "    return 1.0\n"
         "number = 3\n"
     )
     fields = {"to_be_evaluated": "a", "reference": "b", "num_tokens": 5, "custom": {"limit": 10}, "prompt": "p"}
     assert load_reward(f"{file}:brief")(fields) == (-0.5, {"tokens": 5.0})
-    assert load_reward(f"{file}:everything")(fields) == (1.0, {})
+    assert load_reward(f"{file}:everything")(fields) == (len(KEYWORDS), {})
     with pytest.raises(RewardError, match="missing a required argument: 'tokenizer'; offered keywords: prompt"):
         load_reward(f"{file}:tokens")
     with pytest.raises(RewardError, match="is a int, not a function"):
@@ -235,3 +235,16 @@ def test_numpy_scalars_and_booleans_are_numbers(tmp_path):
     )
     assert math.isclose(score(f"{file}:f", "a"), 0.5)
     assert score(f"{file}:g", "a") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "value"), [(1, 0), (60, 0), (70, -0.25), (80, -0.5), (100, -1), (101, -1), (1000, -1)]
+)
+def test_overlong_is_a_ramp_that_ends_at_the_limit(num_tokens, value):
+    table = {"enable_overlong_penalty": True, "buffer_length": 40, "penalty_factor": 1.0}
+    assert score("overlong", "x", num_tokens=num_tokens, max_tokens=100, overlong=table) == value
+
+
+def test_an_overlong_buffer_that_is_longer_than_the_limit_is_the_whole_of_it():
+    table = {"enable_overlong_penalty": False, "buffer_length": 4096, "penalty_factor": 0.5}
+    assert score("overlong", "x", num_tokens=50, max_tokens=100, overlong=table) == -0.25

@@ -207,7 +207,7 @@ def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups
         Group(Prompt(0, (1,), "aska", "a"), (completion(2, "stop"), completion(3, "length")), 0),
         Group(Prompt(1, (1,), "other", "b"), (completion(1, "stop"),), 0),
     ]
-    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, custom={"bonus": 1}) as runner:
+    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, constants={"custom": {"bonus": 1}}) as runner:
         scored = runner.score_groups(groups)
     assert [s.group for s in scored] == groups
     assert [[score.value for score in s.scores] for s in scored] == [[1102, 1113], [1001]]

@@ -166,7 +166,7 @@ WRONG_INPUTS = [
      "reward 'exact_macth'; one of your own is module:function or path/file.py:function; did you mean 'exact_match'?"),
     ("validation.reward_function=runner", RewardError, "stage 'sft': validation.reward_function: there is no "
      "reward 'runner'; one of your own is module:function or path/file.py:function; known: boxed_math, direct_math, "
-     "exact_match, format, gsm8k, single_choice"),
+     "exact_match, format, gsm8k, overlong, single_choice"),
     ("validation.reward_function='none.py:f'", RewardError, "stage 'sft': validation.reward_function: 'none.py:f':"
      " file none.py does not exist"),
     ("validation.reward_function='no_such_module:f'", RewardError, "stage 'sft': validation.reward_function: "

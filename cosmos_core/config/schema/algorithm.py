@@ -75,6 +75,11 @@ class AlgorithmConfig(Table):
         return REWARD_TIMEOUT_SECONDS
 
     @property
+    def constants_of_rewards(self) -> dict[str, Any]:
+        """Return what rewards may ask for by keyword of this table; see `rewards.base.KEYWORDS`."""
+        return {}
+
+    @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
         """Return the reward metrics (none: the total reward) by which a group without a difference is dropped, and the
         most rounds in which others are drawn in their place (0: without end); None: no group is dropped."""

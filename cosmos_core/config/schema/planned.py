@@ -48,10 +48,6 @@ class DiffusersConfig(_planned("DiffusersConfig")):  # type: ignore[misc]
     """`[policy.diffusers]`"""
 
 
-class OverlongRewardConfig(_planned("OverlongRewardConfig")):  # type: ignore[misc]
-    """`[train.train_policy.overlong_reward]`"""
-
-
 class RolloutAsyncConfig(_planned("RolloutAsyncConfig")):  # type: ignore[misc]
     """`[rollout.async_config]`: read with `rollout.mode = "async"`."""
 

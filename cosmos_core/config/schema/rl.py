@@ -9,7 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
 from cosmos_core.config.schema.marks import Needs, Unit
-from cosmos_core.config.schema.planned import OverlongRewardConfig, RemoteRewardConfig
+from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
+from cosmos_core.config.schema.planned import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import say
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
@@ -59,7 +60,7 @@ class RlConfig(AlgorithmConfig):
     group_reward_calculation: bool = False
     """Call rewards once per group, with lists."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
-    """Penalty for long completions."""
+    """What the reward `overlong` takes off long completions."""
     on_policy: bool = False
     """Train only on rollouts of the newest weights."""
     allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
@@ -92,6 +93,11 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         """See `AlgorithmConfig.rewards`."""
         return {} if self.bypass_reward else self.reward_function
+
+    @property
+    def constants_of_rewards(self) -> dict[str, Any]:
+        """See `AlgorithmConfig.constants_of_rewards`."""
+        return {"overlong": self.overlong_reward.model_dump()}
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
