@@ -182,7 +182,7 @@ def test_known_rewards_are_the_files_that_hold_one():
 def test_an_unknown_reward_names_the_key_and_the_nearest_name():
     with pytest.raises(RewardError, match=r"train\.train_policy\.reward_function: .*'gsm8'; .*did you mean 'gsm8k'"):
         load_reward("gsm8")
-    with pytest.raises(RewardError, match="known: boxed_math, .*, overlong, single_choice"):
+    with pytest.raises(RewardError, match=r"known: boxed_math, .*, overlong, single_choice"):
         load_reward("zzzz")
     with pytest.raises(RewardError, match="there is no reward 'runner'"):
         load_reward("runner")
@@ -194,7 +194,7 @@ def test_a_users_reward_gets_the_keywords_that_it_declares_and_may_return_metric
         "def brief(to_be_evaluated, reference, num_tokens, custom=None):\n"
         "    return -num_tokens / custom['limit'], {'tokens': num_tokens}\n"
         "def everything(to_be_evaluated, reference, **others):\n"
-        "    return float(sorted(others) == sorted(custom))\n"
+        "    return float(len(others))\n"
         "def tokens(to_be_evaluated, reference, tokenizer):\n"
         "    return 1.0\n"
         "number = 3\n"
