@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from transformers.initialization import meta_device_safe_creation_ops
@@ -33,8 +34,8 @@ def run(stage: Stage) -> Outcome:
     architecture = named[0] if isinstance(named, list) and named else type(config).__name__
     found = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     if stage.kind.makes == "data":
-        prepare.run(stage)
-        found += _rows(stage)
+        outcome = prepare.run(stage)
+        found += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
     else:
         check_weights(stage.model)
         _check_model(stage)
@@ -79,9 +80,5 @@ def _rows(stage: Stage) -> list[str]:
             text += f", {numbers['images']:,} images of {numbers['image_tokens']:,} tokens"
         if numbers.get("truncated_rows"):
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
-        for reason, rows in numbers["skipped"].items():
-            text += f", {rows['rows']:,} skipped: {reason} (first: {rows['first']})"
-        if not numbers.get("teaches_end", True):
-            text += ", no end token is learned: the model would not learn to stop"
         found.append(text)
     return found

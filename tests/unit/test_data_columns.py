@@ -8,7 +8,10 @@ import pytest
 
 from cosmos_core.data.prepare import run
 from cosmos_core.errors import DataError
+from cosmos_core.train import check
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer
 from tests.unit.test_data_prepare import RL_LENGTHS, make_stage, model, write_rows
+from tests.unit.tiny_model import save_tiny_model
 
 __all__ = ["model"]
 
@@ -22,7 +25,8 @@ def test_a_named_column_that_is_not_there_is_told_and_the_usual_one_is_not(tmp_p
         )
     dataset = {"name": str(data), "max_skipped_fraction": 0.5}
     policy = {"type": "sft", "conversation_column_name": column, "dataset": dataset}
-    outcome = run(make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}}))
+    stage = make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}})
+    outcome = run(stage)
     notices = [notice for notice in outcome.info.get("notices", ()) if "conversation_column_name names" in notice]
     assert notices == [
         f"train: {told} rows have no column {column!r}, which train.train_policy.conversation_column_name names: "
@@ -37,3 +41,12 @@ def test_a_wrong_column_is_told_before_a_wrong_test_size(tmp_path, model, policy
     policy = {**policy, "dataset": {"name": str(data), "test_size": 3}}
     with pytest.raises(DataError, match=r"^train\.jsonl:1: no .* among the columns x, y"):
         run(make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}, **RL_LENGTHS}))
+
+
+def test_a_check_says_what_preparing_the_rows_would_say(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    policy = {"type": "sft", "conversation_column_name": "talk", "dataset": {"name": str(tmp_path / "train.jsonl")}}
+    write_rows(tmp_path / "train.jsonl", 2)
+    outcome = check.run(make_stage(tmp_path / "s", tmp_path / "model", {"train": {"train_policy": policy}}))
+    assert "train: 2 of 2 rows have no column 'talk', which train.train_policy" in outcome.info["found"]
