@@ -257,14 +257,15 @@ def test_a_run_makes_only_what_is_new_changed_or_damaged(workspace: Workspace) -
     assert {workspace.state(name) for name in made(workspace)} == {"reused"}
     assert "same fingerprint as run 2998" in workspace.cosmos("plan", "toy.toml").stdout
 
-    (first_run / "stages" / "first" / "out.txt").write_text("altered")  # one file, held by both runs
+    (first_run / "stages" / "first" / "out.txt").write_text("altered")  # the other run has a copy
     for run in (first_run, workspace.run):
         (run / "stages" / "beside" / "out.txt").unlink()
     planned = workspace.cosmos("plan", "toy.toml", "--set", "second.arguments.steps=6").stdout
     assert "made before, but" in planned
     workspace.cosmos("run", "toy.toml", "--run-id", "2999", "--set", "second.arguments.steps=6")
     assert workspace.run.name == "2999"
-    assert made(workspace) == {"first": 1, "beside": 1, "second": 1}
+    assert made(workspace) == {"first": 0, "beside": 1, "second": 1}
+    assert (workspace.stage("first") / "out.txt").read_text() != "altered"
     workspace.expect_quiet()
 
 

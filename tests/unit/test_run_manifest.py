@@ -253,7 +253,7 @@ def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_mor
     far = counting_run(tmp_path, "first.arguments={a = 1, b = 2, steps = 8}")
     finish(far, "first")
     current = counting_run(tmp_path)
-    assert actions(plan(current.pipeline, current.kinds, tmp_path / "outputs"))["first"] == (
+    assert actions(plan(current.pipeline, current.pipeline.kinds, tmp_path / "outputs"))["first"] == (
         "run", f"changed since run {near.id}: entry.arguments.steps: 7 -> 3"
     )  # fmt: skip
 
