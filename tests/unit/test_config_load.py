@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import MAX_FILE_BYTES, merge, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, all_fields, status
+from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -337,3 +338,10 @@ def test_the_older_form_of_remote_rewards_is_translated_and_nothing_else_of_that
         "recipe.toml: train.train_policy.remote_reward.reward_fn: unknown key; did you mean "
         "train.train_policy.remote_reward.reward_fns?"
     )
+
+
+def test_a_recipe_and_every_table_of_one_can_be_handed_to_another_process() -> None:
+    recipe = Recipe.model_validate({"distillation": {"enable": True}, "rollout": {"mode": "async"}})
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    for table in {table for _, _, field in all_fields(Recipe) for table in tables_in(field.annotation)}:
+        assert pickle.loads(pickle.dumps(table)) is table
