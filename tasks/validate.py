@@ -20,6 +20,8 @@ KIND = StageKind(
         "train.logprob_dtype",
         "train.deterministic",
         "train.compile",
+        "train.sequence_packing",
+        "train.fsdp_offload",
         "train.train_policy",
         "policy",
         "rollout",

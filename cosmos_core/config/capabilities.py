@@ -12,9 +12,8 @@ from cosmos_core.config.compose import Pipeline, existing
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Table, as_toml, live_tables, set_fields, status
+from cosmos_core.config.schema.table import InStage, Table, as_toml, live_tables, set_fields, status
 from cosmos_core.errors import ConfigError
-from cosmos_core.types import StageKind
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
@@ -25,21 +24,21 @@ def check_capabilities(pipeline: Pipeline) -> None:
     """
     check_gates(pipeline)
     for stage in pipeline.stages:
-        recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+        recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
-            for problem in _refusals(table, recipe, kind):
+            for problem in _refusals(table, InStage(recipe, pipeline.kind_of(stage))):
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {problem}")
 
 
 def notices_of(pipeline: Pipeline) -> list[str]:
     """Return what is accepted but not taken as it stands, once each."""
-    recipes = pipeline.recipes.values()
-    found = [line for recipe in recipes for line in (*_without_effect(recipe), *_of_local_data(recipe))]
-    found += [line for recipe in recipes for table in live_tables(recipe) for line in table.notices(recipe)]
+    stages = [InStage(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
+    found = [line for stage in stages for line in (*_without_effect(stage.recipe), *_of_local_data(stage.recipe))]
+    found += [line for stage in stages for table in live_tables(stage.recipe) for line in table.notices(stage)]
     return list(dict.fromkeys((*pipeline.notices, *found)))
 
 
-def _refusals(table: Table, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+def _refusals(table: Table, stage: InStage) -> Iterator[str]:
     for key, field, value, is_set in set_fields(table):
         found, only = status(field), mark(field, Only)
         if only and only.allows(value):
@@ -47,7 +46,7 @@ def _refusals(table: Table, recipe: Recipe, kind: StageKind) -> Iterator[str]:
         if only or (is_set and found.name in {"planned", "unsupported"}):
             yield f"{key} = {as_toml(value)}: {only.note if only else found.note}"
     for inner in live_tables(table):
-        yield from inner.refusals(recipe, kind)
+        yield from inner.refusals(stage)
 
 
 def _without_effect(recipe: Recipe) -> Iterator[str]:

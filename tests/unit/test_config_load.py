@@ -11,7 +11,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import MAX_FILE_BYTES, merge, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, all_fields, status
+from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -340,8 +340,8 @@ def test_the_older_form_of_remote_rewards_is_translated_and_nothing_else_of_that
     )
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
-def test_a_recipe_can_be_handed_to_the_ranks(algorithm: str) -> None:
-    table = {"type": "grpo" if algorithm == "grpo" else "sft", "trainer_type": algorithm}
-    recipe = Recipe.model_validate({"train": {"train_policy": table}})
+def test_a_recipe_and_every_table_of_one_can_be_handed_to_another_process() -> None:
+    recipe = Recipe.model_validate({"distillation": {"enable": True}, "rollout": {"mode": "async"}})
     assert pickle.loads(pickle.dumps(recipe)) == recipe
+    for table in {table for _, _, field in all_fields(Recipe) for table in tables_in(field.annotation)}:
+        assert pickle.loads(pickle.dumps(table)) is table

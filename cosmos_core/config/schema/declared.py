@@ -32,7 +32,6 @@ def declared(
     title: str,
     keys: dict[str, Any],
     /,
-    doc: str = "",
     switch: str = "",
     never_above: dict[str, str] | None = None,
     **more: Any,
@@ -40,7 +39,7 @@ def declared(
     """Return the model of a table, with `more` fields; `never_above`: key to the one that bounds it."""
     rules: Any = {"ordered": model_validator(mode="after")(_ordered(never_above))} if never_above else {}
     fields: dict[str, Any] = more | {name: _field(name, says) for name, says in keys.items()}
-    model = create_model(title, __base__=Table, __doc__=doc or None, __validators__=rules, **fields)
+    model = create_model(title, __base__=Table, __validators__=rules, **fields)
     model.switch = switch
     return model
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
 
 LossType = Literal["sigmoid", "bco_pair", "sft"]
 
@@ -67,7 +64,7 @@ class DpoConfig(SupervisedConfig):
         """See `AlgorithmConfig.named_weights`."""
         return () if self.dpo.reference_free else ("reference",)
 
-    def notices(self, recipe: Recipe) -> Iterator[str]:
+    def notices(self, stage: InStage) -> Iterator[str]:
         """See `Table.notices`."""
         if self.named_weights and "reference_free" not in self.dpo.model_fields_set:
             yield (

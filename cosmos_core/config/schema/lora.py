@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NoResult, Only, Where
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Fraction, Names, PositiveFloat, PositiveInt, Strings
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
 
 _INIT = {"gaussian", "eva", "olora", "pissa"}
 
@@ -51,7 +47,7 @@ class LoraConfig(Table):
     """True: B starts at zero; false: neither A nor B does; or `gaussian`, `olora`, `pissa`, `pissa_niter_N`; not yet
     `eva`, which needs data."""
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         if self.init_lora_weights == "eva":
             yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import field_validator
 
 from cosmos_core.config.schema.marks import Only, Unit
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import PositiveInt, Ranks
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
 
 
 class ParallelismConfig(Table):
@@ -103,26 +99,26 @@ class PolicyParallelismConfig(ParallelismConfig):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
-        if not kind.has_mesh:
+        if not stage.kind.has_mesh:
             return
         shards = abs(self.dp_shard_size)
-        if recipe.train.fsdp_offload and (self.ep_size > 1 or shards * self.cp_size == 1):
+        if stage.recipe.train.fsdp_offload and (self.ep_size > 1 or shards * self.cp_size == 1):
             yield (
                 f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {shards} x {self.cp_size} "
                 f"ranks shard, with ep_size = 1; leave it out"
             )
-        if recipe.train.compile and self.tp_size > 1:
+        if stage.recipe.train.compile and self.tp_size > 1:
             yield (
                 f"policy.parallelism has {self.world_size} ranks: train.compile = true excludes tp_size = "
                 f"{self.tp_size} in this version; set it to false"
             )
 
-    def notices(self, recipe: Recipe) -> Iterator[str]:
+    def notices(self, stage: InStage) -> Iterator[str]:
         """Yield a batch that means another number of rows than in Cosmos-RL, and ranks that mostly wait."""
-        ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, recipe.train.train_batch_per_replica
-        policy = recipe.train.train_policy
+        ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, stage.recipe.train.train_batch_per_replica
+        policy = stage.recipe.train.train_policy
         if policy.rows != "prompts" and ranks > 1:
             yield (
                 f"train.train_batch_per_replica = {rows}: rows of an optimizer step, of all {ranks} data-parallel "

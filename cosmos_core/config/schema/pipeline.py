@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -76,7 +72,7 @@ class StageConfig(Table):
     """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
     `path/file.py:Class://LOCATION`, with the methods of `Target`."""
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         name, _ = split_target(self.target)
         known = offered_names(TARGETS_FOLDER, "Target")

@@ -22,14 +22,26 @@ TYPES |= {"LoraConfig": LoraConfig, "ParallelismConfig": ParallelismConfig}
 
 def _planned(title: str) -> Any:
     table = dict(_TABLES[title])
-    model = declared(title, table.pop("keys"), **table)
-    model.__module__ = __name__  # where pickle, which hands a recipe to the ranks, looks for it
-    return model
+    return declared(title, table.pop("keys"), **table)
 
 
-SubProfilerConfig, SampleConfig = _planned("SubProfilerConfig"), _planned("SampleConfig")
-TokenizerConfig, FlowRLConfig = _planned("TokenizerConfig"), _planned("FlowRLConfig")
-TYPES |= {each.__name__: each for each in (SubProfilerConfig, SampleConfig, TokenizerConfig, FlowRLConfig)}
+class SubProfilerConfig(_planned("SubProfilerConfig")):  # type: ignore[misc]
+    """`[profiler.sub_profiler_config]`: schedule of torch.profiler."""
+
+
+class SampleConfig(_planned("SampleConfig")):  # type: ignore[misc]
+    """`[policy.diffusers.sample]`: how images and videos are drawn."""
+
+
+class TokenizerConfig(_planned("TokenizerConfig")):  # type: ignore[misc]
+    """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5."""
+
+
+class FlowRLConfig(_planned("FlowRLConfig")):  # type: ignore[misc]
+    """Read with `trainer_type = "flow_grpo"` (arXiv 2505.05470) and `"ddrl"` (arXiv 2512.04332)."""
+
+
+TYPES |= {table.__name__: table for table in (SubProfilerConfig, SampleConfig, TokenizerConfig, FlowRLConfig)}
 
 
 class VLAConfig(_planned("VLAConfig")):  # type: ignore[misc]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -12,12 +12,8 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Where
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.planned import DiffusersConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
 
 
 class PolicyConfig(Table):
@@ -62,9 +58,9 @@ class PolicyConfig(Table):
     aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of mixtures of experts; 0: off."""
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
-        if self.enable_liger_kernel and kind.has_mesh:
+        if self.enable_liger_kernel and stage.kind.has_mesh:
             yield from self.parallelism.only_data_parallel("policy.enable_liger_kernel = true")
 
     @field_validator("model_name_or_path")

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from cosmos_core.config.schema.table import Table
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
+from cosmos_core.config.schema.table import InStage, Table
 
 _Recipe = Literal["dynamic_scaling", "delayed_scaling"]
 _Quantisation = Literal["rowwise", "tensorwise"]
@@ -28,13 +24,12 @@ class FP8Config(Table):
     quant_recipe: _Quantisation = "rowwise"
     """One scale per row, or one per tensor."""
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
-        if recipe.policy.lora is not None:
+        if stage.recipe.policy.lora is not None:
             yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
-        if recipe.train.param_dtype != "bfloat16":
-            yield (
-                f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {recipe.train.param_dtype!r}"
-            )
-        if kind.has_mesh:
-            yield from recipe.policy.parallelism.only_data_parallel("train.fp8.enable_fp8 = true")
+        dtype = stage.recipe.train.param_dtype
+        if dtype != "bfloat16":
+            yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {dtype!r}"
+        if stage.kind.has_mesh:
+            yield from stage.recipe.policy.parallelism.only_data_parallel("train.fp8.enable_fp8 = true")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -12,11 +12,8 @@ from cosmos_core.config.schema.marks import Needs, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.planned import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import say
+from cosmos_core.config.schema.table import InStage, say
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
 
 DAPO_FETCH = 128
 
@@ -116,10 +113,10 @@ class RlConfig(AlgorithmConfig):
         """See `AlgorithmConfig.reward_seconds`."""
         return self.reward_timeout_seconds
 
-    def notices(self, recipe: Recipe) -> Iterator[str]:
+    def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what Cosmos-RL accepts without a word, and what it means."""
-        temperature = recipe.rollout.sampling_config.temperature
-        if self.temperature != temperature and not recipe.policy.is_diffusers:
+        temperature = stage.recipe.rollout.sampling_config.temperature
+        if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
             yield (
                 f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
                 f"{temperature} differ: log-probabilities are compared that are not of one distribution"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import model_validator
 
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.planned import MultiTurnRolloutConfig, RolloutAsyncConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
@@ -22,10 +22,6 @@ from cosmos_core.config.schema.values import (
     Tokens,
     TopK,
 )
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
 
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
@@ -105,10 +101,10 @@ class RolloutConfig(Table):
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
-        train, policy = recipe.train, recipe.policy
-        if kind.feed == "rollouts":
+        train, policy = stage.recipe.train, stage.recipe.policy
+        if stage.kind.feed == "rollouts":
             if self.n_generation < 2:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             if train.train_batch_per_replica % self.n_generation:
@@ -121,7 +117,7 @@ class RolloutConfig(Table):
                     f"rollout.max_response_length = {self.max_response_length} leaves no room for a prompt in "
                     f"policy.model_max_length = {policy.model_max_length}; lower it"
                 )
-        if not kind.has_mesh or (kind.feed == "dataset" and not recipe.validation.reward_function):
+        if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
         ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
         if ranks % self.parallelism.tp_size:
@@ -129,9 +125,9 @@ class RolloutConfig(Table):
         elif self.parallelism.tp_size > 1 and self.backend == "hf":
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
-    def notices(self, recipe: Recipe) -> Iterator[str]:
+    def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what rollouts are that are not drawn from the policy."""
-        if recipe.train.train_policy.rows != "prompts" or not self.changes_distribution:
+        if stage.recipe.train.train_policy.rows != "prompts" or not self.changes_distribution:
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
         names = ("top_p", "top_k", "repetition_penalty")

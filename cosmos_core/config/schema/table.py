@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
@@ -37,6 +38,14 @@ _STATUS: dict[tuple[str, str], Any] = {
 _SINCE: dict[tuple[str, str], Any] = {at: Since(note) for at, note in _noted("since").items()}  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class InStage:
+    """Where a table is read: in a recipe, in a stage of a kind."""
+
+    recipe: Recipe
+    kind: StageKind
+
+
 class Table(BaseModel):
     """One TOML table: unknown keys refused, values immutable, types not coerced."""
 
@@ -62,11 +71,11 @@ class Table(BaseModel):
                 if note := notes.get((cls.__name__, name), of_all):
                     field.metadata = [*field.metadata, note]
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
-        """Yield what this version cannot do of the fields together, in a stage of that kind; keys are in full."""
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """Yield what this version cannot do of the fields together, in that stage; keys are in full."""
         yield from ()
 
-    def notices(self, recipe: Recipe) -> Iterator[str]:
+    def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what a user would expect otherwise of what is accepted; keys are in full."""
         yield from ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
@@ -17,7 +17,7 @@ from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import Table, as_toml, say
+from cosmos_core.config.schema.table import InStage, Table, as_toml, say
 from cosmos_core.config.schema.values import (
     DType,
     Fraction,
@@ -29,10 +29,6 @@ from cosmos_core.config.schema.values import (
     Steps,
     Strings,
 )
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.types import StageKind
 
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
@@ -163,17 +159,17 @@ class TrainConfig(Table):
     timestamp: Annotated[str, NoResult] = ""
     """Run id; empty: the local time as YYYYmmddHHMMSS."""
 
-    def refusals(self, recipe: Recipe, kind: StageKind) -> Iterator[str]:
+    def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         if isinstance(self.optm_lr, tuple):
             yield f"train.optm_lr = {as_toml(self.optm_lr)}: a model is one part here; give rates by module path"
         if isinstance(self.optm_impl, tuple):
             yield f"train.optm_impl = {as_toml(self.optm_impl)}: this version has one optimizer; give one name"
-        if self.optm_name.endswith("8bit") and recipe.policy.parallelism.world_size > 1:
+        if self.optm_name.endswith("8bit") and stage.recipe.policy.parallelism.world_size > 1:
             yield f"train.optm_name = {self.optm_name!r}: this version has 8-bit moments on one rank alone; use 'AdamW'"
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
-        if self.train_policy.rows == "pairs" and recipe.validation.reward_function:
+        if self.train_policy.rows == "pairs" and stage.recipe.validation.reward_function:
             yield "validation.reward_function: the held-out rows are pairs, and nothing is generated; leave it out"
 
     @field_validator("seed")
