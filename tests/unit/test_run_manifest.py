@@ -360,7 +360,9 @@ def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altere
     show_lineage(stages["last"])
     assert len(capsys.readouterr().out.splitlines()) == 4
     (stages["first"] / "out" / "a.txt").write_text("own")
-    with pytest.raises(CosmosError, match=r"does not come from what its manifests name: first: out/a.txt has 3 bytes instead of 6$"):
+    with pytest.raises(
+        CosmosError, match=r"does not come from what its manifests name: first: out/a.txt has 3 bytes instead of 6$"
+    ):
         show_lineage(stages["last"])
     assert len(capsys.readouterr().out.splitlines()) == 4
 
