@@ -15,15 +15,16 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from cosmos_core.environment import hide, masked
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
-from cosmos_core.facts import measure
-from cosmos_core.observe.logs import configure
+from cosmos_core.facts import Facts, measure
+from cosmos_core.observe import wording
+from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.files import disk_full, write_json
@@ -64,19 +65,19 @@ def main() -> int:
 def run_program(stage: Stage) -> None:
     """Call the program of the stage's kind and commit what it returns."""
     stage.progress.phase("start")
+    size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
+    if size == 1:
+        _introduce(stage, [measure(LIBRARIES)])
     program = _program(stage.entry)
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
-    size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if size > 1:
         group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)
         outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)
     else:
-        write_json(stage.path / FACTS, [asdict(measure(LIBRARIES))])
-        with attached(stage):
-            outcome = _called(program, stage)
+        outcome = _run(stage, program)
     commit(
         stage.path,
         outcome,
@@ -102,9 +103,8 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
     threading.Thread(target=listen, daemon=True).start()
     facts = all_gather_object(asdict(measure(LIBRARIES)))
     if is_first():
-        write_json(path / FACTS, facts)
-        with attached(stage):
-            return program(stage, **stage.config.arguments)
+        _introduce(stage, [Facts(**each) for each in facts])
+        return _run(stage, program)
     with tempfile.TemporaryDirectory() as scratch:
         stage.progress = Progress(Path(scratch) / "progress.json")
         stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")
@@ -132,6 +132,25 @@ def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         found = "nothing" if outcome is None else f"a {type(outcome).__name__}"
         raise ConfigError(f"{what} returned {found}; return a cosmos_core.types.Outcome")
     return outcome
+
+
+def _introduce(stage: Stage, facts: Sequence[Facts]) -> None:
+    """Note and say where the stage runs, and how exactly it computes."""
+    write_json(stage.path / FACTS, [asdict(each) for each in facts])
+    train = stage.recipe.train
+    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains else ""
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, wording.machines(facts), precision)
+
+
+def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
+    """Call the program; what it measures goes to the log and to the sinks."""
+    steps = StepLog(stage.progress)
+    stage.metrics.watchers.append(steps.tell)
+    try:
+        with attached(stage):
+            return _called(program, stage)
+    finally:
+        steps.flush()
 
 
 def _program(entry: str) -> Callable[..., Outcome]:

@@ -160,7 +160,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print where every stage of a run stands."""
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
-    _console(stream).print(Group(_table(run, _STATUS, title), *_errors(run)))
+    _console(stream).print(Group(_table(run, _STATUS, title), *_remarks(run)))
 
 
 def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO | None = None) -> None:
@@ -184,7 +184,7 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
     console.print(Text(title, style="bold"), soft_wrap=True)  # not the table's title, which is as narrow as the table
-    console.print(Group(_table(run, _SUMMARY), *_errors(run)))
+    console.print(Group(_table(run, _SUMMARY), *_remarks(run)))
     for line in lines:
         console.print(line, soft_wrap=True)  # a path or a line of Python is copied from here: never broken
 
@@ -194,9 +194,15 @@ def _console(stream: TextIO | None) -> Console:
     return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_WIDTH)
 
 
-def _errors(run: RunRecord) -> list[Text]:
-    broken = [stage for stage in run.stages if stage.status == "failed" and stage.state.error]
-    return [Text(f"{stage.name}: {stage.state.error}", style="red") for stage in broken]
+def _remarks(run: RunRecord) -> list[Text]:
+    """Return a line for each stage that failed, and for what a stage had to say, as of rows that it skipped."""
+    lines = []
+    for stage in run.stages:
+        if stage.status == "failed" and stage.state.error:
+            lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
+        if isinstance(notices := stage.info.get("notices"), list):
+            lines += [Text(f"{stage.name}: {notice}", style="yellow") for notice in notices]
+    return lines
 
 
 def _table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:

@@ -1,18 +1,24 @@
 """Log lines of the command line and the worker, and the switches that keep libraries from phoning home.
 
-One line a record, `12:03:44 INFO  cosmos_core.train  message`. What a stage measures is not logged here: that is
-`metrics.jsonl` and `progress.json`, which `console` and `report` show.
+One line a record, `12:03:44 INFO  cosmos_core.train  message`. Of what a stage measures a line a step, if there is time
+for it, has the few metrics that a table has; all of them are in `metrics.jsonl`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
+import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from cosmos_core.environment import masked
+from cosmos_core.observe import wording
+from cosmos_core.run.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 NO_PHONE_HOME: dict[str, str] = {
     "DO_NOT_TRACK": "1",
@@ -26,6 +32,8 @@ NO_PHONE_HOME: dict[str, str] = {
     "WANDB_ERROR_REPORTING": "false",
 }
 """Environment variables under which nothing that we start reports to its makers."""
+_LESS_NOISE = {"TORCH_LOGS": "-torch.utils._pytree"}
+"""torch has a handler of its own, which tells of each enumeration that torchao registers twice."""
 
 NOISY = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
@@ -33,8 +41,11 @@ NOISY = frozenset({
     "wandb",
 })  # fmt: skip
 """Top-level loggers of which only warnings and errors are shown."""
-_ALARMED = frozenset({"vllm"})
-"""Of these only errors: vLLM warns a dozen times at each start, of servers and kernels, and at each weight sync."""
+_ALARMED = frozenset({"torchao", "vllm"})
+"""Of these only errors: vLLM warns a dozen times at each start, of servers and kernels, and at each weight sync, and
+torchao of each kernel that it could not load here."""
+
+_STEP_SECONDS = 1.0
 
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
@@ -59,8 +70,35 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
 
 
 def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` with `NO_PHONE_HOME` added; what the user has set stays."""
-    return {**NO_PHONE_HOME, **env}
+    """Return a copy of `env` with what keeps libraries quiet added; what the user has set stays."""
+    return {**NO_PHONE_HOME, **_LESS_NOISE, **env}
+
+
+class StepLog:
+    """Logs the metrics of a stage: a line a step, at most one a second, and the last."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._waiting: dict[str, Any] = {}
+        self._logged = -math.inf
+
+    def tell(self, line: dict[str, Any]) -> None:
+        """Take a line of `metrics.jsonl`."""
+        self._waiting = line
+        if time.monotonic() - self._logged >= _STEP_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Log the newest line unless it is logged."""
+        if not self._waiting:
+            return
+        line, self._waiting, self._logged = self._waiting, {}, time.monotonic()
+        metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
+        words = [f"{key} {wording.number(value)}" for key, value in wording.key_metrics(metrics).items()]
+        if speed := wording.tokens_per_second(metrics):
+            words.append(f"{wording.count(speed)} tok/s")
+        total = self._progress.total
+        logger.info("step %s%s  %s", line["step"], f"/{total}" if total else "", "  ".join(words))
 
 
 class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -5,13 +5,11 @@ Each function takes the record of a run or of one of its stages.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from cosmos_core.observe import wording
 from cosmos_core.observe.plots import curves_svg
-from cosmos_core.observe.record import Rank, RunRecord, Sample, StageRecord, busy_seconds
+from cosmos_core.observe.record import RunRecord, Sample, StageRecord, busy_seconds
 from cosmos_core.run.files import Document, parsed
 
 NUM_PROMPTS = 12
@@ -148,7 +146,7 @@ def times(stage: StageRecord) -> list[tuple[str, str]]:
         ("time", wording.duration(stage.seconds)),
         ("attempts", str(state.attempt or "")),
         ("after", ", ".join(stage.after)),
-        ("on", _machines(stage.ranks)),
+        ("on", wording.machines(stage.ranks)),
     ]
     return [(name, value) for name, value in pairs if value not in {"", "–"}]
 
@@ -175,15 +173,6 @@ def rollouts(stage: StageRecord) -> list[Sample]:
     steps = sorted({line.step for line in stage.samples})
     chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
     return [line for step in chosen for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]]
-
-
-def _machines(ranks: Sequence[Rank]) -> str:
-    """Return the machines of a stage's ranks: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
-    count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus or ["cpu"])), rank.threads) for rank in ranks)
-    return "; ".join(
-        f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
-        for (host, device, threads), num in count.items()
-    )
 
 
 def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 _BOOKKEEPING = ("time/", "throughput/", "memory/")
@@ -14,6 +15,17 @@ _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_max": "log-prob difference",
 }  # fmt: skip
 _LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated")
+
+
+class Rank(Protocol):
+    """Where a rank runs."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def gpus(self) -> Sequence[str]: ...
+    @property
+    def threads(self) -> int: ...
 
 
 def duration(seconds: float | None) -> str:
@@ -30,6 +42,15 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def machines(ranks: Iterable[Rank]) -> str:
+    """Return the machines of a stage's ranks: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
+    count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
+    return "; ".join(
+        f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
+        for (host, device, threads), num in count.items()
+    )
 
 
 def clock(unix: float | None) -> str:

@@ -56,6 +56,11 @@ class Progress:
         self._position = Position(pid=os.getpid(), started=time.time())
         self._write(force=True)
 
+    @property
+    def total(self) -> int | None:
+        """Return the number of steps, if it is known."""
+        return self._position.total
+
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
         """Enter a phase; None takes the phase's usual deadline."""
         changed = name != self._position.phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.launch import worker
+from cosmos_core.observe.console import Display
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import update_state
-from cosmos_core.session import _explain, exit_code
-from tests.conftest import Workspace
+from cosmos_core.session import _explain, _watching, exit_code
+from tests.conftest import Workspace, wait_until
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.run_folder import counting_run
 from tests.unit.tiny_model import save_tiny_model
@@ -308,6 +311,14 @@ def test_the_exit_code_says_what_can_help(tmp_path: Path, capsys: pytest.Capture
     update_state(first, state="reused")
     update_state(second, state="done")
     assert ending(run, capsys) == (0, [])
+
+
+def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
+    run, out = counting_run(tmp_path), io.StringIO()
+    with worker.stoppable(), Display(["first", "second"], stream=out) as display, _watching(run, display):
+        worker.stop_all()
+        wait_until(lambda: "stopping, saving a checkpoint: at most 5 s\n" in out.getvalue(), 5, "a word about it")
+    assert out.getvalue().count("stopping") == 1
 
 
 def test_a_run_is_looked_at_from_its_directory_alone_wherever_it_lies(workspace: Workspace) -> None:

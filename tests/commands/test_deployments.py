@@ -8,7 +8,9 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
@@ -175,6 +177,28 @@ def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Or
     assert {"deployed-run", "deployed-sft-progress", "deployed-grpo-curves"} <= artifacts.keys()
     assert f"model `{model}`" in artifacts["deployed-run"]["data"]
     expect_gone(flow_run, 15)
+
+
+def test_a_schedule_fires(orchestra: Orchestra, place: Workspace) -> None:
+    """With SQLAlchemy 2.1 the scheduler of Prefect ended in an error at each turn, and nothing was ever scheduled."""
+    config = write(place, COUNTING.replace("[pipeline]", '[pipeline]\noutput_dir = "OUTPUTS"'))
+    orchestra.ensure_worker()
+    deployment = httpx.get(f"{orchestra.url}/deployments/name/post-train/local", timeout=30).json()["id"]
+    wanted = [{"schedule": {"interval": 30}, "active": True, "parameters": {"config": config}}]
+    made = httpx.post(f"{orchestra.url}/deployments/{deployment}/schedules", json=wanted, timeout=30)
+    assert made.status_code == 201, made.text
+    try:
+        wait_until(lambda: scheduled(orchestra, config), 60, "the scheduler made a run")
+        orchestra.wait_for(scheduled(orchestra, config)[0]["id"], "COMPLETED", 120)
+    finally:
+        orchestra.prefect("deployment", "schedule", "clear", "post-train/local", "--accept-yes")
+    assert read_result(sorted((place.path / "outputs").glob("2*"))[0] / "stages" / "second_half") is not None
+
+
+def scheduled(orchestra: Orchestra, config: str) -> list[dict[str, Any]]:
+    """Runs that a schedule made, the next one first."""
+    found = orchestra.ask("flow_runs/filter", sort="EXPECTED_START_TIME_ASC")
+    return [run for run in found if run["auto_scheduled"] and run["parameters"].get("config") == config]
 
 
 def test_a_parameter_that_does_not_fit_is_refused_before_a_run_exists(orchestra: Orchestra) -> None:

@@ -102,6 +102,16 @@ def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
     assert not processes_below(tmp_path)
 
 
+def test_the_log_begins_with_the_device_and_has_the_steps_at_a_bounded_rate(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count", "arguments = { steps = 40, seconds = 0.05 }")
+    perform(run, "s")
+    lines = (run.stage_path("s") / "logs" / "attempt_1.log").read_text().splitlines()
+    assert f"s (custom) on {platform.node()} (1 rank, cpu, " in lines[0]
+    steps = [line for line in lines if "  step " in line]
+    assert "  step 1  loss 1.000" in steps[0] and steps[-1].endswith("step 40/40  loss 0.025")
+    assert 2 < len(steps) < 12, "one a second"
+
+
 def test_attempts_without_progress_are_bounded_by_retries(tmp_path: Path) -> None:
     run = make_run(tmp_path, "never_progress", "retries = 1")
     assert attempts_until_given_up(run) == 2

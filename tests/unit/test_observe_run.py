@@ -21,6 +21,7 @@ from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
 from cosmos_core.observe.record import busy_seconds, loading_line, read_run
 from cosmos_core.run.stage import Stage
+from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 
 STARTED = 1_760_000_000.0
@@ -291,6 +292,31 @@ def test_worker_time_of_parallel_stages_is_not_counted_twice(tmp_path: Path) -> 
 def test_worker_time_of_an_earlier_command_is_not_counted(tmp_path: Path) -> None:
     run = read_run(finished_run(tmp_path))
     assert busy_seconds(run, STARTED + 219) == 16 + 11
+
+
+def test_a_pause_before_a_resume_is_neither_time_of_the_stage_nor_overhead(tmp_path: Path) -> None:
+    run = tmp_path / "20251009101500"
+    write_pipeline(run)
+    killed = {"state": "running", "attempt": 1, "spans": [[STARTED, None]], "heartbeat": STARTED + 5}
+    write(run / "stages" / "sft" / "state.json", killed)
+    before = read_state(run / "stages" / "sft").closed_spans(STARTED + 3600)
+    assert before == [(STARTED, STARTED + 5)], "a launcher that was killed closed nothing"
+    done = {"state": "done", "attempt": 2, "spans": [*before, (STARTED + 3600, STARTED + 3607)]}
+    write(run / "stages" / "sft" / "state.json", {**done, "ended": STARTED + 3607})
+    record = read_run(run)
+    stage = next(stage for stage in record.stages if stage.name == "sft")
+    assert stage.seconds == 12
+    assert (busy_seconds(record, STARTED), busy_seconds(record, STARTED + 3600)) == (12, 7)
+
+
+def test_the_summary_says_why_rows_were_skipped(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    result = json.loads((run / "stages" / "prepare" / "result.json").read_text())
+    notice = "train: 3 of 10 rows skipped: 3 of an unknown role (first: rows.jsonl:2)"
+    write(run / "stages" / "prepare" / "result.json", {**result, "info": {"notices": [notice]}})
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    assert f"prepare: {notice}" in out.getvalue()
 
 
 def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class Recipe(Table):
     @property
     def reward_env(self) -> tuple[str, ...]:
         """Return the variables of the environment that rewards see beyond those that any program needs."""
-        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+        measured = self.validation.reward_env if self.validation.enable else ()
+        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *measured)))
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:
