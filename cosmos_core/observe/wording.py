@@ -21,11 +21,19 @@ class Rank(Protocol):
     """Where a rank runs."""
 
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """Return the name of the machine."""
+        ...
+
     @property
-    def gpus(self) -> Sequence[str]: ...
+    def gpus(self) -> Sequence[str]:
+        """Return the names of its GPUs."""
+        ...
+
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """Return how many threads torch has."""
+        ...
 
 
 def duration(seconds: float | None) -> str:

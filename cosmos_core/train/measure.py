@@ -169,11 +169,10 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
         yield lambda groups: broadcast_object([])
         return
     hide(stage.recipe.reward_env)
-    constants = {"custom": stage.recipe.custom, "max_tokens": stage.recipe.rollout.max_response_length}
     with RewardRunner(
         weights,
         timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
-        constants=constants | stage.recipe.train.train_policy.constants_of_rewards,
+        constants=stage.recipe.reward_constants,
         env=stage.recipe.reward_env,
         beat=stage.progress.beat,
     ) as runner:

@@ -119,10 +119,11 @@ def test_scores_over_longer_chunks_are_the_same(
 ) -> None:
     model.double()
     ids, chosen = torch.from_numpy(rows()[2])[None], torch.arange(3, 60)
+    expected_N = None if expected is None else torch.full((57,), expected, dtype=torch.float64)
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
         outputs = Scorer(model)(
-            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, expected_N=expected
+            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, expected_N=expected_N
         )
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)

@@ -1,4 +1,7 @@
-"""What every objective is given.
+"""What an objective is given: what the policy gradient pushes on, one file for each, a pure function.
+
+A file NAME.py has `def NAME(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]`: the loss of each token
+(B, T), to be minimised, and metrics over the mask.
 
 Shapes: B sequences, T tokens.
 """

@@ -47,10 +47,15 @@ class Recipe(Table):
     """Addresses of the controller, separated by `;`."""
 
     @property
+    def reward_constants(self) -> dict[str, Any]:
+        """Return what every reward of the recipe may ask for by keyword; see `rewards.base.KEYWORDS`."""
+        constants = self.train.train_policy.constants_of_rewards
+        return {"custom": self.custom, "max_tokens": self.rollout.max_response_length, **constants}
+
+    @property
     def reward_env(self) -> tuple[str, ...]:
         """Return the variables of the environment that rewards see beyond those that any program needs."""
-        measured = self.validation.reward_env if self.validation.enable else ()
-        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *measured)))
+        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:

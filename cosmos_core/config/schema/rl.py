@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
-from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.planned import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
@@ -42,7 +42,7 @@ class RlConfig(AlgorithmConfig):
     `path/file.py:function`."""
     reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 10.0
     """A reward that takes longer is killed and its completion counts as invalid."""
-    reward_env: Names = ()
+    reward_env: Annotated[Names, NoResult] = ()
     """Environment variables that rewards see, such as the key of a service, beyond those that any program needs; their
     values are masked in logs."""
     use_remote_reward: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import Needs
+from cosmos_core.config.schema.marks import Needs, NoResult
 from cosmos_core.config.schema.planned import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import Table
@@ -56,7 +56,7 @@ class ValidationConfig(Table):
     """None: as in `rollout`."""
     reward_function: RewardWeights = {}
     """Empty: the rewards of training."""
-    reward_env: Names = ()
+    reward_env: Annotated[Names, NoResult] = ()
     """Environment variables that rewards see beside those of `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Ask the reward service; None: as in training, and nothing else is allowed."""

@@ -1,0 +1,93 @@
+"""Where a model comes from: what its manifests name, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.cli import lineage as show_lineage
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.run.directory import create_run
+from cosmos_core.run.lineage import lineage, stage_of
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tests.conftest import PROGRAMS
+from tests.unit.run_folder import counting_run, finish
+
+
+def notes(stage_path: Path) -> list[tuple[int, str, str]]:
+    return [(link.depth, link.name, link.note) for link in lineage(stage_path)]
+
+
+def test_lineage_walks_back_and_says_what_is_altered_made_again_or_gone(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    first = finish(run, "first", "one")
+    second = finish(run, "second", "two")
+    assert notes(second) == [(0, "second", "verified"), (1, "first", "verified")]
+    (second / "out" / "a.txt").write_text("own")
+    assert notes(second)[0] == (0, "second", "out/a.txt was altered")
+    finish(run, "first", "another")
+    assert notes(second)[1] == (1, "first", "made again since: its content is another")
+    shutil.rmtree(first)
+    assert notes(second)[1] == (1, "first", "gone")
+    with pytest.raises(ConfigError, match=r"first has no result.json: the stage did not finish$"):
+        lineage(first)
+
+
+def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altered_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = "\n[[pipeline.stages]]\nname = '{}'\nkind = 'custom'\nentry = '{}:count'\nafter = {}\n"
+    counting_run(tmp_path)
+    with open(tmp_path / "counting.toml", "a") as file:
+        file.write(beside.format("beside", PROGRAMS / "counting.py", "['first']"))
+        file.write(beside.format("last", PROGRAMS / "counting.py", "['second', 'beside']"))
+    run = create_run(load_pipeline(tmp_path / "counting.toml", (), all_kinds()))
+    stages = {name: finish(run, name) for name in ("first", "second", "beside", "last")}
+    assert [name for _, name, _ in notes(stages["last"])] == ["last", "second", "first", "beside"]
+    show_lineage(stages["last"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    (stages["first"] / "out" / "a.txt").write_text("own")
+    with pytest.raises(
+        CosmosError, match=r"does not come from what its manifests name: first: out/a.txt has 3 bytes instead of 6$"
+    ):
+        show_lineage(stages["last"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Path) -> None:
+    rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    rows.write_text("{}\n")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    run = counting_run(tmp_path, f"first.data={rows}", f"first.model={model}")
+    perform(run, "first")
+    _, *sources = lineage(run.stage_path("first"))
+    assert [(link.name, link.kind, link.where, link.note) for link in sources] == [
+        ("model", "model", str(model), "recorded"), ("rows.jsonl", "data", str(rows), "verified"),
+    ]  # fmt: skip
+    rows.write_text("[]\n")
+    assert lineage(run.stage_path("first"))[2].note == "altered since"
+    rows.unlink()
+    assert lineage(run.stage_path("first"))[2].note == "gone"
+
+
+def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    with pytest.raises(ConfigError, match="no stage of this run has made a model yet"):
+        stage_of(run.path)
+    first, second = finish(run, "first"), finish(run, "second")
+    assert stage_of(first / "out" / "a.txt") == first
+    assert stage_of(first) == first
+    assert stage_of(run.path) == second
+    published = tmp_path / "published" / "v1"
+    published.mkdir(parents=True)
+    (published / "published.json").write_text(json.dumps({"stage": str(first)}))
+    (tmp_path / "published" / "latest").symlink_to("v1")
+    assert stage_of(tmp_path / "published" / "latest") == first
+    with pytest.raises(ConfigError, match=r"belongs to no run; give a run, a stage, an exported or a published model$"):
+        stage_of(tmp_path)
