@@ -21,11 +21,16 @@ class Rank(Protocol):
     """Where a rank runs."""
 
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """Return the name of its machine."""
+
     @property
-    def gpus(self) -> Sequence[str]: ...
+    def gpus(self) -> Sequence[str]:
+        """Return the models of the GPUs that it sees."""
+
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """Return the number of its CPU threads."""
 
 
 def duration(seconds: float | None) -> str:
