@@ -186,11 +186,7 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded = not os.environ.get("RAY_ADDRESS")
     if is_embedded:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # how Ray is told to keep to the loopback interface
-        if (
-            "RAY_AUTH_MODE" not in os.environ
-        ):  # Ray reads the token once in a process, so that all clusters of it share one
-            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        _keep_ray_to_ourselves()
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -226,6 +222,22 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> 
         return _followed(ray, members, calls, should_stop)
     finally:
         ray.shutdown()
+
+
+def _keep_ray_to_ourselves() -> None:
+    """Let the clusters that this process starts listen on the loopback interface alone, and ask for a token.
+
+    Ray reads both settings once, some when it is imported, which another library may have done.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # how processes of Ray are told to keep to loopback
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _gpus_per_rank(ray: Any, size: int) -> int:

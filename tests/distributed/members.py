@@ -35,16 +35,19 @@ def own_gpus(stop: threading.Event) -> str:
     return " ".join(map(str, found))
 
 
-def listening(driver: int, stop: threading.Event) -> list[str]:
-    """The addresses that processes below `driver` listen on, while all ranks have met."""
+def listening(driver: int, stop: threading.Event) -> set[tuple[str, int]]:
+    """Where processes below `driver` listen while all ranks have met."""
     dist.barrier()
-    found: list[str] = []
-    if dist.get_rank() == 0:
-        for process in [psutil.Process(driver), *psutil.Process(driver).children(recursive=True)]:
-            sockets = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
-            found += [each.laddr.ip for each in sockets]
+    found = listeners(driver) if dist.get_rank() == 0 else set()
     dist.barrier()
     return found
+
+
+def listeners(driver: int) -> set[tuple[str, int]]:
+    """Address and port of all that a process and those below it listen on."""
+    processes = [psutil.Process(driver), *psutil.Process(driver).children(recursive=True)]
+    sockets = [each for process in processes for each in process.net_connections("inet")]
+    return {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def refuse(stop: threading.Event) -> None:
