@@ -141,23 +141,23 @@ class Checkpointer:
         Raises:
             StageFailed: the disk of any rank is full or broken: the same on all.
         """
-        written: Any = None
+        written, problem = {}, ""
         try:
             with saving(self._name(step), self._what_is_left):
                 written = write_rank(self._building(step), tensors, extra)
         except StageFailed as error:
-            written = error
-        of_all = self._of_all_ranks(written)
-        failed = next((each for each in of_all if isinstance(each, StageFailed)), None)
+            problem = str(error)
+        of_all = self._of_all_ranks((written, problem))
+        problem = next((each for _, each in of_all if each), "")
         if not is_first():
-            if failed:
-                raise failed
+            if problem:
+                raise StageFailed(problem)
             return
         try:
-            if failed:
-                raise failed
+            if problem:
+                raise StageFailed(problem)
             with saving(self._name(step), self._what_is_left):
-                self._commit(step, of_all)
+                self._commit(step, [files for files, _ in of_all])
         finally:
             shutil.rmtree(self._building(step), ignore_errors=True)
         with saving(f"{BEST} in {self._folder.parent}", self._what_is_left):

@@ -6,6 +6,7 @@ of this one. An error on one rank ends all, and is raised here with its own clas
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing as mp
 import os
@@ -233,11 +234,11 @@ def _keep_ray_to_ourselves() -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config
 
+    core: Any = importlib.import_module("ray._raylet")  # an extension module without types
     ray_constants.ENABLE_RAY_CLUSTER = False
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    core.Config.initialize("")
+    core.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _gpus_per_rank(ray: Any, size: int) -> int:
