@@ -18,7 +18,7 @@ from cosmos_core.run.manifest import Source
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
-_OF_AN_INPUT = ("path", "fingerprint", "digest", "metrics", "info")
+_OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
 @dataclass
