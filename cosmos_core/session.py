@@ -111,6 +111,8 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
         state: Any = post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True)
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
+    except Preempted:  # by a signal, from `_terminate`
+        raise
     except Exception as error:  # noqa: BLE001 - Prefect gave up: its server does not respond, or has no room either
         is_full = shutil.disk_usage(run.path).free < _LEAST_ROOM
         trouble = disk_full(error, run.path) or (DiskFull(f"disk full: {run.path}") if is_full else error)
