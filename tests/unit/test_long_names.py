@@ -10,7 +10,6 @@ from huggingface_hub import constants
 
 from cosmos_core.errors import CosmosError
 from cosmos_core.run.directory import create_run
-from tasks.kinds import all_kinds
 from tests.unit.run_folder import load_recipe, make_inputs
 
 LONG = "a" * 300
@@ -30,4 +29,4 @@ def test_a_name_longer_than_a_path_can_be_is_no_crash(
     make_inputs(tmp_path)
     for key in KEYS:
         with suppress(CosmosError):
-            create_run(load_recipe(tmp_path, f"{key}={name}"), all_kinds())
+            create_run(load_recipe(tmp_path, f"{key}={name}"))
