@@ -124,12 +124,13 @@ class Dynamic:
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, began = 0, 0.0, time.perf_counter()
+        drawn = self._drawn  # noted when the step is whole: who stops inside it draws the same prompts again
         self.sync.engine.wake()
         while len(kept) < self.num_groups and not 0 < self.max_retries < num_rounds:
-            prompts = self.take(self._drawn, self.num_groups - len(kept))
+            prompts = self.take(drawn, self.num_groups - len(kept))
             if not prompts:
                 break
-            self._drawn += len(prompts)
+            drawn += len(prompts)
             round_began = time.perf_counter()
             groups = self.sync.generated(prompts, step)
             seconds += time.perf_counter() - round_began
@@ -137,6 +138,7 @@ class Dynamic:
             sampled += scored
             kept += [group for group in scored if self._differs(group)]
             num_rounds += 1
+        self._drawn = drawn
         self.sync.engine.sleep(level=2)
         if not sampled:
             return [], {}

@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, generate
-from cosmos_core.rollout.groups import Sync
+from cosmos_core.rollout.groups import Dynamic, Sync
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
@@ -111,6 +111,27 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     with pytest.raises(RuntimeError, match="stopped"):
         source.next(3)
     assert engine.events[-2:] == ["wake", "submit [3, 4]"]
+
+
+def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path: Path) -> None:
+    engine: Any = Shuffling()
+
+    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(group, (Score(1.0), Score(float(group.prompt.id % 2)))) for group in groups]
+
+    def refuse(step: int) -> None:
+        if len(engine.events) > 2:
+            raise RuntimeError("stopped")
+
+    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=refuse)
+    source = Dynamic(sync, lambda start, count: PROMPTS[start : start + count], 2)
+    with pytest.raises(RuntimeError, match="stopped"):
+        source.next(0)
+    assert engine.events == ["wake", "submit [0, 1]", "submit [2]"] and source.state_dict() == {"drawn": 0}
+    sync.between = lambda step: None
+    engine.waiting.clear()
+    groups, _ = source.next(0)
+    assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}
 
 
 class Recording:
