@@ -16,6 +16,7 @@ import os
 import pkgutil
 import re
 import sys
+import threading
 import traceback
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -129,10 +130,16 @@ def code_file(path: str) -> Path:
     return file
 
 
+_PARSER = threading.Lock()
+"""Python 3.11 counts the depth of the tree that it builds once for all threads: two that parse at once end in a
+`SystemError` (CPython issue 106905)."""
+
+
 def _names_in(file: Path) -> set[str] | None:
     """The names that a file gives to something at its top level; None: that cannot be told without running it."""
     try:
-        waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
+        with _PARSER:
+            waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
     except (SyntaxError, ValueError):  # told with its line where it is imported
         return None
     if not waiting:

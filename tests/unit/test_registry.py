@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,19 @@ def test_code_that_has_nothing_of_the_name_is_found_without_running_it(tmp_path:
     with pytest.raises(ConfigError) as caught:
         code_file(f"{file}:make")
     assert str(caught.value) == f"'{file}:make': {file} {said}"
+
+
+def test_files_are_looked_into_from_several_threads_at_once() -> None:
+    """A collection in the middle of `ast.parse` lets another thread parse, which Python 3.11 does not survive."""
+    code = """
+import ast, gc, time
+from concurrent.futures import ThreadPoolExecutor
+from cosmos_core.registry import code_file
+gc.set_threshold(50)
+gc.callbacks.append(lambda *_: time.sleep(0))
+with ThreadPoolExecutor(8) as pool:
+    files = list(pool.map(code_file, ["ast:parse"] * 24))
+assert {str(file) for file in files} == {ast.__file__}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
