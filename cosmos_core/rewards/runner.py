@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -62,8 +63,7 @@ class RewardRunner:
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
     called while it waits for them. The processes see of the environment what any program needs, and the variables in
-    `env`.
-    Use it from one thread at a time.
+    `env`. Threads that score at the same time wait for each other.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
@@ -90,6 +90,7 @@ class RewardRunner:
         self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> RewardRunner:
         self._open()
@@ -119,7 +120,8 @@ class RewardRunner:
         """
         calls = [(name, request) for request in requests for name in self._weights]
         try:
-            results = iter(self._results(calls))
+            with self._lock:
+                results = iter(self._results(calls))
         except BaseException:
             self.close()  # processes that are halfway through these requests must not delay the next ones
             raise
