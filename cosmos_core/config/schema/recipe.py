@@ -11,7 +11,7 @@ from cosmos_core.config.schema.planned import DistillationConfig, ProfilerConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
 
@@ -64,6 +64,24 @@ class Recipe(Table):
     def reward_env(self) -> tuple[str, ...]:
         """Return the variables of the environment that rewards see beyond those that any program needs."""
         return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+
+    @model_validator(mode="after")
+    def _replicas(self, info: ValidationInfo) -> Recipe:
+        """Replicas of the trainer are data-parallel ones of one mesh, each with the rows of a replica."""
+        mesh, train = self.policy.parallelism, self.train
+        count, policy = mesh.n_init_replicas, train.train_policy
+        if count == 1:
+            return self
+        replicas, rows = mesh.dp_replicate_size * count, train.train_batch_per_replica * count
+        say(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step has "
+            f"{rows} rows")  # fmt: skip
+        if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
+            policy = policy.derived(batch_size_per_optimize=policy.batch_size_per_optimize * count)
+        mesh = mesh.derived(n_init_replicas=1, dp_replicate_size=replicas)
+        return self.derived(
+            policy=self.policy.derived(parallelism=mesh),
+            train=train.derived(train_batch_per_replica=rows, train_policy=policy),
+        )
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:
