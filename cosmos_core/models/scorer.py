@@ -71,6 +71,9 @@ class Scorer(nn.Module):
         self._chunk_bytes = chunk_bytes
         self._has_plain_head: bool | None = None
         """Whether head(body(x)) are the model's own logits; found out at the first call."""
+        self.num_ids: int | None = None
+        """The likeliest tokens are looked for among the first so many, because a head may have more rows than the
+        tokenizer has tokens; None: among all."""
 
     def forward(
         self,
@@ -105,8 +108,9 @@ class Scorer(nn.Module):
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[chosen_N]
         size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
-        num_top = wants.top_k if top_ids_NK is None else top_ids_NK.shape[-1]
-        task = _Task(head, wants, num_top, dtype, max(1, size // (4 * self.vocabulary)))
+        num_ids = self.num_ids or self.vocabulary
+        num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
+        task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if expected_N is not None:
             expected_N = expected_N.to(dtype)  # that of the derivative it is compared with
         weights = head.trained if torch.is_grad_enabled() else []
@@ -236,6 +240,8 @@ class _Task:
     wants: Wants
     num_top: int
     """K; 0: they are not wanted."""
+    num_ids: int
+    """They are among the first so many."""
     dtype: torch.dtype
     num_rows: int
     """M of a full chunk."""
@@ -279,7 +285,7 @@ class _Task:
             found["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         if self.num_top:
             if top_ids_MK is None:
-                top_ids_MK = scaled_MV.topk(self.num_top, dim=-1).indices
+                top_ids_MK = scaled_MV[:, : self.num_ids].topk(self.num_top, dim=-1).indices
             found |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
         if self.wants.is_top:
             found["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)

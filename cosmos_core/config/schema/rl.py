@@ -99,7 +99,7 @@ class RlConfig(AlgorithmConfig):
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
         """See `AlgorithmConfig.dynamic_sampling`."""
-        if self.variant != "dapo":
+        if self.variant != "dapo" or self.bypass_reward:  # where all rewards are equal, every group would be dropped
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
@@ -115,6 +115,8 @@ class RlConfig(AlgorithmConfig):
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what Cosmos-RL accepts without a word, and what it means."""
+        if self.variant == "dapo" and self.bypass_reward and stage.kind.trains:
+            yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
         if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
             yield (
