@@ -22,6 +22,8 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
+from cosmos_core.models.balance import OUTPUT as BALANCE
+from cosmos_core.models.balance import Balance, sequences_of
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import without_fp8
@@ -87,8 +89,11 @@ class CausalLM:
         train: TrainConfig,
         reading: Reading,
         mesh: Mesh | None = None,
+        balance: Balance | None = None,
     ) -> None:
+        """`balance`: the loss of routers that is added to every update; None: none is."""
         self.model = model
+        self._has_balance = balance is not None
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.whole = without_weights(model) if mesh else None
@@ -103,7 +108,7 @@ class CausalLM:
         self.runner: Sequential | Pipelined = self._parallelize()
         for scorer in (module for root in self.runner.roots for module in root.modules()):
             if isinstance(scorer, Scorer):
-                scorer.num_ids = reading.num_ids
+                scorer.num_ids, scorer.balance = reading.num_ids, balance
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -150,6 +155,8 @@ class CausalLM:
             del inputs["position_ids"]  # some families place images in two dimensions
             shown = self._reading.vision.inputs(own, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in shown.items()}
+        if self._has_balance:
+            inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)
         chosen = torch.from_numpy(positions).to(device)
         top_ids_NK = _top_ids(own, device)
         if not (self.mesh and self.mesh.context):
@@ -170,6 +177,8 @@ class CausalLM:
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """See `ModelAdapter.micro_batch`: rectangles with a row per sample, 0 where nothing is learned."""
+        outputs = dict(outputs)
+        balance = outputs.pop(BALANCE, None)
         number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
         positions = tuple(torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.learned)))
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
@@ -179,7 +188,7 @@ class CausalLM:
 
         mask_BS = in_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
         rows = {name: in_rows(values) for name, values in outputs.items()}
-        return MicroBatch(batch.samples, batch.indices, rows, mask_BS)
+        return MicroBatch(batch.samples, batch.indices, rows, mask_BS, balance)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         """See `ModelAdapter.rows`."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.media import media_of
 from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
@@ -65,7 +66,8 @@ def open_causal_lm(stage: Stage) -> CausalLM:
         _compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
     reading = Reading(int(tokenizer.pad_token_id), vision, tokenizer, files, num_ids=count_ids(tokenizer))
-    return CausalLM(model, train, reading, mesh)
+    balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
+    return CausalLM(model, train, reading, mesh, balance)
 
 
 def _vision(stage: Stage) -> Vision | None:

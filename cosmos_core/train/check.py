@@ -11,6 +11,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.data import prepare
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.sharded_load import init_on_meta
@@ -64,6 +65,7 @@ def _check_model(stage: Stage) -> None:
             model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
         if stage.kind.trains:
             choose_trained(model, policy)
+            balance_of(model, policy.aux_loss_coeff)
     if is_pipelined:
         apply_pp(model, sizes, 0)
 

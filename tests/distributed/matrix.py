@@ -64,6 +64,8 @@ class Case:
     """A key of `TRAINED`."""
     train: tuple[tuple[str, bool | str], ...] = ()
     """Further keys of `[train]`."""
+    balance: float = 0.0
+    """Weight of the routers' loss."""
 
     @property
     def name(self) -> str:
@@ -73,6 +75,7 @@ class Case:
         flags += [self.model] if self.model != "tied" else []
         flags += [self.trained] if self.trained != "all" else []
         flags += [f"{key} = {value}" for key, value in self.train]
+        flags += ["balanced"] if self.balance else []
         masked = [f"{self.masked} masked"] if self.masked else []
         return ", ".join([mesh, f"{self.mini_batch} rows", self.algorithm, *flags, *masked, self.dtype])
 
@@ -131,7 +134,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     if case.dtype == "float64" and loaded._can_set_experts_implementation():
         loaded.set_experts_implementation("eager")  # the grouped product knows no float64
     choose_trained(loaded, trained)
-    rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
+    rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh, None, case.balance)
     score_in(rank, getattr(torch, case.dtype))
     rank.adapter.prove()
     policy = config.train_policy
