@@ -51,11 +51,12 @@ class RlConfig(AlgorithmConfig):
     """What is asked of it."""
     filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ inside a group for it to be trained on; empty: the total
-    reward."""
+    reward. A reward of weight 0 in `reward_function` is called for that alone."""
     bypass_reward: bool = False
     """Every reward is 0 and no reward function is called."""
     group_reward_calculation: bool = False
-    """Call rewards once per group, with lists."""
+    """Call reward functions of your own once for all completions of a prompt, with lists, in validation too; ours judge
+    each completion by itself. A call that fails or takes too long makes them all invalid."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
     """What the reward `overlong` takes off long completions."""
     on_policy: bool = False
@@ -90,6 +91,11 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         """See `AlgorithmConfig.rewards`."""
         return {} if self.bypass_reward else self.reward_function
+
+    @property
+    def rewards_by_group(self) -> bool:
+        """See `AlgorithmConfig.rewards_by_group`."""
+        return self.group_reward_calculation
 
     @property
     def constants_of_rewards(self) -> dict[str, Any]:
