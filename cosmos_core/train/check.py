@@ -9,11 +9,14 @@ from typing import cast
 import torch
 from transformers.initialization import meta_device_safe_creation_ops
 
+from cosmos_core.config.compose import source_of
 from cosmos_core.data import prepare
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
+from cosmos_core.models.teacher import look_at_teacher
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import open_rewards, reward_weights
@@ -39,6 +42,9 @@ def run(stage: Stage) -> Outcome:
     else:
         check_weights(stage.model)
         _check_model(stage)
+        teacher = stage.recipe.teacher_of(stage.kind)
+        if teacher and source_of(teacher.model_name_or_path) is None:
+            found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
         weights = _rewards(stage)
         if weights:
             with open_rewards(stage, weights):
@@ -59,6 +65,7 @@ def _check_model(stage: Stage) -> None:
             model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
         if stage.kind.trains:
             choose_trained(model, policy)
+            balance_of(model, policy.aux_loss_coeff)
     if is_pipelined:
         apply_pp(model, sizes, 0)
 

@@ -198,6 +198,7 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
         constants=stage.recipe.reward_constants,
         env=stage.recipe.reward_env,
         beat=stage.progress.beat,
+        by_group=stage.recipe.train.train_policy.rewards_by_group,
     ) as runner:
         yield runner.score_groups
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.logging import LoggingConfig
-from cosmos_core.config.schema.planned import DistillationConfig, ProfilerConfig, VLAConfig
+from cosmos_core.config.schema.planned import ProfilerConfig, VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
+
+if TYPE_CHECKING:
+    from cosmos_core.types import StageKind
 
 
 class Recipe(Table):
@@ -53,6 +57,17 @@ class Recipe(Table):
     def engines_apart(self) -> int:
         """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
+
+    @property
+    def teacher(self) -> DistillationConfig | None:
+        """Return what is said of the model whose outputs the algorithm asks for beside the policy's; None: there is
+        none."""
+        is_asked = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
+        return self.distillation if is_asked else None
+
+    def teacher_of(self, kind: StageKind) -> DistillationConfig | None:
+        """Return what is said of the teacher of a stage of that kind; None: it has none."""
+        return self.teacher if kind.feed == "rollouts" else None
 
     @property
     def reward_constants(self) -> dict[str, Any]:
