@@ -134,6 +134,17 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a conversation behind its prompt, as text."""
+
+    role: Literal["assistant", "tool"]
+    text: str
+    """Of an assistant's turn without special tokens."""
+    is_error: bool = False
+    """A tool could not be called, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The segments that follow a prompt. Token ids in, token ids out: nothing is tokenised twice.
 
@@ -142,9 +153,11 @@ class Completion:
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length"]
-    """`stop`: the policy drew an end token. `length`: it was cut off."""
+    """`stop`: the policy drew an end token. `length`: it was cut off, in a turn or between two."""
     text: str
-    """Decoded without special tokens."""
+    """Decoded without special tokens; of several turns the last that the policy took."""
+    turns: tuple[Turn, ...] = ()
+    """Of a conversation, in order; () where there is one turn by the nature of the engine."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -12,6 +12,16 @@ DECIDE_ROWS = (
     "validation.dataset",
 )
 """What is read here alone: stages behind this one see the rows that come of it."""
+RENDER_PROMPTS = (
+    "enable",
+    "enable_tools",
+    "tools",
+    "enable_thinking",
+    "custom_chat_template_path",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""What decides how prompts to complete are rendered, of `rollout.multi_turn_config`."""
 
 KIND = StageKind(
     name="prepare",
@@ -30,6 +40,7 @@ KIND = StageKind(
         "policy.model_max_length",
         "policy.model_revision",
         "rollout.max_response_length",
+        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS),
         "validation.max_response_length",
         "validation.reward_function",
         "custom.dataset",

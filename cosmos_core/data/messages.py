@@ -89,12 +89,18 @@ def read_conversation(
 
 
 def read_prompt(
-    row: Row, where: str, prompt_column: str = "", response_column: str = "", system_prompt: str = ""
+    row: Row,
+    where: str,
+    prompt_column: str = "",
+    response_column: str = "",
+    system_prompt: str = "",
+    *,
+    keeps_last: bool = False,
 ) -> tuple[list[Message], str]:
     """Return the prompt of a row as turns, and its reference answer ("" when there is none).
 
     A prompt that is a conversation ends before its last assistant turn when that comes last; that turn is the
-    reference where no column holds one.
+    reference where no column holds one. With `keeps_last` it stays in the prompt, for the policy to go on with.
 
     Raises:
         DataError: a named column is missing, or no column looks like a prompt.
@@ -109,6 +115,9 @@ def read_prompt(
             f"{where}: no prompt among the columns {_columns(row)}; set train.train_policy.prompt_column_name"
         )
     turns = _with_system(_as_turns(row, column, "user", where), system_prompt)
+    if keeps_last and turns and turns[-1]["role"] == "assistant":
+        asked, _ = _ask(turns, "", where)
+        return [*asked, turns[-1]], _reference(row, response_column, where) or ""
     return _ask(turns, _reference(row, response_column, where), where)
 
 

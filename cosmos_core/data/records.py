@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.chat import PLAIN, Chat
 from cosmos_core.data.conversation import (
     RefusedRow,
     Tools,
@@ -66,6 +67,8 @@ class Job:
     """What paths of images are relative to; None: the model reads text alone."""
     end_ids: tuple[int, ...] = ()
     """Tokens at which generation stops."""
+    chat: Chat = PLAIN
+    """How prompts to complete are rendered."""
 
     @property
     def column(self) -> str:
@@ -216,14 +219,17 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) 
     policy = job.recipe.train.train_policy
     if isinstance(policy, RlConfig):
         columns = (policy.prompt_column_name, policy.response_column_name)
-        messages, reference = read_prompt(row, where, *columns, policy.system_prompt)
+        keeps_last = job.chat.continue_final_message
+        messages, reference = read_prompt(row, where, *columns, policy.system_prompt, keeps_last=keeps_last)
     else:  # what the model learned to complete, in the form in which it learned it
         assert isinstance(policy, SupervisedConfig)
         messages, reference = read_held_out(row, where, policy.conversation_column_name, policy.system_prompt)
     _check_characters([messages, reference], where)
-    tools = read_tools(row, where)
+    chat = job.chat
+    if tools := read_tools(row, where):
+        chat = replace(chat, tools=tuple(tools))
     (ids, text), is_merged = _accepted(
-        lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, tools), messages
+        lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
     )
     return _Record((ids, text, reference, where), is_merged, {})
 

@@ -188,6 +188,8 @@ def _request(group: Group, k: int) -> dict[str, Any]:
         "to_be_evaluated": completion.text,
         "reference": group.prompt.reference,
         "prompt": group.prompt.text,
+        "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
+        or [{"role": "assistant", "content": completion.text}],
         "num_tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
     }

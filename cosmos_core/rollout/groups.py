@@ -19,7 +19,7 @@ from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.run.progress import Progress
-from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
+from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 
 class GroupSource(Protocol):
@@ -168,6 +168,20 @@ class Dynamic:
         self._drawn = int(str(state["drawn"]))
 
 
+def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return means of assistant turns and tool calls per completion, and the share of calls that failed; nothing where
+    completions are no conversations."""
+    turns = [turn for completion in completions for turn in completion.turns]
+    if not turns:
+        return {}
+    calls = [turn for turn in turns if turn.role == "tool"]
+    return {
+        "completion/turns": (len(turns) - len(calls)) / len(completions),
+        "completion/tool_calls": len(calls) / len(completions),
+        "completion/tool_errors": sum(turn.is_error for turn in calls) / max(1, len(calls)),
+    }
+
+
 def _valid(group: ScoredGroup) -> list[float]:
     return [score.value for score in group.scores if score.value is not None]
 
@@ -199,6 +213,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+    metrics |= turn_metrics(completions)
     for name in sorted({name for score in scores for name in score.metrics}):
         metrics[f"reward/{name}"] = float(np.mean([score.metrics[name] for score in scores if name in score.metrics]))
     return metrics

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.planned import MultiTurnRolloutConfig, RolloutAsyncConfig
+from cosmos_core.config.schema.planned import RolloutAsyncConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import (
     Completions,
