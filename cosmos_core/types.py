@@ -86,16 +86,31 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image as prepared rows hold it: never its pixels."""
+
+    path: str | None
+    """Of the file, relative to the folder of the media where it lies below it; None: `content` has it all."""
+    content: bytes | None
+    """The file itself, where the data set holds bytes; None: read `path`."""
+    sha256: str
+    """Of the file, so that another file under the same name is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem that the policy is asked to complete."""
 
     id: int
     """Row number in the prepared prompt file: the same problem in every process and epoch."""
     token_ids: tuple[int, ...]
-    """The rendered prompt, with the generation prompt of the chat template."""
+    """The rendered prompt, with the generation prompt of the chat template and each image as its tokens."""
     text: str
+    """The same as text, in which a word stands for each image."""
     reference: str
     """The reference answer that rewards compare with; empty when there is none."""
+    images: tuple[ImageRef, ...] = ()
+    """What the tokens of images stand for, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: 
     learned[:num_ignored] = 0
     mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
     logprobs = np.array(completion.logprobs, dtype=np.float32)
-    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1])
+    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1], images=prompt.images)
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
@@ -218,14 +218,16 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
 
 
 def _within_budget(samples: list[Sample], most_tokens: int | None) -> list[Sample]:
-    """Put samples of like length into micro-batches of so many tokens, padding included; None: leave them."""
+    """Put samples of like length, and of as many images, into micro-batches of so many tokens, padding included; None:
+    leave them."""
     if most_tokens is None:
         return samples
     found = list(samples)
-    number = width = count = 0
-    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].input_ids)):
-        if (count + 1) * width > most_tokens or not count:
+    number = width = count = num_images = 0
+    for i in sorted(range(len(samples)), key=lambda i: (len(samples[i].images), -len(samples[i].input_ids))):
+        if (count + 1) * width > most_tokens or not count or len(samples[i].images) != num_images:
             number, width, count = number + 1, len(samples[i].input_ids), 0
+            num_images = len(samples[i].images)
         count += 1
         found[i] = replace(samples[i], micro_batch=number)
     return found

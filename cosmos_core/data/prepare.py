@@ -168,13 +168,10 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
         kind = "prompts"
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
-    if not processor_files(stage.model, recipe.policy.model_revision):
+    revision = recipe.policy.model_revision
+    if not processor_files(stage.model, revision) or processor_of(stage.model, revision, media.pixels) is None:
         root = None
-    if kind == "pairs":
-        return Job(recipe, kind, max_length, stage.model, root)
-    if kind == "sequences":
-        if processor_of(stage.model, recipe.policy.model_revision, media.pixels) is None:
-            root = None
+    if kind != "prompts":
         return Job(recipe, kind, max_length, stage.model, root)
     longest = recipe.rollout.max_response_length
     if split == _VALIDATION:

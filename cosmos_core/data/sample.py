@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cosmos_core.data.images import ImageRef
+from cosmos_core.types import ImageRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Proce
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import cached_file, is_torchvision_available
 
-from cosmos_core.data.images import ImageRef, open_image
+from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_config
 from cosmos_core.models.source import KEY, source_of
+from cosmos_core.types import ImageRef
 
 FILES = (
     "processor_config.json",

@@ -111,7 +111,7 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 def begin(env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process: it leads a group, ends with its parent, and shows no secret."""
+    """Prepare a worker process: the head of a group, that ends with its parent and shows no secret."""
     os.setpgid(0, 0)
     # What hangs would never see that its parent has ended, so the kernel kills it then.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

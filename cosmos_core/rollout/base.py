@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.models.processor import Vision
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 Bucket = list[tuple[str, Tensor]]
@@ -44,6 +45,8 @@ class EngineSettings:
     """What the engine computes in."""
     custom: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's `[custom]` table, for an engine of a user's own."""
+    vision: Vision | None = None
+    """Reads the images of prompts; None: no prompt shows one."""
 
 
 @dataclass(frozen=True, slots=True)

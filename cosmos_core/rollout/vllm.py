@@ -3,7 +3,8 @@
 In this process, because then weights are handed over by reference and no child can outlive the stage. vLLM changes
 much of the process that it starts in; `_process_kept` undoes that. Engines on other machines are not here, and neither
 is vLLM's own weight transfer: its backends (NCCL, CUDA IPC) carry weights between processes, and CUDA cannot open an
-IPC handle in the process that made it. What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one.
+IPC handle in the process that made it. What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one, and
+prompts with images were never given to vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.data.images import open_image
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
     Bucket,
@@ -92,7 +94,8 @@ class VllmEngine:
         check_prompts(prompts, self._max_model_len)
         groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
-        tokens = [self._vllm.TokensPrompt(prompt_token_ids=list(g.prompt.token_ids)) for g, _ in requests]
+        shown = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
+        tokens = [shown[id(group.prompt)] for group, _ in requests]
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
@@ -157,6 +160,11 @@ class VllmEngine:
         if not request.finished:
             return
         group, k = self._in_flight.pop(request.request_id)
+        if group.prompt.images and tuple(request.prompt_token_ids) != group.prompt.token_ids:
+            raise StageFailed(
+                f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
+                f"rollout.backend = 'hf'"
+            )
         [output] = request.outputs
         group.completions[k] = completion(
             self._tokenizer, output.token_ids, output.logprobs.logprobs,
@@ -165,6 +173,14 @@ class VllmEngine:
         if len(group.completions) == group.num_completions:
             ordered = tuple(group.completions[i] for i in range(group.num_completions))
             yield Group(group.prompt, ordered, group.step)
+
+    def _tokens_prompt(self, prompt: Prompt) -> Any:
+        """Return a prompt as vLLM takes it: it expands images itself, so it is given the tokens before that."""
+        if not prompt.images:
+            return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        images = [open_image(ref) for ref in prompt.images]
+        return self._vllm.TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         low, high = _TEMPERATURES

@@ -44,6 +44,7 @@ class Generation:
                 max_model_len=stage.recipe.policy.model_max_length,
                 dtype=getattr(torch, stage.recipe.train.param_dtype),
                 custom=stage.recipe.custom,
+                vision=adapter.vision,
             )
         )
         self._stack.callback(engine.close)

@@ -13,11 +13,17 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import kills, load, page, ranks, seeds
+from tests.acceptance import kills, load, page, ranks, seeds, tools
 
 logger = logging.getLogger(__name__)
 
-PARTS = {"seeds": seeds.prove, "kills": kills.prove, "ranks": ranks.prove, "load": load.prove}
+PARTS = {
+    "seeds": seeds.prove,
+    "kills": kills.prove,
+    "ranks": ranks.prove,
+    "load": load.prove,
+    "tools": tools.prove,
+}
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 
 
