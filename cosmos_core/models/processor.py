@@ -155,6 +155,12 @@ class Vision:
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
+    def num_before_images(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens come before the first that stands for an image, which a policy may draw like any other
+        and for which there is no image."""
+        [found] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
+        return found.index(True) if True in found else len(found)
+
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return what the model wants beside padded token ids for rows of one group; nothing for those without images.
 

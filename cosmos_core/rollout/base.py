@@ -148,15 +148,18 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
             )
 
 
-def completion(
+def completion(  # noqa: PLR0913 - what an engine knows of a completion
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     *,
     version: int,
     is_stopped: bool,
+    vision: Vision | None = None,
 ) -> Completion:
-    """Return a completion of one turn, with its text."""
+    """Return a completion of one turn, with its text; with `vision` cut off before a token that stands for an image."""
+    if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
+        token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False
     return Completion(
         segments=(Segment(tuple(token_ids), True, tuple(logprobs), version),),
         finish_reason="stop" if is_stopped else "length",

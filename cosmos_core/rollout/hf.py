@@ -139,7 +139,8 @@ class HfEngine:
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         shown = self._shown(prompts, input_ids_PT)
         cache = DynamicCache(config=self._model.config)
-        logits_PV = self._forward(input_ids_PT, mask_PT, None if shown else positions_PT, cache, shown)
+        placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
+        logits_PV = self._forward(input_ids_PT, cache, placed)
         cache.batch_repeat_interleave(k)  # a group's prompt is read once
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
@@ -160,9 +161,9 @@ class HfEngine:
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
             positions_B = positions_B + alive_B  # an ended row keeps its position: a table of positions may be full
-            logits_BV = self._forward(
-                tokens_B.unsqueeze(-1), mask_BT, None if shown else positions_B.unsqueeze(-1), cache
-            )
+            # A model that places its images wants to count on by itself, which no padding disturbs then.
+            placed = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
+            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
         return torch.stack(tokens, -1), torch.stack(logprobs, -1), lengths_B
 
     def _left_padded(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
@@ -189,19 +190,9 @@ class HfEngine:
             for name, tensor in inputs.items()
         }
 
-    def _forward(
-        self,
-        input_ids: Tensor,
-        mask: Tensor,
-        positions: Tensor | None,
-        cache: DynamicCache,
-        shown: Mapping[str, Tensor] = {},
-    ) -> Tensor:
-        """Return the logits of the last position of each row."""
-        output = self._model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-            use_cache=True, logits_to_keep=1, **shown,
-        )  # fmt: skip
+    def _forward(self, input_ids: Tensor, cache: DynamicCache, placed: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of the last position of each row; `placed`: masks, positions and images."""
+        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **placed)
         return output.logits[:, -1]
 
 
