@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -234,9 +234,7 @@ def _visual_pair(job: Job, talks: list[list[Message]], num_prompt: int, row: Row
         placed, refs, images = _read_images(job, talk, row, where)
         shown.append(refs)
         count = sum(turn["role"] == "assistant" for turn in talk[num_prompt:])
-        tokens, merged = _accepted(
-            lambda turns, images=images: visual_tokens(processor, turns, images, where, tools), placed
-        )
+        tokens, merged = _accepted(partial(visual_tokens, processor, images=images, where=where, tools=tools), placed)
         ids, mask = last_turns((tokens.ids, tokens.mask), count)
         is_cut, is_merged = is_cut or len(ids) > job.max_tokens, is_merged or merged
         num_image_tokens += tokens.num_image_tokens

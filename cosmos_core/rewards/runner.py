@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -54,8 +55,7 @@ class RewardRunner:
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
     called while it waits for them. The processes see of the environment what any program needs, and the variables in
-    `env`.
-    Use it from one thread at a time.
+    `env`. Threads that score at the same time wait for each other.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
@@ -82,6 +82,7 @@ class RewardRunner:
         self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> RewardRunner:
         self._open()
@@ -111,7 +112,8 @@ class RewardRunner:
         """
         calls = [(name, request) for request in requests for name in self._weights]
         try:
-            results = iter(self._results(calls))
+            with self._lock:
+                results = iter(self._results(calls))
         except BaseException:
             self.close()  # processes that are halfway through these requests must not delay the next ones
             raise

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cosmos_core.data.chat import ToolText, chat_of, open_tools
 from cosmos_core.parallel.mesh import num_ranks
-from cosmos_core.rollout.base import Engine, EngineSettings, stop_token_ids
+from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, stop_token_ids
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
@@ -70,10 +70,10 @@ class _Conversation:
 
 
 class Turns:
-    """An `Engine` of conversations. What it does not say itself is said by the engine that it is around."""
+    """An `Engine` of conversations, with `step` and `abort` where the inner engine has them."""
 
-    def __init__(self, inner: Engine, settings: EngineSettings) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, settings: EngineSettings) -> None:
+        self._inner: Engine = inner
         self.name, self.weight_format = inner.name, inner.weight_format
         self.ranks_per_engine = inner.ranks_per_engine
         config = settings.rollout.multi_turn_config
@@ -82,13 +82,14 @@ class Turns:
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._first: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
         self._continued: dict[int, _Conversation] = {}
+        if hasattr(inner, "step"):
+            self.step: Callable[[], list[Group]] = lambda: self._gone_on(inner.step())
+        if hasattr(inner, "abort"):
+            self.abort = self._abort
         self._runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
         if self._has_tools:
             chat = chat_of(config, self._runner.schemas())
             self._text = ToolText(settings.tokenizer, chat, self._stop_ids)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """See `Engine.submit`; the first turns of a group are asked for together."""
@@ -99,17 +100,44 @@ class Turns:
     def completed(self) -> list[Group]:
         """See `Engine.completed`."""
         while groups := self._inner.completed():
-            ended = [pair for group in groups for pair in self._taken(group)]
-            unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
-            self._go_on([conversation for conversation, is_over in ended if not is_over])
-            if done := [whole for group in unfinished.values() if (whole := group.whole()) is not None]:
+            if done := self._gone_on(groups):
                 return done
         return []
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """See `Engine.load_weights`; conversations go on with the new weights, in the middle of a turn too."""
+        return self._inner.load_weights(version, buckets)
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`."""
+        return self._inner.logprobs(token_ids)
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """See `Engine.sleep`."""
+        self._inner.sleep(level)
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._inner.wake()
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._runner.close()
         self._inner.close()
+
+    def _gone_on(self, groups: Sequence[Group]) -> list[Group]:
+        """Go on with the conversations of turns that have ended; return the groups that are done."""
+        ended = [pair for group in groups for pair in self._taken(group)]
+        unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
+        self._go_on([conversation for conversation, is_over in ended if not is_over])
+        return [whole for group in unfinished.values() if (whole := group.whole()) is not None]
+
+    def _abort(self) -> None:
+        """Forget what is in flight."""
+        inner: Any = self._inner
+        inner.abort()
+        self._first.clear()
+        self._continued.clear()
 
     def _taken(self, group: Group) -> list[tuple[_Conversation, bool]]:
         """Return the conversations of turns that have ended, with these turns, and whether they are over."""

@@ -166,13 +166,13 @@ def reward_weights(recipe: Recipe) -> dict[str, float]:
 
 @contextmanager
 def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroups]:
-    """Score groups by these rewards, in killable children of the first rank; all ranks get the scores. Without any
-    reward every score is 0."""
+    """Score groups by these rewards, in killable children of the first rank, which alone may ask for it; see `shared`.
+    Without any reward every score is 0."""
     if not weights:  # train.train_policy.bypass_reward
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():
-        yield lambda groups: broadcast_object([])
+        yield lambda groups: []
         return
     hide(stage.recipe.reward_env)
     with RewardRunner(
@@ -182,7 +182,12 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
         env=stage.recipe.reward_env,
         beat=stage.progress.beat,
     ) as runner:
-        yield lambda groups: broadcast_object(runner.score_groups(groups))
+        yield runner.score_groups
+
+
+def shared(score: ScoreGroups) -> ScoreGroups:
+    """Return what gives all ranks the scores of the first, when all ask together."""
+    return lambda groups: broadcast_object(score(groups) if is_first() else [])
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences:

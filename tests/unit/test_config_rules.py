@@ -371,9 +371,12 @@ def test_every_rule_has_a_case_on_either_side() -> None:
     }  # fmt: skip
 
 
-def test_the_mode_of_placement_is_accepted_and_said_to_do_nothing(tmp_path: Path) -> None:
-    reason = "each rank generates and trains in turn, whatever it says"
-    for mode in ("colocated", "colocated_separated"):
-        found = notices_of(load(tmp_path, GRPO, f"mode={mode!r}"))
-        assert found == [f"mode = {mode!r} has no effect here: {reason}"]
-    assert notices_of(load(tmp_path, GRPO, "mode='disaggregated'")) == []
+def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
+    for mode in ("colocated", "colocated_separated", "disaggregated"):
+        assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
+    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.n_init_replicas=3"))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine apart from the trainer has one GPU"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.tp_size=2"))
+    average = ("train.ema_enable=true", "validation.enable=true")
+    with pytest.raises(ConfigError, match="moving average of train"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))

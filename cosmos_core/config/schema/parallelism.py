@@ -62,7 +62,8 @@ class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """Engines."""
+    """Engines apart from the trainer (see `mode`); in its processes there are as many as `policy.parallelism` has ranks
+    for."""
     tp_size: Ranks = 1
     """Ranks that one engine is spread over (Cosmos-RL: 2 when left out); a divisor of those of `policy.parallelism`."""
 

@@ -39,12 +39,20 @@ class Recipe(Table):
     """Free table for user code: stages, rewards, algorithms and engines get it. `dataset.annotation_path` names rows in
     the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
     their size."""
-    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "disaggregated"
-    """Where rollout engines run: on GPUs of their own, in the trainer's processes, or beside them on its GPUs."""
+    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "colocated"
+    """Where rollout engines run. `colocated`: in the trainer's processes, in turns with it. `disaggregated` (what
+    Cosmos-RL does when it is left out): `rollout.parallelism.n_init_replicas` engines in processes and on GPUs of their
+    own, which generate while the ranks train. `colocated_separated`: in processes of their own on the trainer's GPUs,
+    in turns."""
     redis: str | int = ""
     """Port of the controller's Redis."""
     eth_ips: str = ""
     """Addresses of the controller, separated by `;`."""
+
+    @property
+    def engines_apart(self) -> int:
+        """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
+        return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
 
     @property
     def reward_constants(self) -> dict[str, Any]:
