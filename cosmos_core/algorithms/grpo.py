@@ -234,7 +234,7 @@ def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: 
     learned[:num_ignored] = 0
     mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
     logprobs = np.array(completion.logprobs, dtype=np.float32)
-    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1])
+    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1], images=prompt.images)
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:

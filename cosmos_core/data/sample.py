@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cosmos_core.data.images import ImageRef
+from cosmos_core.types import ImageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,16 @@ class Sample:
 
 
 def within_budget(samples: Sequence[Sample], most_tokens: int | None) -> list[Sample]:
-    """Put samples of like length into micro-batches of so many tokens, padding included; None: leave them."""
+    """Put samples of like length, and of as many images, into micro-batches of so many tokens, padding included; None:
+    leave them."""
     found = list(samples)
     if most_tokens is None:
         return found
-    number = width = count = 0
-    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].input_ids)):
-        if (count + 1) * width > most_tokens or not count:
+    number = width = count = num_images = 0
+    for i in sorted(range(len(samples)), key=lambda i: (len(samples[i].images), -len(samples[i].input_ids))):
+        if (count + 1) * width > most_tokens or not count or len(samples[i].images) != num_images:
             number, width, count = number + 1, len(samples[i].input_ids), 0
+            num_images = len(samples[i].images)
         count += 1
         found[i] = replace(samples[i], micro_batch=number)
     return found

@@ -118,6 +118,11 @@ class ModelAdapter(Protocol):
         """Return what turns text into the model's inputs."""
         ...
 
+    @property
+    def vision(self) -> Any:
+        """Return what reads the images of samples; None: no sample shows one."""
+        ...
+
     def whole_model(self) -> Any:
         """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
         ...

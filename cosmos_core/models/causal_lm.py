@@ -116,6 +116,11 @@ class CausalLM:
         assert self._reading.tokenizer is not None, "opened without a tokenizer"
         return self._reading.tokenizer
 
+    @property
+    def vision(self) -> Vision | None:
+        """Return what reads the images of samples; None: no sample shows one."""
+        return self._reading.vision
+
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
         return self.model if self.whole is None else fill(self.whole, self.model)

@@ -41,7 +41,7 @@ def open_causal_lm(stage: Stage) -> CausalLM:
     tokenizer = load_tokenizer(stage.model, policy.model_revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so which id pads does not matter
-    vision = _vision(stage)
+    vision = open_vision(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
     load = init_on_meta if mesh and not reads_base(policy.lora) else load_model
@@ -70,7 +70,7 @@ def open_causal_lm(stage: Stage) -> CausalLM:
     return CausalLM(model, train, reading, mesh, balance)
 
 
-def _vision(stage: Stage) -> Vision | None:
+def open_vision(stage: Stage) -> Vision | None:
     """Return what reads the images of the prepared rows; None: no row shows one.
 
     Raises:

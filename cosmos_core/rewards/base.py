@@ -26,6 +26,7 @@ from cosmos_core.types import Score
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
+    "turns": "the turns behind the prompt, a list of {'role': 'assistant' or 'tool', 'content': text}",
     "num_tokens": "sampled tokens of the completion, the end token included",
     "finish_reason": "'stop' or 'length'",
     "max_tokens": "most tokens that a completion may have",

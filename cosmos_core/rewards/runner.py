@@ -11,15 +11,11 @@ the session of their parent but in process groups of their own: a kill takes wha
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
@@ -29,11 +25,11 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.environment import hide, masked
+from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line
-from cosmos_core.rewards.process import RewardContext
+from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -41,11 +37,7 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""Until a process has imported the rewards; a user's module may import something heavy."""
-_BEAT_SECONDS = 1.0
 _MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
-_PR_SET_PDEATHSIG = 1
 
 
 class _Result(NamedTuple):
@@ -166,7 +158,7 @@ class RewardRunner:
         )
         try:
             loaded = self._pool.schedule(_load, args=(names,))
-            if not self._wait([loaded], START_SECONDS):
+            if not wait_for([loaded], START_SECONDS, self._beat):
                 raise RewardError(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
             loaded.result()
         except (BrokenProcessPool, ProcessExpired) as error:
@@ -187,7 +179,7 @@ class RewardRunner:
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
             pool = self._pool if self._pool is not None and self._pool.active else self._open()
             futures = [pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting]
-            if not self._wait(futures, self._timeout + START_SECONDS):
+            if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
                 self.close()  # a request that was lost with its process, or no process that would start
             failed, is_broken = [], False
             for i, future in zip(waiting, futures, strict=True):
@@ -196,23 +188,12 @@ class RewardRunner:
                 except (BrokenProcessPool, ProcessExpired, TimeoutError) as error:
                     failed.append(i)
                     is_broken |= isinstance(error, BrokenProcessPool)
-                    reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else _ending(error)
+                    reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
                     results[i] = [_Result(error=reason)] * len(calls[i].requests)
                     log.warning("reward %s: %s (attempt %d of %d)", calls[i].reward, reason, attempt, self._retries + 1)
             waiting = failed
             attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
         return results
-
-    def _wait(self, futures: Iterable[Future[Any]], patience: float) -> bool:
-        """Wait for the futures and say that we are alive; return False when none gets done for `patience` seconds."""
-        waiting, last = set(futures), time.monotonic()
-        while waiting:
-            done, waiting = wait(waiting, _BEAT_SECONDS)
-            self._beat()
-            last = time.monotonic() if done else last
-            if time.monotonic() - last > patience:
-                return False
-        return True
 
     def _total(self, results: Sequence[_Result]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
@@ -236,16 +217,11 @@ def _request(group: Group, k: int) -> dict[str, Any]:
         "to_be_evaluated": completion.text,
         "reference": group.prompt.reference,
         "prompt": group.prompt.text,
+        "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
+        or [{"role": "assistant", "content": completion.text}],
         "num_tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
     }
-
-
-def _ending(error: BrokenProcessPool | ProcessExpired) -> str:
-    if isinstance(error, BrokenProcessPool):
-        return "its process ended"
-    code = error.exitcode
-    return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
 
 
 # What follows runs in the worker processes.
@@ -257,13 +233,7 @@ _told: set[tuple[str, type]] = set()
 
 def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process; what a user's module does wrong is told by `_load`."""
-    os.setpgid(0, 0)
-    # A hanging reward would never see that its parent has ended, so the kernel kills it then.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        os._exit(1)
-    os.dup2(2, 1)  # what rewards print goes to the log
-    hide(env)
+    begin(env, parent_pid)
     _constants.update(constants)
     with suppress(RewardError):
         _load(names)

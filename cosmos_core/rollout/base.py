@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.models.processor import Vision
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 Bucket = list[tuple[str, Tensor]]
@@ -46,6 +47,8 @@ class EngineSettings:
     """The recipe's `[custom]` table, for an engine of a user's own."""
     is_apart: bool = False
     """The engine is in a process without the trainer's weights: `model` has shapes alone."""
+    vision: Vision | None = None
+    """Reads the images of prompts; None: no prompt shows one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
             )
 
 
-def completion(
+def completion(  # noqa: PLR0913 - what an engine knows of a completion
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
@@ -159,14 +162,21 @@ def completion(
     version: int,
     is_stopped: bool,
     earlier: Sequence[tuple[int, int]] = (),
+    vision: Vision | None = None,
 ) -> Completion:
     """Return a completion of one turn, with its text; `earlier`: how many of its tokens, from the first on, were drawn
-    by the end of each version of the weights before the present one."""
+    by the end of each version of the weights before the present one; with `vision` it is cut off before a token that
+    stands for an image."""
+    if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
+        token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False
     segments, start = [], 0
     for end, of_version in (*earlier, (len(token_ids), version)):
+        end = min(end, len(token_ids))
         if end > start:
             segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), of_version))
         start = max(start, end)
+    if not segments:
+        segments = [Segment((), True, (), version)]
     return Completion(
         segments=tuple(segments),
         finish_reason="stop" if is_stopped else "length",

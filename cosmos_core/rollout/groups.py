@@ -17,7 +17,7 @@ from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.run.progress import Progress
-from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
+from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 
 class GroupSource(Protocol):
@@ -174,6 +174,20 @@ class Dynamic:
         self._drawn = int(str(state["drawn"]))
 
 
+def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return means of assistant turns and tool calls per completion, and the share of calls that failed; nothing where
+    completions are no conversations."""
+    turns = [turn for completion in completions for turn in completion.turns]
+    if not turns:
+        return {}
+    calls = [turn for turn in turns if turn.role == "tool"]
+    return {
+        "completion/turns": (len(turns) - len(calls)) / len(completions),
+        "completion/tool_calls": len(calls) / len(completions),
+        "completion/tool_errors": sum(turn.is_error for turn in calls) / max(1, len(calls)),
+    }
+
+
 def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return how many groups were sampled, and the shares that were dropped with equal rewards above and up to 0."""
     equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.keeps(group)]
@@ -215,6 +229,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+    metrics |= turn_metrics(completions)
     return metrics | {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
 
 

@@ -2,7 +2,8 @@
 
 In the trainer's process weights are handed over by reference and no child can outlive the stage. vLLM changes much of
 the process that it starts in; `_process_kept` undoes that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here.
-What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one.
+What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one, and prompts with images were never given to
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.data.images import open_image
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
     Bucket,
@@ -45,6 +47,8 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would be the trainer's threads too
 }
+_CPU_PASS_TOKENS = 4096
+"""Most of one forward pass."""
 _TEMPERATURES = (0.01, 2.0)  # below, vLLM samples at 0.01 without an error; above, it raises one of its own
 
 
@@ -71,6 +75,7 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._vision = settings.vision
         self._version = 0
         self._is_asleep = False
         self._receiver = Receiver()
@@ -94,7 +99,8 @@ class VllmEngine:
         check_prompts(prompts, self._max_model_len)
         groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
-        tokens = [self._vllm.TokensPrompt(prompt_token_ids=list(g.prompt.token_ids)) for g, _ in requests]
+        shown = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
+        tokens = [shown[id(group.prompt)] for group, _ in requests]
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
@@ -182,14 +188,28 @@ class VllmEngine:
         if not request.finished:
             return
         group, k = self._in_flight.pop(request.request_id)
+        if group.prompt.images and tuple(request.prompt_token_ids) != group.prompt.token_ids:
+            raise StageFailed(
+                f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
+                f"rollout.backend = 'hf'"
+            )
         [output] = request.outputs
         group.completions[k] = completion(
             self._tokenizer, output.token_ids, output.logprobs.logprobs,
             version=self._version, is_stopped=output.finish_reason == "stop", earlier=group.earlier.get(k, ()),
+            vision=self._vision,
         )  # fmt: skip
         if len(group.completions) == group.num_completions:
             ordered = tuple(group.completions[i] for i in range(group.num_completions))
             yield Group(group.prompt, ordered, group.step)
+
+    def _tokens_prompt(self, prompt: Prompt) -> Any:
+        """Return a prompt as vLLM takes it: it expands images itself, so it is given the tokens before that."""
+        if not prompt.images:
+            return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        images = [open_image(ref) for ref in prompt.images]
+        return self._vllm.TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         low, high = _TEMPERATURES
@@ -264,6 +284,12 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["quantization"] = rollout.quantization
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+    else:
+        # Behind a prompt that is read in two passes vLLM sets a request's generator back, which those on CPU refuse.
+        arguments |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_PASS_TOKENS, settings.max_model_len),
+        }
     return arguments
 
 

@@ -28,6 +28,7 @@ from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
     adapter_source,
+    chat_template_source,
     data_sources,
     kernel_packages,
     media_folder,
@@ -101,8 +102,13 @@ def fingerprint(
     }
     if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
         ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
-    if kind.scores or kind.trains:
-        ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
+    # Prompts are told of tools, which are described by their code.
+    called = labels if kind.scores or kind.trains else recipe.rollout.multi_turn_config.called_tools
+    code = {label: code_digest(name) for name, label in labels.items() if name in called}
+    if code or kind.scores or kind.trains:
+        ingredients["code"] = code
+    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
+        ingredients["chat_template"] = digests.of_file(template)
     if teacher := teacher_source(recipe, kind):
         ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests)
     if stage.entry:

@@ -46,6 +46,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                 resume_source(recipe)
                 adapter_source(recipe)
                 _check_gpu(recipe)
+            chat_template_source(recipe)
             if kind.scores:
                 _check_rewards(recipe)
             for key, name in _user_code(stage, recipe):
@@ -186,6 +187,22 @@ def adapter_source(recipe: Recipe) -> Path | None:
     return folder
 
 
+def chat_template_source(recipe: Recipe) -> Path | None:
+    """Return the chat template that takes the place of the tokenizer's in prompts to complete.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    turns = recipe.rollout.multi_turn_config
+    if not turns.enable or turns.custom_chat_template_path is None:
+        return None
+    file = existing(turns.custom_chat_template_path, Path.cwd())
+    if file is None or not file.is_file():
+        key = "rollout.multi_turn_config.custom_chat_template_path"
+        raise ConfigError(f"{key} = {turns.custom_chat_template_path!r}: no such file; give one that Jinja reads")
+    return file
+
+
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages whose kernels a training computes with, each with the setting that asks for it."""
     train, found = recipe.train, {}
@@ -227,6 +244,7 @@ def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
     """Return each function and class of a user's own, but rewards, with the key that names it."""
     named = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
     named += [("logging.logger", name) for name in recipe.logging.logger]
+    named += [("rollout.multi_turn_config.tools", name) for name in recipe.rollout.multi_turn_config.called_tools]
     return [(key, name) for key, name in named if is_import_path(name)]
 
 

@@ -174,14 +174,17 @@ class PairFeed(RowFeed):
         return found, self._epoch(step)
 
     def _micro_batches(self, step: int) -> list[list[int]]:
-        """Return pairs of like length together, in micro-batches small enough that each data-parallel rank gets one."""
+        """Return pairs of like length together, in micro-batches small enough that each data-parallel rank gets one;
+        pairs with images apart from others."""
         if self._balanced:
             return self._balanced.micro_batches(step)
         policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
         ordered = sorted(self.positions(step).tolist(), key=lambda i: -self._lengths[i])
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
         size = min(policy.mini_batch, -(-len(ordered) // num_ranks))
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        num_images = self._rows.chosen.num_images
+        alike = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
+        return [rows[start : start + size] for rows in alike for start in range(0, len(rows), size)]
 
 
 class RolloutFeed(Feed):
@@ -273,9 +276,10 @@ def pair_samples(
 ) -> tuple[Sample, Sample]:
     """Return the chosen and the rejected sample of prepared pair `i`; `reference`: the log-probabilities of all."""
     chosen, rejected = (0.0, 0.0) if reference is None else reference[i].tolist()
+    images = pairs.chosen.images(i)  # the prompt shows them, which both begin with
     return (
-        Sample(*pairs.chosen[i], reference_logprob=chosen, micro_batch=micro_batch),
-        Sample(*pairs.rejected[i], reference_logprob=rejected, micro_batch=micro_batch),
+        Sample(*pairs.chosen[i], reference_logprob=chosen, images=images, micro_batch=micro_batch),
+        Sample(*pairs.rejected[i], reference_logprob=rejected, images=images, micro_batch=micro_batch),
     )
 
 

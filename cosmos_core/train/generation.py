@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import hide
 from cosmos_core.models.hf import load_generation_config, load_tokenizer, model_without_weights
+from cosmos_core.models.open_causal_lm import open_vision
+from cosmos_core.models.processor import Vision
 from cosmos_core.observe.logs import configure
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, EngineSettings
@@ -47,7 +49,7 @@ class Generation:
         if stage.kind.feed == "rollouts" and stage.recipe.engines_apart:
             engine = _fleet(stage)
         else:
-            engine = make_engine(_settings(stage, adapter.model, adapter.tokenizer))
+            engine = make_engine(_settings(stage, adapter.model, adapter.tokenizer, adapter.vision))
         self._stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
         return engine
@@ -96,7 +98,9 @@ class Generation:
         return row["logprobs"]
 
 
-def _settings(stage: Stage, model: PreTrainedModel, tokenizer: Any, *, is_apart: bool = False) -> EngineSettings:
+def _settings(
+    stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: Vision | None, *, is_apart: bool = False
+) -> EngineSettings:
     return EngineSettings(
         model,
         tokenizer,
@@ -106,6 +110,7 @@ def _settings(stage: Stage, model: PreTrainedModel, tokenizer: Any, *, is_apart:
         dtype=getattr(torch, stage.recipe.train.param_dtype),
         custom=stage.recipe.custom,
         is_apart=is_apart,
+        vision=vision,
     )
 
 
@@ -136,4 +141,4 @@ def _open_apart(path: Path) -> Engine:
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
         )
     model.generation_config = load_generation_config(stage.model, policy.model_revision)
-    return make_engine(_settings(stage, model, tokenizer, is_apart=True))
+    return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

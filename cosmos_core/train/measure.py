@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
-from cosmos_core.rollout.groups import reward_means
+from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import pair_samples, sequence_sample
@@ -87,8 +88,10 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
     if not len(values):
         scores = [score for group in groups for score in group.scores]
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
-    lengths = [completion.num_sampled for group in groups for completion in group.group.completions]
+    completions = [completion for group in groups for completion in group.group.completions]
+    lengths = [completion.num_sampled for completion in completions]
     return {
+        **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
@@ -148,13 +151,15 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
     for group in groups:
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
-        record = {
+        record: dict[str, Any] = {
             "step": step,
             "prompt": prompt.text,
             "reference": prompt.reference,
             "completion": completion.text,
             "reward": score.value,
         }
+        if completion.turns:
+            record["turns"] = [asdict(turn) for turn in completion.turns]
         kept.append(json.dumps(record, ensure_ascii=False))
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

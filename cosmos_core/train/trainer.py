@@ -181,16 +181,17 @@ class Trainer:
             together: dict[Any, list[int]] = {}
             for i in ordered:
                 together.setdefault(planned[i], []).append(i)
-            filler = _cheapest(adapter, samples, range(len(samples)))
-            own = _own(adapter, list(together.values()), 1)
-            return [Plan(batch[0] if batch else (), filler) for batch in own]
-        groups: dict[int, list[int]] = {}
-        for i in ordered:
-            groups.setdefault(adapter.group(samples[i]), []).append(i)
+            batches = list(together.values())
+        else:
+            is_planned, batches = False, [[i] for i in ordered]
+        groups: dict[int, list[list[int]]] = {}
+        for batch in batches:
+            groups.setdefault(adapter.group(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []
         for group in sorted(groups):
-            filler = _cheapest(adapter, samples, groups[group])
-            plans += [Plan(batch, filler) for batch in _own(adapter, groups[group], size)]
+            filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
+            own = _own(adapter, groups[group], 1 if is_planned else size)
+            plans += [Plan([i for batch in each for i in batch], filler) for each in own]
         return plans
 
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import distilled, kills, load, page, ranks, seeds
+from tests.acceptance import colours, distilled, kills, load, page, ranks, seeds, tools
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ PARTS = {
     "ranks": ranks.prove,
     "load": load.prove,
     "distilled": distilled.prove,
+    "tools": tools.prove,
+    "colours": colours.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

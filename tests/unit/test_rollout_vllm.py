@@ -41,6 +41,11 @@ def test_tokens_depend_on_seed_and_step_alone_not_on_the_batch(found: dict[str, 
     assert len(set(answers)) == len(answers)
 
 
+def test_more_prompts_than_one_pass_takes_are_read_in_several(found: dict[str, Any]) -> None:
+    many, few = found["sampled"]["many"]
+    assert len(many) == 120 and many[:3] == few
+
+
 def test_greedy_answers_are_those_of_the_hf_engine(found: dict[str, Any]) -> None:
     for name in ("greedy", "penalised"):
         vllm, hf = found["sampled"][name]

@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-class _StopsAt(Stage):
+class StopsAt(Stage):
     """A stage that is asked to stop once its metrics have a step."""
 
     stop_at = 0
@@ -240,7 +240,7 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     path = tmp_path / "cut"
     for stop_at in (1, 3):
         base = make_stage(path, kind, config, task / "task/model", data)
-        stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
+        stage = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
         stage.stop_at = stop_at
         with pytest.raises(Preempted, match="checkpoint saved"):
             train(stage)

@@ -76,7 +76,11 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
     greedy = sampling(0.0, num_completions=1)
     filtered = sampling(0.8, top_k=6, top_p=0.7, repetition_penalty=1.3, num_completions=1)
     penalised = sampling(0.0, repetition_penalty=1.3, num_completions=1)
+    # More prompt tokens than one forward pass takes; the last prompt of a pass would be read in two.
+    long = [Prompt(90, tuple(range(41)), "", "")]
+    many = [generate(engine, long, sampling(1.0, max_tokens=2, num_completions=count), 4) for count in (120, 3)]
     return {
+        "many": [tokens(groups)[0] for groups in many],
         "difference": {
             "1.0": difference(model, groups, 1.0),
             "0.7": difference(model, cooler, 0.7),

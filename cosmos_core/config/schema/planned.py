@@ -13,7 +13,6 @@ from pydantic import ValidationInfo, field_validator
 
 from cosmos_core.config.schema.declared import TYPES, declared
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.table import say
 
 _TABLES = tomllib.loads(files("cosmos_core.config.schema").joinpath("planned.toml").read_text("utf-8"))
 TYPES |= {"LoraConfig": LoraConfig}
@@ -57,19 +56,6 @@ class FP4Config(_planned("FP4Config")):  # type: ignore[misc]
 
 class DiffusersConfig(_planned("DiffusersConfig")):  # type: ignore[misc]
     """`[policy.diffusers]`"""
-
-
-class MultiTurnRolloutConfig(_planned("MultiTurnRolloutConfig")):  # type: ignore[misc]
-    """`[rollout.multi_turn_config]`"""
-
-    @field_validator("continue_final_message")
-    @classmethod
-    def _tools_end_messages(cls, goes_on: bool, info: ValidationInfo) -> bool:
-        if not (goes_on and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
-            return goes_on
-        say(info, "rollout.multi_turn_config.continue_final_message: false, because enable_tools and "
-            "add_generation_prompt are set")  # fmt: skip
-        return False
 
 
 class RewardFunctionConfig(_planned("RewardFunctionConfig")):  # type: ignore[misc]

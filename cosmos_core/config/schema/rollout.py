@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where, registered
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.planned import MultiTurnRolloutConfig
 from cosmos_core.config.schema.table import InStage, Table, say
 from cosmos_core.config.schema.values import (
     Completions,
