@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,14 +114,23 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
     except Preempted:  # by a signal, from `_terminate`
         raise
     except Exception as error:  # noqa: BLE001 - Prefect gave up: its server does not respond, or has no room either
-        is_full = shutil.disk_usage(run.path).free < _LEAST_ROOM
-        trouble = disk_full(error, run.path) or (DiskFull(f"disk full: {run.path}") if is_full else error)
+        trouble = disk_full(error, run.path) or _probe(run.path) or error
         return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
     finally:
         # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     return "" if state.is_completed() else str(state.message)
+
+
+def _probe(folder: Path) -> DiskFull | None:
+    """Return why nothing can be written in a folder now; None: something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_LEAST_ROOM))
+    except OSError as error:
+        return disk_full(error, folder)
+    return None
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -61,7 +61,8 @@ class Supervisor:
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self.child.kill()
         attempt = os.environ.get(ATTEMPT, "")
-        kill_marked(attempt)
+        if attempt:
+            kill_marked(attempt)
         kill_below()
         remove_scratch(attempt)
         code = self.child.returncode

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import kills, load, page, ranks, seeds
+from tests.acceptance import fuzz, kills, load, page, ranks, seeds
 
 logger = logging.getLogger(__name__)
 
-PARTS = {"seeds": seeds.prove, "kills": kills.prove, "ranks": ranks.prove, "load": load.prove}
+PARTS = {"seeds": seeds.prove, "kills": kills.prove, "ranks": ranks.prove, "load": load.prove, "fuzz": fuzz.prove}
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 
 

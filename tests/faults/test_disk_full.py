@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import resource
 import signal
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import DiskFull
+from cosmos_core.run.files import disk_full, room_may_be_missing
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
@@ -120,7 +123,7 @@ def test_a_stage_that_ends_while_the_launcher_cannot_write_is_finished(
     assert read_state(run.stage_path("s")).state == "done", "its manifest says so, whatever the state could note"
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert lines and not any(record.exc_info for record in lines), "no traceback"
-    assert any("the disk is full" in record.getMessage() for record in lines)
+    assert any("the disk is full or read-only" in record.getMessage() for record in lines)
     assert perform(run, "s")[1] is True
 
 
@@ -130,3 +133,11 @@ def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_a
         perform(run, "s")
     assert not should_retry(run, "s", caught.value)
     assert perform(run, "s")[1] is False
+
+
+def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS), "/there/state.json")
+    said = "read-only: Read-only file system: /there/state.json; make it writable and resume"
+    assert str(disk_full(error, tmp_path)) == said
+    with room_may_be_missing("the end"):
+        raise error
