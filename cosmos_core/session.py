@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_REFUSED, EXIT_USAGE, DiskFull, Preempted
+from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
+from cosmos_core.launch.supervisor import adopt_orphans
 from cosmos_core.launch.worker import is_stopping
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
@@ -43,6 +45,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
     for handler in logging.getLogger().handlers:
         handler.addFilter(_is_not_of_a_run)
     signal.signal(signal.SIGTERM, _terminate)
+    adopt_orphans()  # of a supervisor that is killed
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, trouble = False, ""
     with Display(names) as display, _watching(run, display):
@@ -52,6 +55,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
                 trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
+    kill_below()
     print_summary(run.path, since=began)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
     if code == EXIT_PREEMPTED and trouble and not interrupted:  # no stage failed, yet the flow did
