@@ -140,6 +140,8 @@ class _Server:
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+            # What a server says that has no room; its clients ask again for a minute.
+            "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             # Nothing here is scheduled, and the run directory decides what is late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",

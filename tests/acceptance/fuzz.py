@@ -26,7 +26,7 @@ import tomli_w
 
 from cosmos_core import cli
 from cosmos_core.data import prepare
-from cosmos_core.errors import CosmosError
+from cosmos_core.errors import EXIT_OK, EXIT_USAGE, ConfigError, CosmosError
 from cosmos_core.train import check
 from tests.acceptance.page import Proof, table
 from tests.effects.change import recipe, stage_of
@@ -132,9 +132,11 @@ def _checked(file: Path) -> str:
     except SystemExit as end:
         said.seek(0)
         shown = said.read()
-        if end.code not in {0, 64, None}:
-            return f"exit {end.code}: {shown}"
-        return "a traceback" if "Traceback" in shown else "nothing was said" if not shown else ""
+        if end.code not in {EXIT_OK, EXIT_USAGE, None} or "Traceback" in shown or not shown:
+            return f"exit {end.code}: {shown or 'nothing was said'}"
+        if end.code == EXIT_USAGE:
+            raise ConfigError(shown.splitlines()[-1]) from None
+        return ""
     finally:
         sys.argv = words
     return "no exit code"

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks.stage import perform, should_retry
+from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import Workspace, wait_until
 from tests.faults.test_worker import make_run
 
@@ -89,6 +91,38 @@ def test_the_run_fails_with_one_line_and_the_checkpoint_before_is_continued(work
     workspace.cosmos("resume")
     assert read_metrics(workspace.stage("sft") / "metrics.jsonl")[-1]["step"] == 600
     workspace.expect_quiet()
+
+
+COUNTING = """
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+arguments = { steps = 60 }
+
+[[pipeline.stages]]
+name = "second"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+after = "first"
+arguments = { steps = 3 }
+"""
+
+
+@pytest.mark.skipif(not has_compiler(), reason="the shim of the disk needs a C compiler")
+def test_a_full_disk_under_the_server_alone_is_waited_for(workspace: Workspace) -> None:
+    workspace.write("p.toml", COUNTING)
+    shim = Shim(workspace.path / "control", workspace.path / "outputs/.cosmos/server-1")
+    workspace.environment |= shim.environment
+    flow = workspace.start("run", "p.toml")
+    wait_until(lambda: workspace.is_past("first", 30), 120, "the first stage at step 30")
+    shim.set("is_full", 1)
+    wait_until(lambda: workspace.state("first") == "done", 60, "the end of the first stage")
+    time.sleep(2)
+    shim.set("is_full", 0)
+    assert flow.wait(timeout=120) == 0
+    assert workspace.state("second") == "done"
+    assert "Traceback" not in (workspace.path / "command.log").read_text()
 
 
 @contextmanager
