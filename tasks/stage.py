@@ -38,7 +38,7 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import start_time
+from cosmos_core.launch.processes import start_time, sweep
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
@@ -66,6 +66,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
+    sweep()
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     futures: dict[str, PrefectFuture[Any]] = {}
     try:
@@ -155,7 +156,7 @@ def perform(
         CosmosError: as `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
-    with Lock(run.path / "locks" / f"{name}.lock") as lock:
+    with _stage_lock(run, name) as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
             is_finished = read_state(path).state in FINISHED
@@ -180,6 +181,19 @@ def perform(
                 failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
             _record_failure(path, failure)
             raise failure from error
+
+
+def _stage_lock(run: Run, name: str) -> Lock:
+    """Open the lock of a stage.
+
+    Raises:
+        StageFailed: its file cannot be made.
+    """
+    path = run.path / "locks" / f"{name}.lock"
+    try:
+        return Lock(path)
+    except OSError as error:
+        raise disk_full(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
 
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
