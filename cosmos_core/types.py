@@ -111,6 +111,14 @@ class Sampling:
     seed: int = 0
     """Run seed; the engine draws completion k of prompt p at step s from hash(seed, s, p, k)."""
 
+    may_be_outdated: bool = False
+    """The weights may be those of an earlier train step than the one that learns from the tokens."""
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Return whether tokens may be drawn from another distribution than that of the policy that learns of them."""
+        return self.changes_distribution or self.may_be_outdated
+
     @property
     def changes_distribution(self) -> bool:
         """Return whether tokens are drawn from another distribution than softmax(logits / temperature)."""

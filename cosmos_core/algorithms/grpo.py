@@ -248,7 +248,7 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         found = replace(found, rule=config.rollout_correction, low=low, high=high)
     elif config.use_rollout_logprobs_for_loss or config.aipo_rho:
         pass  # the ratio itself is that to the rollout policy
-    elif sampling is not None and sampling.changes_distribution:
+    elif sampling is not None and sampling.is_off_policy:
         found = replace(found, rule="truncate", high=CAP)
     return None if found.rule == "none" and found.geometric is None else found
 

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -73,8 +74,7 @@ class RewardRunner:
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
     called while it waits for them. The processes see of the environment what any program needs, and the variables in
     `env`. `by_group`: functions of a user's own are called once for all completions of a prompt, with one deadline;
-    what costs that call makes all of them invalid.
-    Use it from one thread at a time.
+    what costs that call makes all of them invalid. Threads that score at the same time wait for each other.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
@@ -103,6 +103,7 @@ class RewardRunner:
         self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> RewardRunner:
         self._open()
@@ -140,7 +141,8 @@ class RewardRunner:
                 units = [group] if name in self._take_lists else [[request] for request in group]
                 calls += [_Call(name, unit, name in self._take_lists) for unit in units if unit]
         try:
-            found = iter(self._results(calls))
+            with self._lock:
+                found = iter(self._results(calls))
         except BaseException:
             self.close()  # processes that are halfway through these requests must not delay the next ones
             raise

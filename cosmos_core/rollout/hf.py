@@ -44,8 +44,9 @@ class HfEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.weight_format: WeightFormat = "shared" if is_alone() else "module"
-        self._model = settings.model if is_alone() else _replica(settings)
+        is_same = is_alone() and not settings.is_apart
+        self.weight_format: WeightFormat = "shared" if is_same else "module"
+        self._model = settings.model if is_same else _replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
@@ -77,6 +78,10 @@ class HfEngine:
             )
         k = sampling.num_completions
         return [Group(p, tuple(rows[i * k : (i + 1) * k]), step) for i, p in enumerate(prompts)]
+
+    def abort(self) -> None:
+        """Forget what is in flight."""
+        self._waiting.clear()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`; no tensor comes when the module is the trainer's."""

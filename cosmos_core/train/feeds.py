@@ -20,7 +20,7 @@ from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.base import all_invalid
-from cosmos_core.rollout.groups import Dynamic, GroupSource, Sync
+from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
 
 
@@ -251,10 +251,16 @@ class PromptOrder:
         return found
 
 
-def dynamic(sync: Sync, order: PromptOrder, recipe: Recipe) -> Dynamic:
-    """Return a source that drops groups in which no completion differs, and draws others with `sync`."""
-    metrics, max_retries = recipe.train.train_policy.dynamic_sampling or ((), 0)
-    return Dynamic(sync, order.take, rows_per_step(recipe), metrics, max_retries)
+def group_filter(recipe: Recipe) -> Filter | None:
+    """Return what drops groups of no use; None: all are trained on."""
+    sampling = recipe.train.train_policy.dynamic_sampling
+    return None if sampling is None else Filter(*sampling)
+
+
+def in_turns(sync: Sync, order: PromptOrder, recipe: Recipe) -> GroupSource:
+    """Return what generates when it is asked, with others in place of groups that are dropped."""
+    chosen = group_filter(recipe)
+    return sync if chosen is None else Dynamic(sync, order.take, rows_per_step(recipe), chosen)
 
 
 def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
@@ -286,4 +292,6 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
+        may_be_outdated=recipe.train.sync_weight_interval > 1
+        or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )

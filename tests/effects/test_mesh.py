@@ -21,6 +21,7 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.models.teacher import computing
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import rows_per_step
 from tests.effects.change import GRPO, SFT, Change, changes
 from tests.effects.test_model import rank_of, samples
 from tests.unit.tiny_model import save_tiny_model
@@ -146,3 +147,15 @@ def test_it_changes_where_activations_wait(
         return len(moved)
 
     assert (count(change.before), count(change.after) > 10) == (0, True)
+
+
+@changes(
+    Change("policy.parallelism.n_init_replicas", 3, SFT),
+    Change("policy.parallelism.n_init_replicas", 3, {**GRPO, "train.train_batch_per_replica": 32}),
+)
+def test_replicas_are_data_parallel_and_each_has_its_rows(change: Change) -> None:
+    before, after = change.before, change.after
+    assert (before.policy.parallelism.world_size, after.policy.parallelism.world_size) == (1, 3)
+    assert after.policy.parallelism.dp_replicate_size == 3
+    assert rows_per_step(after) == 3 * rows_per_step(before)
+    assert Recipe.model_validate(after.model_dump()) == after

@@ -1,4 +1,4 @@
-"""Reward functions of a group, which judge all completions of a prompt at once, and those that groups are filtered by."""
+"""Reward functions that judge all completions of a prompt at once, and those that groups are filtered by."""
 
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Segment

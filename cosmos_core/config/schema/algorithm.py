@@ -91,6 +91,12 @@ class AlgorithmConfig(Table):
         return None
 
     @property
+    def lookahead(self) -> tuple[int, int, int | None]:
+        """Return how far rollouts may run ahead of the training: train steps that their weights may be old, prompts
+        beyond the window which that allows, and the most train steps of prompts at a time (None: no bound)."""
+        return 0, 0, None
+
+    @property
     def env_of_rewards(self) -> tuple[str, ...]:
         """Return the environment variables that rewards see beyond those that any program needs."""
         return ()

@@ -59,10 +59,6 @@ class DiffusersConfig(_planned("DiffusersConfig")):  # type: ignore[misc]
     """`[policy.diffusers]`"""
 
 
-class RolloutAsyncConfig(_planned("RolloutAsyncConfig")):  # type: ignore[misc]
-    """`[rollout.async_config]`: read with `rollout.mode = "async"`."""
-
-
 class MultiTurnRolloutConfig(_planned("MultiTurnRolloutConfig")):  # type: ignore[misc]
     """`[rollout.multi_turn_config]`"""
 

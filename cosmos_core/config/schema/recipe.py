@@ -12,7 +12,7 @@ from cosmos_core.config.schema.planned import ProfilerConfig, VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
 
@@ -43,8 +43,11 @@ class Recipe(Table):
     """Free table for user code: stages, rewards, algorithms and engines get it. `dataset.annotation_path` names rows in
     the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
     their size."""
-    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "disaggregated"
-    """Where rollout engines run: on GPUs of their own, in the trainer's processes, or beside them on its GPUs."""
+    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "colocated"
+    """Where rollout engines run. `colocated`: in the trainer's processes, in turns with it. `disaggregated` (what
+    Cosmos-RL does when it is left out): `rollout.parallelism.n_init_replicas` engines in processes and on GPUs of their
+    own, which generate while the ranks train. `colocated_separated`: in processes of their own on the trainer's GPUs,
+    in turns."""
     redis: str | int = ""
     """Port of the controller's Redis."""
     eth_ips: str = ""
@@ -62,6 +65,11 @@ class Recipe(Table):
         return self.teacher if kind.feed == "rollouts" else None
 
     @property
+    def engines_apart(self) -> int:
+        """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
+        return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
+
+    @property
     def reward_constants(self) -> dict[str, Any]:
         """Return what every reward of the recipe may ask for by keyword; see `rewards.base.KEYWORDS`."""
         constants = self.train.train_policy.constants_of_rewards
@@ -71,6 +79,24 @@ class Recipe(Table):
     def reward_env(self) -> tuple[str, ...]:
         """Return the variables of the environment that rewards see beyond those that any program needs."""
         return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+
+    @model_validator(mode="after")
+    def _replicas(self, info: ValidationInfo) -> Recipe:
+        """Replicas of the trainer are data-parallel ones of one mesh, each with the rows of a replica."""
+        mesh, train = self.policy.parallelism, self.train
+        count, policy = mesh.n_init_replicas, train.train_policy
+        if count == 1:
+            return self
+        replicas, rows = mesh.dp_replicate_size * count, train.train_batch_per_replica * count
+        say(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step has "
+            f"{rows} rows")  # fmt: skip
+        if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
+            policy = policy.derived(batch_size_per_optimize=policy.batch_size_per_optimize * count)
+        mesh = mesh.derived(n_init_replicas=1, dp_replicate_size=replicas)
+        return self.derived(
+            policy=self.policy.derived(parallelism=mesh),
+            train=train.derived(train_batch_per_replica=rows, train_policy=policy),
+        )
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:

@@ -60,15 +60,19 @@ class RlConfig(AlgorithmConfig):
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
     """What the reward `overlong` takes off long completions."""
     on_policy: bool = False
-    """Train only on rollouts of the newest weights."""
+    """With mode = 'disaggregated': train only on rollouts of the newest weights, as with `allowed_outdated_steps` = 0;
+    engines and trainer take turns then."""
     allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
-    """How many steps old the weights of a rollout may be."""
+    """With mode = 'disaggregated': how many steps old the weights of a rollout may be when it is trained on; engines
+    generate for so many steps ahead."""
     uncentralized_training: bool = False
     """Rollouts go straight to the trainer."""
     outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
-    """Prompts that are still handed out while generation waits; 0: none (DAPO: 128)."""
+    """With mode = 'disaggregated': prompts that engines get beyond those of `allowed_outdated_steps`; a group that is
+    too old when its step comes is generated again, and counted (`rollout/outdated`). 0: none (DAPO: 128, because of
+    the groups that will be dropped)."""
     max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
-    """Most waiting rollouts, in train steps; None: unlimited."""
+    """Most prompts in flight and waiting, in train steps; None: unlimited."""
     max_retry_for_on_policy: int = -1
     """With variant = 'dapo': most extra rounds of sampling in a train step; 0 or less: until the prompts end."""
     balance_dp_token: bool = False
@@ -108,6 +112,12 @@ class RlConfig(AlgorithmConfig):
         if self.variant != "dapo" or self.bypass_reward:  # where all rewards are equal, every group would be dropped
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
+
+    @property
+    def lookahead(self) -> tuple[int, int, int | None]:
+        """See `AlgorithmConfig.lookahead`."""
+        beyond = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
+        return self.allowed_outdated_steps, beyond, self.max_inflight_steps
 
     @property
     def env_of_rewards(self) -> tuple[str, ...]:
