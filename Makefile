@@ -1,4 +1,4 @@
-# make install | demo | test | gpu | lint | docs | acceptance | clean: all but the last set up .venv first, on a machine
+# make install | demo | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up .venv first, on a machine
 # with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo test gpu lint docs acceptance clean
+.PHONY: install demo test gpu lint docs acceptance storm clean
 
 install: $(INSTALLED)
 
@@ -47,6 +47,11 @@ docs: $(INSTALLED)
 
 acceptance: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance
+
+# Random pipelines under random disturbances, for MINUTES; a failure prints what replays it.
+MINUTES ?= 60
+storm: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance.storm --minutes $(MINUTES) --write
 
 clean:
 	rm -rf $(VENV) outputs

@@ -71,7 +71,7 @@ class GateFailed(StageFailed):
 
 
 class DiskFull(StageFailed):
-    """There is no room to write; what is finished stays finished."""
+    """A disk is full or read-only; what is finished stays finished."""
 
 
 class UploadError(CosmosError, RuntimeError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_REFUSED, EXIT_USAGE, DiskFull, Preempted
+from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
+from cosmos_core.launch.supervisor import adopt_orphans
 from cosmos_core.launch.worker import is_stopping
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
@@ -43,6 +45,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
     for handler in logging.getLogger().handlers:
         handler.addFilter(_is_not_of_a_run)
     signal.signal(signal.SIGTERM, _terminate)
+    adopt_orphans()  # of a supervisor that is killed
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, trouble = False, ""
     with Display(names) as display, _watching(run, display):
@@ -52,6 +55,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
                 trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
+    kill_below()
     print_summary(run.path, since=began)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
     if code == EXIT_PREEMPTED and trouble and not interrupted:  # no stage failed, yet the flow did
@@ -114,14 +118,23 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
     except Preempted:  # by a signal, from `_terminate`
         raise
     except Exception as error:  # noqa: BLE001 - Prefect gave up: its server does not respond, or has no room either
-        is_full = shutil.disk_usage(run.path).free < _LEAST_ROOM
-        trouble = disk_full(error, run.path) or (DiskFull(f"disk full: {run.path}") if is_full else error)
+        trouble = disk_full(error, run.path) or _probe(run.path) or error
         return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
     finally:
         # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     return "" if state.is_completed() else str(state.message)
+
+
+def _probe(folder: Path) -> DiskFull | None:
+    """Return why nothing can be written in a folder now; None: something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_LEAST_ROOM))
+    except OSError as error:
+        return disk_full(error, folder)
+    return None
 
 
 def _terminate(number: int, frame: object) -> None:

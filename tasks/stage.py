@@ -26,6 +26,7 @@ from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.environment import handed_on
 from cosmos_core.errors import (
     EXIT_REFUSED,
@@ -37,13 +38,13 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import start_time
+from cosmos_core.launch.processes import start_time, sweep
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
-from cosmos_core.run.inputs import data_sources, model_source
+from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 from cosmos_core.run.lineage import origin
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, Source, read_result
@@ -65,6 +66,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
+    sweep()
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     futures: dict[str, PrefectFuture[Any]] = {}
     try:
@@ -154,7 +156,7 @@ def perform(
         CosmosError: as `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
-    with Lock(run.path / "locks" / f"{name}.lock") as lock:
+    with _stage_lock(run, name) as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
             is_finished = read_state(path).state in FINISHED
@@ -179,6 +181,19 @@ def perform(
                 failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
             _record_failure(path, failure)
             raise failure from error
+
+
+def _stage_lock(run: Run, name: str) -> Lock:
+    """Open the lock of a stage.
+
+    Raises:
+        StageFailed: its file cannot be made.
+    """
+    path = run.path / "locks" / f"{name}.lock"
+    try:
+        return Lock(path)
+    except OSError as error:
+        raise disk_full(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
 
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
@@ -261,12 +276,12 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected)
     inputs = _inputs(run, stage)
-    recipe, data = run.pipeline.recipes[stage.name], _output(stage, "data", inputs)
+    recipe, data = _with_teacher(run, stage, inputs), _output(stage.name, "data", stage.data, inputs)
     laid_out = Stage(
         path=path,
         config=stage,
         recipe=recipe,
-        model=_output(stage, "model", inputs) or recipe.policy.model_name_or_path,
+        model=_output(stage.name, "model", stage.model, inputs) or recipe.policy.model_name_or_path,
         data=Path(data) if data else None,
         inputs=inputs,
         fingerprint=expected.value,
@@ -281,7 +296,11 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
 def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Source, ...]:
     recipe, kind = run.pipeline.recipes[stage.name], run.pipeline.kind_of(stage)
     model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
-    models = [] if model is None or source_of(str(model)) else [(model, expected.ingredients["model"])]
+    models = [
+        (model, expected.ingredients["model"]),
+        (teacher_source(recipe, kind), expected.ingredients.get("teacher")),
+    ]
+    models = [(name, digest) for name, digest in models if name is not None and source_of(str(name)) is None]
     named = [("model", *each) for each in models]
     named += [("data", *each) for each in zip(data, expected.ingredients["data"], strict=True)]
     return tuple(Source.model_validate({"kind": what, "name": str(name), "digest": d}) for what, name, d in named)
@@ -298,17 +317,25 @@ def _make_room(path: Path, expected: Fingerprint) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
+def _with_teacher(run: Run, stage: StageConfig, inputs: dict[str, Result]) -> Recipe:
+    """The recipe of a stage, with the folder of a teacher that another stage made."""
+    recipe = run.pipeline.recipes[stage.name]
+    teacher = recipe.teacher_of(run.pipeline.kind_of(stage))
+    if teacher is None:
+        return recipe
+    folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
+    return recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
+
+
+def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> str:
     """The folder that `model = "stage:NAME"` or `data = "stage:NAME"` names, or the folder written there."""
-    reference: str = getattr(stage, key)
     name = source_of(reference)
     if name is None:
         return reference
     output = inputs[name]["info"].get(key)
     if not output:
         raise ConfigError(
-            f"stage {stage.name!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) "
-            f"makes no {key}"
+            f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"
         )
     return str(Path(inputs[name]["path"]) / str(output))
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DataError
+from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of
 from cosmos_core.run.digests import shared_digests
@@ -27,7 +25,6 @@ from cosmos_core.run.stage import Stage
 _PROGRAM = "cosmos_core.train.check:run"
 _FIRST_ROWS = "cosmos_core.data.look:run"
 _FEW_BYTES = 32 << 20
-_PREFIX = "cosmos-look-"
 
 
 def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
@@ -96,8 +93,8 @@ def look(
         StageFailed: the program crashed.
     """
     recipe = recipe or pipeline.recipes[stage.name]
-    _remove_leftovers()
-    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
+    sweep()
+    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{LOOK}{os.getpid()}-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
         Stage(
@@ -118,14 +115,6 @@ def look(
                 grace_seconds=pipeline.config.grace_seconds,
             )
         )
-
-
-def _remove_leftovers() -> None:
-    """Remove the folders of looks whose process was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:

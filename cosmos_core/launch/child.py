@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cosmos_core.launch.processes import ATTEMPT, kill_marked, remove_scratch, scratch_of, start_time
+from cosmos_core.launch.processes import ATTEMPT, kill_marked, make_scratch, remove_scratch, scratch_of, start_time
 from cosmos_core.observe.logs import quiet_environment
 
 
@@ -32,21 +32,15 @@ class Child:
     ) -> None:
         """`environment` is added to `inherited`, what the command sees of this process's own."""
         self.attempt = uuid.uuid4().hex
-        scratch = scratch_of(self.attempt)
-        scratch.mkdir(mode=0o700)
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch_lock = make_scratch(self.attempt)
         reader, self._writer = os.pipe()
-        supervisor = [
-            sys.executable,
-            "-m",
-            "cosmos_core.launch.supervisor",
-            "--pipe",
-            str(reader),
-            "--grace",
-            str(grace_seconds),
-        ]
-        for descriptor in inherit:
+        inherit = (reader, self._scratch_lock, *inherit)
+        supervisor = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
+        supervisor += ["--pipe", str(reader), "--grace", str(grace_seconds)]
+        for descriptor in inherit[2:]:
             supervisor += ["--inherit", str(descriptor)]
+        added = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
         try:
             with open(log, "ab") as output:
                 self._process = subprocess.Popen(
@@ -54,10 +48,13 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=quiet_environment({**inherited, **environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch)}),
-                    pass_fds=(reader, *inherit),
+                    env=quiet_environment({**inherited, **added}),
+                    pass_fds=inherit,
                     start_new_session=True,
                 )
+        except BaseException:
+            self._let_go()
+            raise
         finally:
             os.close(reader)
         self.pid = self._process.pid
@@ -67,10 +64,8 @@ class Child:
         """Return the exit code of the command, or None while it runs; clean up after a killed supervisor."""
         code = self._process.poll()
         if code is not None and self._writer >= 0:
-            os.close(self._writer)
-            self._writer = -1
             kill_marked(self.attempt)
-            remove_scratch(self.attempt)
+            self._let_go()
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self) -> None:
@@ -90,3 +85,10 @@ class Child:
         code = self.poll()
         assert code is not None
         return code
+
+    def _let_go(self) -> None:
+        """Close what this process holds of it, and remove its temporary files."""
+        os.close(self._writer)
+        os.close(self._scratch_lock)
+        self._writer = self._scratch_lock = -1
+        remove_scratch(self.attempt)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -12,6 +14,9 @@ from pathlib import Path
 import psutil
 
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
+LOOK = "cosmos-look-"  # and the pid: beginning of the name of a folder of temporary files
+_SCRATCH = "cosmos-"
+_SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
 
 
 def start_time(pid: int) -> float | None:
@@ -32,11 +37,13 @@ def is_alive(pid: int | None, started: float | None) -> bool:
 
 
 def marked(attempt: str) -> list[psutil.Process]:
-    """Return the live processes, this one excepted, whose environment or ancestors' carries the mark of an attempt."""
+    """Return the live processes, this one excepted, whose environment or ancestors' carries the mark of an attempt, or
+    one that begins so."""
+    assert attempt, "any mark begins with nothing"
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(ATTEMPT) == attempt:
+            if process.pid != os.getpid() and process.environ().get(ATTEMPT, "").startswith(attempt):
                 found.append(process)
         except psutil.Error:  # another user's, a zombie, or gone meanwhile
             continue
@@ -53,9 +60,48 @@ def kill_below(*, seconds: float = 5.0) -> list[int]:
     return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if _is_running(each)], seconds)
 
 
+def make_scratch(attempt: str) -> int:
+    """Make the folder of an attempt's temporary files and lock it; return the descriptor that holds the lock.
+
+    Launcher and supervisor hold it: once both are gone, however they died, `sweep` may have the folder.
+    """
+    folder = scratch_of(attempt)
+    folder.mkdir(mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def sweep() -> None:
+    """End what is left of attempts whose launcher and supervisor were killed; remove temporary files of the dead."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        if _SCRATCH_NAME.fullmatch(folder.name) and not _is_held(folder):
+            kill_marked(folder.name.removeprefix(_SCRATCH))
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder in Path(tempfile.gettempdir()).glob(f"{LOOK}*"):
+        pid = folder.name.removeprefix(LOOK).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_held(folder: Path) -> bool:
+    """Return whether somebody holds the lock of a folder; one that we may not look into is somebody's."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def scratch_of(attempt: str) -> Path:
     """Return the folder of an attempt's temporary files: its name is short, for the sockets in it have short ones."""
-    return Path(tempfile.gettempdir()) / f"cosmos-{attempt[:12]}"
+    return Path(tempfile.gettempdir()) / f"{_SCRATCH}{attempt[:12]}"
 
 
 def remove_scratch(attempt: str) -> None:

@@ -5,6 +5,7 @@ Prefect's ephemeral server was seen to outlive its flow and to hold its standard
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -22,6 +23,8 @@ from pathlib import Path
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.run.lock import Lock
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 90.0
 _MAX_STARTS = 3  # of a server that ends before it responds
@@ -106,11 +109,22 @@ def _copy_database(source: Path, target: Path) -> bool:
             closing(sqlite3.connect(temporary)) as new,
         ):
             old.backup(new)
+        if not _is_whole(temporary):
+            raise sqlite3.DatabaseError("the copy is damaged")
         os.replace(temporary, target)
         return True
     except (OSError, sqlite3.Error):
         with suppress(OSError):
             temporary.unlink()
+        return False
+
+
+def _is_whole(database: Path) -> bool:
+    """Return whether SQLite finds nothing wrong with a database."""
+    try:
+        with closing(sqlite3.connect(database)) as connection:
+            return bool(connection.execute("PRAGMA quick_check").fetchone() == ("ok",))
+    except sqlite3.Error:
         return False
 
 
@@ -140,6 +154,8 @@ class _Server:
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+            # What a server says that has no room; its clients ask again for a minute.
+            "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             # Nothing here is scheduled, and the run directory decides what is late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
@@ -153,6 +169,10 @@ class _Server:
     def start(self, meanwhile: Callable[[], object]) -> None:
         database = self._home / "prefect.db"
         template = _template()
+        if database.exists() and not _is_whole(database):  # it tells again what the run directory holds
+            logger.warning("%s is damaged and is made anew", database)
+            for file in self._home.glob("prefect.db*"):
+                file.unlink()
         is_made_here = not database.exists() and not _copy_database(template, database)
         child = self._spawn()
         meanwhile()

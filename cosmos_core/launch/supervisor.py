@@ -49,7 +49,7 @@ class Supervisor:
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # a scheduler's warning to the whole group: the worker knows it
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
         from cosmos_core.launch.processes import ATTEMPT, kill_below, kill_marked, remove_scratch
 
@@ -61,7 +61,8 @@ class Supervisor:
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self.child.kill()
         attempt = os.environ.get(ATTEMPT, "")
-        kill_marked(attempt)
+        if attempt:
+            kill_marked(attempt)
         kill_below()
         remove_scratch(attempt)
         code = self.child.returncode
@@ -93,6 +94,11 @@ class Supervisor:
         if readable and not os.read(self.pipe, 4096):
             self.is_orphaned = True
             self.stop()
+
+
+def adopt_orphans() -> None:
+    """Let whatever loses its parent below this process fall to it."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:

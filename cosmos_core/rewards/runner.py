@@ -27,6 +27,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError
+from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line
 from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
 from cosmos_core.types import Group, Score, ScoredGroup
@@ -49,13 +50,23 @@ class _Result(NamedTuple):
     """The function raised, so that it would again."""
 
 
+class _Call(NamedTuple):
+    """One call of a reward function."""
+
+    reward: str
+    requests: Sequence[Mapping[str, Any]]
+    """Of one completion; of all of a prompt where the function takes lists."""
+    takes_lists: bool
+
+
 class RewardRunner:
     """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
 
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
     called while it waits for them. The processes see of the environment what any program needs, and the variables in
-    `env`. Threads that score at the same time wait for each other.
+    `env`. `by_group`: functions of a user's own are called once for all completions of a prompt, with one deadline;
+    what costs that call makes all of them invalid. Threads that score at the same time wait for each other.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
@@ -71,9 +82,11 @@ class RewardRunner:
         constants: Mapping[str, Any] | None = None,
         env: Sequence[str] = (),
         beat: Callable[[], None] = lambda: None,
+        by_group: bool = False,
     ) -> None:
         """`num_workers`: None for one per core."""
         self._weights = dict(weights)
+        self._take_lists = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
@@ -102,22 +115,36 @@ class RewardRunner:
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
-        scores = iter(self.score([_request(group, k) for group in groups for k in range(len(group.completions))]))
-        return [ScoredGroup(group, tuple(next(scores) for _ in group.completions)) for group in groups]
+        requests = [[_request(group, k) for k in range(len(group.completions))] for group in groups]
+        return [ScoredGroup(*each) for each in zip(groups, self._scored(requests), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
 
-        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`.
+        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each is of a prompt of its own.
         """
-        calls = [(name, request) for request in requests for name in self._weights]
+        return [score for (score,) in self._scored([[request] for request in requests])]
+
+    def _scored(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[Score, ...]]:
+        """Return the scores of the requests of each prompt."""
+        calls = []
+        for group in groups:
+            for name in self._weights:
+                units = [group] if name in self._take_lists else [[request] for request in group]
+                calls += [_Call(name, unit, name in self._take_lists) for unit in units if unit]
         try:
             with self._lock:
-                results = iter(self._results(calls))
+                found = iter(self._results(calls))
         except BaseException:
             self.close()  # processes that are halfway through these requests must not delay the next ones
             raise
-        return [self._total([next(results) for _ in self._weights]) for _ in requests]
+        # The results of a prompt: reward by reward, and of each completion by completion.
+        results = (result for of_call in found for result in of_call)
+        scores = []
+        for group in groups:
+            of_rewards = [[next(results) for _ in group] for _ in self._weights]
+            scores.append(tuple(self._total(of_completion) for of_completion in zip(*of_rewards, strict=True)))
+        return scores
 
     def _open(self) -> ProcessPool:
         """Start the processes and wait until the first of them has loaded the rewards."""
@@ -144,9 +171,9 @@ class RewardRunner:
             raise
         return self._pool
 
-    def _results(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[_Result]:
+    def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
         """Return what each call gave; those that cost a process run again when the others are done."""
-        results = [_Result()] * len(calls)
+        results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
@@ -162,8 +189,8 @@ class RewardRunner:
                     failed.append(i)
                     is_broken |= isinstance(error, BrokenProcessPool)
                     reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
-                    results[i] = _Result(error=reason)
-                    log.warning("reward %s: %s (attempt %d of %d)", calls[i][0], reason, attempt, self._retries + 1)
+                    results[i] = [_Result(error=reason)] * len(calls[i].requests)
+                    log.warning("reward %s: %s (attempt %d of %d)", calls[i].reward, reason, attempt, self._retries + 1)
             waiting = failed
             attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
         return results
@@ -222,13 +249,21 @@ def _reward(name: str) -> Reward:
     return load_reward(name)
 
 
-def _score(name: str, request: Mapping[str, Any]) -> _Result:
+def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_Result]:
     reward = _reward(name)
+    fields = [{**request, **_constants} for request in requests]
     try:
-        return _Result(*reward({**request, **_constants}))
+        scored = reward.of_group(fields) if takes_lists else [reward(each) for each in fields]
+        return [
+            _raised(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*each) for each in scored
+        ]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
-        line = masked(one_line(error, reward.location_of(error)))
-        if (kind := (name, type(error))) not in _told:
-            _told.add(kind)
-            print_exception(error)
-        return _Result(error=line, is_raised=True)
+        is_told = (name, type(error)) in _told
+        _told.add((name, type(error)))
+        return [_raised(reward, error, is_told=is_told)] * len(requests)
+
+
+def _raised(reward: Reward, error: BaseException, *, is_told: bool) -> _Result:
+    if not is_told:
+        print_exception(error)
+    return _Result(error=masked(one_line(error, reward.location_of(error))), is_raised=True)

@@ -58,11 +58,10 @@ class Ahead:
     """What drops groups of no use, for which others are taken; None: all are trained on."""
     _position: int = 0
     """Of the first prompt that no step has taken."""
-    _end: int = 0
-    """Position of the first prompt that no engine may have yet."""
+    _step: int = 0
+    """The train step that will take it."""
     _next: int = 0
     """Of the first prompt that was not handed out."""
-    _version: int = -1
     _pending: dict[int, Future[Group]] = field(default_factory=dict)
     _scored: dict[int, ScoredGroup] = field(default_factory=dict)
     _ready: threading.Condition = field(default_factory=threading.Condition)
@@ -78,8 +77,10 @@ class Ahead:
     def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, and wait for them if they are not there yet."""
         began, outdated, restarts = time.perf_counter(), self._num_outdated, self.fleet.num_restarts
-        if self.filter is None:
-            self._position = step * self.num_groups
+        with self._ready:
+            self._step = step
+            if self.filter is None:
+                self._position = step * self.num_groups
         self._start()
         self.progress.phase("generate")
         status: Status = "waiting"
@@ -95,7 +96,7 @@ class Ahead:
         with self._ready:
             for position in range(self._position, self._position + len(sampled)):
                 self._scored.pop(position, None)
-            self._position += len(sampled)
+            self._position, self._step = self._position + len(sampled), step + 1
         if not sampled:
             return [], {}
         lags = [step - scored.group.version for scored in kept or sampled]
@@ -177,13 +178,11 @@ class Ahead:
     def _hand_out(self) -> None:
         """Give the engines all prompts that their weights are new enough for."""
         with self._ready:
-            if self.fleet.version != self._version:
-                self._version = self.fleet.version
-                steps = self.allowed + 1
-                self._end = self._position + steps * self.num_groups + self.beyond
-                if self.most_steps is not None:
-                    self._end = min(self._end, self._position + self.most_steps * self.num_groups)
-            for prompt in self.take(self._next, max(0, self._end - self._next)):
+            newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
+            end = self._position + (newest_step - self._step + 1) * self.num_groups + self.beyond
+            if self.most_steps is not None:
+                end = min(end, self._position + self.most_steps * self.num_groups)
+            for prompt in self.take(self._next, max(0, end - self._next)):
                 self._pending[self._next] = self._asked(self._next, prompt)
                 self._next += 1
 

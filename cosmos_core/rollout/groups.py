@@ -230,6 +230,11 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     metrics |= turn_metrics(completions)
-    for name in sorted({name for score in scores for name in score.metrics}):
-        metrics[f"reward/{name}"] = float(np.mean([score.metrics[name] for score in scores if name in score.metrics]))
-    return metrics
+    return metrics | {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+
+
+def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean of each reward function, and of what it reports beside its value, where they have one."""
+    scores = [score for group in groups for score in group.scores]
+    names = sorted({name for score in scores for name in score.metrics})
+    return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in names}

@@ -276,6 +276,12 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if rollout.n_generation_mini_batch:
+        arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
+    if rollout.quantization != "none":
+        if not has_gpu:
+            raise ConfigError(f"rollout.quantization = {rollout.quantization!r} needs a GPU; set it to 'none'")
+        arguments["quantization"] = rollout.quantization
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     else:

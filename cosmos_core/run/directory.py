@@ -94,6 +94,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
     # data sets that it names on the Hub have moved on.
     given = pipeline
     pipeline = pinned(replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)})))
+    versions = stage_facts(pipeline).versions
     output_dir = writable(pipeline.output_dir)
     path = _unused(output_dir, run_id or _timestamp(pipeline))
     write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
@@ -107,7 +108,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
         host=socket.gethostname(),
         git_commit=_git_commit(),
         python=sys.version.split()[0],
-        versions=stage_facts(pipeline).versions,
+        versions=versions,
         seeds=seeds,
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
         fixed={key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},

@@ -32,12 +32,14 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
-    """Return what to tell the user if an error, or one that it came from, means that there was no room to write."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in _NO_ROOM):
+    """Return what to tell the user if an error, or one that it came from, means that a disk took nothing more: it was
+    full, or read-only."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in {*_NO_ROOM, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    return DiskFull(f"disk full: {error.strerror}: {error.filename or where}; free space and resume")
+    what, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
+    return DiskFull(f"{what}: {error.strerror}: {error.filename or where}; {remedy} and resume")
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def room_may_be_missing(what: str) -> Iterator[None]:
     except OSError as error:
         if disk_full(error, Path(what)) is None:
             raise
-        logger.warning("%s was not noted, the disk is full: %s", what, error)
+        logger.warning("%s was not noted, the disk is full or read-only: %s", what, error)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -68,7 +70,8 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong first is told
+            temporary.unlink(missing_ok=True)
         raise
     if durable:
         sync_folder(path.parent)

@@ -39,6 +39,8 @@ def check_inputs(pipeline: Pipeline) -> None:
         try:
             if isinstance(model := model_source(stage, recipe, kind), Path):
                 files_of_model(model)
+            if isinstance(teacher := teacher_source(recipe, kind), Path):
+                files_of_model(teacher)
             data_sources(stage, recipe, kind)
             if kind.trains:
                 resume_source(recipe)
@@ -66,7 +68,20 @@ def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
         ModelError: it can only be a folder, and there is none.
     """
     own = recipe.policy.model_name_or_path if kind.reads_model else ""
-    key, model = ("model", stage.model) if stage.model else ("policy.model_name_or_path", own)
+    return _found_model(*(("model", stage.model) if stage.model else ("policy.model_name_or_path", own)))
+
+
+def teacher_source(recipe: Recipe, kind: StageKind) -> Path | str | None:
+    """Return the folder of the teacher, its name on the Hub or `stage:NAME`; None: the stage asks none.
+
+    Raises:
+        ModelError: it can only be a folder, and there is none.
+    """
+    teacher = recipe.teacher_of(kind)
+    return _found_model("distillation.model_name_or_path", teacher.model_name_or_path) if teacher else None
+
+
+def _found_model(key: str, model: str) -> Path | str | None:
     if not model or source_of(model) is not None:
         return model or None
     found = existing(model, Path.cwd())

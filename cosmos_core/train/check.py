@@ -10,13 +10,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
+from cosmos_core.config.compose import source_of
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
+from cosmos_core.models.teacher import look_at_teacher
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
@@ -43,6 +46,9 @@ def run(stage: Stage) -> Outcome:
     else:
         check_weights(stage.model)
         _check_model(stage)
+        teacher = stage.recipe.teacher_of(stage.kind)
+        if teacher and source_of(teacher.model_name_or_path) is None:
+            found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
         weights = _rewards(stage)
         if weights:
             with open_rewards(stage, weights):
@@ -64,6 +70,7 @@ def _check_model(stage: Stage) -> None:
             model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
         if stage.kind.trains:
             choose_trained(model, policy)
+            balance_of(model, policy.aux_loss_coeff)
     if is_pipelined:
         apply_pp(model, sizes, 0)
 

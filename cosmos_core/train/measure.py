@@ -6,6 +6,7 @@ Used during training, and by a stage of its own (`validate.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
-from cosmos_core.rollout.groups import turn_metrics
+from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import pair_samples, sequence_sample
@@ -74,9 +75,10 @@ def row_metrics(
 
 
 def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
-    """Return mean reward, accuracy and length over valid completions.
+    """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
-    Accuracy is the share of completions with the full reward: every reward function gave 1.
+    Accuracy is the fraction of completions with the full reward: every reward function gave 1. With several completions
+    of a prompt, `pass@k` estimates without bias how often at least one of k would have it (see `pass_at`).
 
     Raises:
         RewardError, StageFailed: none has a valid reward.
@@ -95,7 +97,27 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         "validation/invalid": float(num_completions - len(values)),
         "validation/length_mean": float(np.mean(lengths)),
         "validation/prompts": float(len(groups)),
+        **_pass_at_each(groups, full_reward),
+        **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
+
+
+def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
+    """Return pass@k for powers of 2, over the prompts with so many valid completions."""
+    valid = [[s.value for s in group.scores if s.value is not None] for group in groups]
+    counts = [(len(values), sum(value >= full_reward - 1e-9 for value in values)) for values in valid]
+    most = max(count for count, _ in counts)
+    found = {}
+    for k in (2**i for i in range(1, most.bit_length())):
+        estimates = [pass_at(k, count, right) for count, right in counts if count >= k]
+        found[f"validation/pass@{k}"] = float(np.mean(estimates))
+    return found
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Return 1 - C(count - right, k) / C(count, k): how likely one of `k` of `count` completions is among those that
+    are right (Chen et al., arXiv 2107.03374, section 2.1)."""
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
 class Completions:
@@ -181,6 +203,7 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
         constants=stage.recipe.reward_constants,
         env=stage.recipe.reward_env,
         beat=stage.progress.beat,
+        by_group=stage.recipe.train.train_policy.rewards_by_group,
     ) as runner:
         yield runner.score_groups
 

@@ -19,6 +19,7 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.open_causal_lm import open_causal_lm
+from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
@@ -92,6 +93,8 @@ def open_trainer(stage: Stage) -> Trainer:
     if stage.kind.trains and not policy.scores_rows_once:  # that is done before the policy differs from them
         for name in policy.named_weights:
             trainer.named.add(name)
+    if teacher := stage.recipe.teacher_of(stage.kind):
+        trainer.add_model(TEACHER, open_teacher(teacher, stage.recipe, trainer.adapter))
     return trainer
 
 

@@ -122,11 +122,18 @@ class Trainer:
     def _backward(self, update: Update) -> list[Loss]:
         """Add the gradient of an update; return the loss of each micro-batch of this rank."""
         losses: list[Loss] = []
+        num_tokens = sum(self.adapter.cost(sample) for sample in update.samples)
 
         def learn(micro: MicroBatch) -> Tensor:
             loss = update.loss(micro)
-            losses.append(replace(loss, value=loss.value.detach()))  # the graph must not outlive its backward pass
-            return loss.value
+            metrics, added = loss.metrics, torch.zeros_like(loss.value)
+            if micro.model_loss is not None:
+                added = micro.model_loss / num_tokens
+                own = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.cost, micro.samples))])
+                metrics = metrics | {"model_loss": own.double()}
+            # The graph must not outlive its backward pass.
+            losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
+            return loss.value + added
 
         known = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
         self._run(self.adapter, update.samples, learn, update.wants, known=known)

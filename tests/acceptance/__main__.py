@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import colours, kills, load, page, ranks, seeds, tools
+from tests.acceptance import colours, distilled, fuzz, kills, load, page, ranks, seeds, tools
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,10 @@ PARTS = {
     "kills": kills.prove,
     "ranks": ranks.prove,
     "load": load.prove,
+    "distilled": distilled.prove,
     "tools": tools.prove,
     "colours": colours.prove,
+    "fuzz": fuzz.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

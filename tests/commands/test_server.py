@@ -58,5 +58,8 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     with closing(sqlite3.connect(tmp_path / "second" / "server-1" / "prefect.db")) as database:
         assert database.execute("select count(*) from marker").fetchone() == (0,)
     template.write_text("damaged")
+    mine = tmp_path / "third" / "server-1" / "prefect.db"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"damaged, too" * 1000)
     with prefect_server(tmp_path / "third"):
         assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200

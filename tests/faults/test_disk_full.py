@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import DiskFull
+from cosmos_core.run.files import disk_full, room_may_be_missing
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks.stage import perform, should_retry
+from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import Workspace, wait_until
 from tests.faults.test_worker import make_run
 
@@ -88,6 +93,38 @@ def test_the_run_fails_with_one_line_and_the_checkpoint_before_is_continued(work
     workspace.expect_quiet()
 
 
+COUNTING = """
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+arguments = { steps = 60 }
+
+[[pipeline.stages]]
+name = "second"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+after = "first"
+arguments = { steps = 3 }
+"""
+
+
+@pytest.mark.skipif(not has_compiler(), reason="the shim of the disk needs a C compiler")
+def test_a_full_disk_under_the_server_alone_is_waited_for(workspace: Workspace) -> None:
+    workspace.write("p.toml", COUNTING)
+    shim = Shim(workspace.path / "control", workspace.path / "outputs/.cosmos/server-1")
+    workspace.environment |= shim.environment
+    flow = workspace.start("run", "p.toml")
+    wait_until(lambda: workspace.is_past("first", 30), 120, "the first stage at step 30")
+    shim.set("is_full", 1)
+    wait_until(lambda: workspace.state("first") == "done", 60, "the end of the first stage")
+    time.sleep(2)
+    shim.set("is_full", 0)
+    assert flow.wait(timeout=120) == 0
+    assert workspace.state("second") == "done"
+    assert "Traceback" not in (workspace.path / "command.log").read_text()
+
+
 @contextmanager
 def no_room_for_this_process() -> Iterator[None]:
     """Let nothing be written to files here, from the call on; processes that run already write on."""
@@ -120,7 +157,7 @@ def test_a_stage_that_ends_while_the_launcher_cannot_write_is_finished(
     assert read_state(run.stage_path("s")).state == "done", "its manifest says so, whatever the state could note"
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert lines and not any(record.exc_info for record in lines), "no traceback"
-    assert any("the disk is full" in record.getMessage() for record in lines)
+    assert any("the disk is full or read-only" in record.getMessage() for record in lines)
     assert perform(run, "s")[1] is True
 
 
@@ -130,3 +167,11 @@ def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_a
         perform(run, "s")
     assert not should_retry(run, "s", caught.value)
     assert perform(run, "s")[1] is False
+
+
+def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS), "/there/state.json")
+    said = "read-only: Read-only file system: /there/state.json; make it writable and resume"
+    assert str(disk_full(error, tmp_path)) == said
+    with room_may_be_missing("the end"):
+        raise error

@@ -11,6 +11,7 @@ import pytest
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
 from tests.conftest import Workspace, processes_below, wait_until
+from tests.faults.test_worker import working_in
 
 PIPELINE = """
 [pipeline]
@@ -69,13 +70,15 @@ def chain(seed: int, steps: int) -> str:
 def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterrupted_result(
     workspace: Workspace, what: str
 ) -> None:
-    workspace.write("toy.toml", PIPELINE)
+    stray = "steps = 60, stray = true" if what == "supervisor" else "steps = 60"
+    workspace.write("toy.toml", PIPELINE.replace("steps = 60", stray))
     flow = workspace.start("run", "toy.toml")
     wait_until(lambda: workspace.is_past("left", 8) and workspace.is_past("right", 8), 90, "both branches at step 8")
     for pid in targets(workspace, flow, what):
         os.kill(pid, signal.SIGKILL)
     code = flow.wait(timeout=120)
     workspace.expect_quiet(15)
+    assert not working_in(workspace.stage("left")), "what fell to the command when the supervisor was gone"
     if what in {"worker", "supervisor", "server"}:
         assert code == 0, "the flow retries a dead worker and restarts a dead server"
     else:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import signal
+import subprocess
+import tempfile
 import uuid
 from contextlib import suppress
 from importlib.metadata import version
@@ -15,7 +18,7 @@ import pytest
 
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import scratch_of
+from cosmos_core.launch.processes import ATTEMPT, make_scratch, scratch_of, sweep
 from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state, update_state
@@ -166,6 +169,25 @@ def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed
         file.touch()
     claim(run).release()
     assert (gone.exists(), mine.exists()) == (False, True)
+
+
+def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_by_the_next_run() -> None:
+    mark = uuid.uuid4().hex
+    held = make_scratch(mark)
+    stray = subprocess.Popen(["sleep", "600"], env={ATTEMPT: mark})
+    look = Path(tempfile.gettempdir()) / f"cosmos-look-{2**22 + 1}-x"
+    look.mkdir()
+    try:
+        sweep()
+        assert scratch_of(mark).exists() and stray.poll() is None, "somebody holds it"
+        assert not look.exists(), "there is no such process"
+        os.close(held)
+        sweep()
+        assert not scratch_of(mark).exists()
+        assert stray.wait(timeout=5) == -signal.SIGKILL
+    finally:
+        stray.kill()
+        stray.wait()
 
 
 def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:

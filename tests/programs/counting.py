@@ -11,8 +11,10 @@ from cosmos_core.errors import DataError, Preempted
 from cosmos_core.types import Outcome
 
 
-def count(stage, steps=10, seconds=0.05, crash_at=0, refuse=False):
-    """Chain digests; resumes from `checkpoint.json`; crashes hard once at `crash_at`."""
+def count(stage, steps=10, seconds=0.05, crash_at=0, refuse=False, stray=False):
+    """Chain digests; resumes from `checkpoint.json`; crashes hard once at `crash_at`; may leave a child that hides."""
+    if stray:
+        subprocess.run(["setsid", "--fork", "sleep", "600"], env={"PATH": os.environ["PATH"]}, cwd=stage.path)
     if refuse:
         raise DataError("rows.jsonl:3: refused on purpose")
     checkpoint = stage.path / "checkpoint.json"

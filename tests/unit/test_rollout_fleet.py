@@ -137,10 +137,16 @@ def score(groups: Sequence[Group]) -> list[ScoredGroup]:
     return [ScoredGroup(group, (Score(1.0), Score(float(1 - group.prompt.id % 2)))) for group in groups]
 
 
+def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
+    time.sleep(0.03)
+    return score(groups)
+
+
 def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> Ahead:
     order = steps_of(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
-    settings: dict[str, Any] = {"take": order, "num_groups": 4, "allowed": 2, "resync": lambda step: None, **keywords}
-    return Ahead(fleet, score=score, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
+    settings: dict[str, Any] = {"take": order, "num_groups": 4, "allowed": 2, "score": score, **keywords}
+    settings.setdefault("resync", lambda step: None)
+    return Ahead(fleet, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
 
 
 def ids(groups: Sequence[ScoredGroup]) -> list[int]:
@@ -229,20 +235,24 @@ def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
             fleet.completed()
 
 
+@pytest.mark.parametrize("scores", [score, score_slowly])
 @pytest.mark.parametrize("allowed", [0, 1, 3])
-def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(allowed: int, tmp_path: Path) -> None:
+def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
+    allowed: int, scores: Any, tmp_path: Path
+) -> None:
     with fleet_of(Threaded(), Threaded()) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, allowed=allowed)
-        lags, trained = [], []
+        source = source_of(fleet, tmp_path, allowed=allowed, score=scores)
+        lags, trained, outdated = [], [], 0.0
         for step in range(10):
             groups, metrics = source.next(step)
             trained += ids(groups)
             lags.append(metrics["rollout/version_lag"])
-            time.sleep(0.05)  # a train step, in which engines go on
+            outdated += metrics["rollout/outdated"]
+            time.sleep(0.05 if step % 2 else 0.0)  # a train step, in which engines go on
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(40))
-        assert max(lags) == allowed and metrics["rollout/outdated"] == 0
+        assert max(lags) == allowed and outdated == 0
         source.close()
 
 
@@ -269,7 +279,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
         source = source_of(fleet, tmp_path, allowed=1, beyond=30, most_steps=3)
         source.next(0)
         time.sleep(0.3)
-        assert sorted(handle.engine.seen) == list(range(12))
+        assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
         source.close()
 
 

@@ -77,6 +77,16 @@ def test_changed_weights_arrive_and_wrong_ones_are_noticed(found: dict[str, Any]
     assert synced["partial"] == "StageFailed: weight sync: 1 tensors did not come, such as lm_head.weight"
 
 
+def test_completions_in_flight_go_on_with_new_weights_and_every_token_is_of_the_version_that_is_named(
+    found: dict[str, Any],
+) -> None:
+    swapped = found["swapped"]
+    assert swapped["groups"] == [0, 1, 2, 3]
+    assert [20, 21, 22] in swapped["versions"]
+    assert swapped["difference"] < 1e-4
+    assert swapped["aborted"] == 0 and swapped["again"]
+
+
 def test_an_engine_started_anew_gives_the_same_tokens(found: dict[str, Any]) -> None:
     assert found["closed"] and found["second"] == found["synced"]["last"]
 

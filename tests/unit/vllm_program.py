@@ -124,6 +124,52 @@ def synced(engine: Engine, model: PreTrainedModel) -> dict[str, Any]:
     return found
 
 
+def swapped(engine: Any, model: PreTrainedModel) -> dict[str, Any]:
+    """Load new weights, twice, while completions are in flight, and probe them; then forget what is in flight."""
+    own: dict[int, dict[str, torch.Tensor]] = {}
+    publisher = publisher_of(engine, model)
+
+    def publish(version: int) -> None:
+        publisher.publish(version)
+        own[version] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    publish(20)
+    engine.submit(PROMPTS[:4], sampling(1.0, max_tokens=40), 4)
+    groups: list[Group] = []
+    for version in (21, 22):
+        for _ in range(6):
+            groups += engine.step()
+        move(model)
+        publish(version)
+    while done := engine.completed():
+        groups += done
+    worst, versions = 0.0, set()
+    for group in groups:
+        for answer in group.completions:
+            ids = torch.tensor([group.prompt.token_ids + answer.token_ids])
+            start = len(group.prompt.token_ids)
+            for segment in answer.segments:
+                model.load_state_dict(own[segment.version])
+                with torch.no_grad():
+                    logprobs = sequence_logprobs(model, ids, torch.ones_like(ids))[0]
+                end = start + len(segment.token_ids)
+                worst = max(worst, (logprobs[start - 1 : end - 1] - torch.tensor(segment.logprobs)).abs().max().item())
+                start = end
+            versions.add(tuple(segment.version for segment in answer.segments))
+    model.load_state_dict(own[22])
+    engine.submit(PROMPTS, sampling(1.0), 4)
+    engine.step()
+    engine.abort()
+    return {
+        "difference": worst,
+        "versions": sorted(versions),
+        "groups": sorted(group.prompt.id for group in groups),
+        "aborted": len(engine.completed()),
+        "again": tokens(generate(engine, PROMPTS, sampling(1.0), 4))
+        == tokens(generate(engine, PROMPTS, sampling(1.0), 4)),
+    }
+
+
 def publisher_of(engine: Engine, model: PreTrainedModel) -> WeightPublisher:
     def logprobs(token_ids: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(token_ids)])
@@ -179,6 +225,9 @@ def main(folder: str, out: str) -> None:
     found["too_hot"] = message(lambda: generate(engine, PROMPTS, sampling(2.5), 4))
     found["too_long"] = message(lambda: generate(engine, [Prompt(8, (1,) * 256, "", "")], sampling(1.0), 4))
     found["synced"] = synced(engine, model)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found["swapped"] = swapped(engine, model)
+    model.load_state_dict(kept)
     engine.close()
     model.config.head_dim = 16
     found["head_dim"] = message(lambda: make("vllm"))

@@ -75,6 +75,11 @@ class AlgorithmConfig(Table):
         return REWARD_TIMEOUT_SECONDS
 
     @property
+    def rewards_by_group(self) -> bool:
+        """Return whether a user's own reward functions take all completions of a prompt at once."""
+        return False
+
+    @property
     def constants_of_rewards(self) -> dict[str, Any]:
         """Return what rewards may ask for by keyword of this table; see `rewards.base.KEYWORDS`."""
         return {}

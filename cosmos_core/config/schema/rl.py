@@ -51,11 +51,12 @@ class RlConfig(AlgorithmConfig):
     """What is asked of it."""
     filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ inside a group for it to be trained on; empty: the total
-    reward."""
+    reward. A reward of weight 0 in `reward_function` is called for that alone."""
     bypass_reward: bool = False
     """Every reward is 0 and no reward function is called."""
     group_reward_calculation: bool = False
-    """Call rewards once per group, with lists."""
+    """Call reward functions of your own once for all completions of a prompt, with lists, in validation too; ours judge
+    each completion by itself. A call that fails or takes too long makes them all invalid."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
     """What the reward `overlong` takes off long completions."""
     on_policy: bool = False
@@ -96,6 +97,11 @@ class RlConfig(AlgorithmConfig):
         return {} if self.bypass_reward else self.reward_function
 
     @property
+    def rewards_by_group(self) -> bool:
+        """See `AlgorithmConfig.rewards_by_group`."""
+        return self.group_reward_calculation
+
+    @property
     def constants_of_rewards(self) -> dict[str, Any]:
         """See `AlgorithmConfig.constants_of_rewards`."""
         return {"overlong": self.overlong_reward.model_dump()}
@@ -103,7 +109,7 @@ class RlConfig(AlgorithmConfig):
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
         """See `AlgorithmConfig.dynamic_sampling`."""
-        if self.variant != "dapo":
+        if self.variant != "dapo" or self.bypass_reward:  # where all rewards are equal, every group would be dropped
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
@@ -125,6 +131,8 @@ class RlConfig(AlgorithmConfig):
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what Cosmos-RL accepts without a word, and what it means."""
+        if self.variant == "dapo" and self.bypass_reward and stage.kind.trains:
+            yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
         if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
             yield (

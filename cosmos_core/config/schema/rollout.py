@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
+from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where, registered
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import InStage, Table, say
 from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
@@ -55,8 +55,9 @@ class RolloutConfig(Table):
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
     backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
-    """`vllm`; `hf`, a sampling loop on the trainer's own modules, which also takes the place of a vLLM that cannot be
-    imported, with a warning; or a class of your own, `path/file.py:Class`."""
+    """`vllm`, which Cosmos-RL's `trtllm` and `vllm_async` become; `hf`, a sampling loop on the trainer's own modules,
+    which also stands in for a vLLM that cannot be imported, with a warning; or a class of your own,
+    `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
     """How many prompts an engine apart from the trainer has at a time: `batch_size`, or with `async`
     `async_config.max_concurrent_requests`. One in the trainer's processes has `batch_size`."""
@@ -67,11 +68,14 @@ class RolloutConfig(Table):
     n_generation_to_batch: bool = False
     """Repeat the prompt in place of asking for n completions."""
     n_generation_mini_batch: Completions | None = None
-    """Completions of one group that are generated at once; None: all."""
+    """Most completions of one prompt that are generated at once, which bounds memory and changes no token; None: all.
+    vLLM has `batch_size` times as many sequences at a time."""
     batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
     """Prompts per generation call; changes speed, not results."""
-    quantization: Literal["none", "fp8", "mxfp4"] = "none"
-    """Weights of the engine."""
+    quantization: Annotated[
+        Literal["none", "fp8", "mxfp4"], Only(("none", "fp8"), "not in this version; take 'fp8' or 'none'")
+    ] = "none"
+    """Weights that vLLM computes with on a GPU: those of the trainer, or these rounded to 8 bits at each sync."""
     seed: int | None = None
     """Sampling seed; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
@@ -137,6 +141,11 @@ class RolloutConfig(Table):
                 )
         if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
             yield from self._refusals_apart(stage)
+        if self.quantization != "none" and self.backend != "vllm":
+            yield (
+                f"rollout.quantization = {self.quantization!r}: backend {self.backend!r} computes with the trainer's "
+                f"weights; set it to 'none', or take backend = 'vllm'"
+            )
         if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
         ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
@@ -172,9 +181,17 @@ class RolloutConfig(Table):
             f"their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
         )
 
+    @field_validator("backend")
+    @classmethod
+    def _vllm_for_others(cls, name: str, info: ValidationInfo) -> str:
+        if name not in {"vllm_async", "trtllm"}:
+            return name
+        say(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
+        return "vllm"
+
     @model_validator(mode="after")
     def _mesh_of_an_engine(self) -> RolloutConfig:
-        if self.backend not in {"vllm", "vllm_async", "trtllm"}:
+        if self.backend != "vllm":
             return self
         for name, field in type(self.parallelism).model_fields.items():
             value = getattr(self.parallelism, name)
