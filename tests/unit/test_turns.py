@@ -346,7 +346,7 @@ def test_passes_and_aborts_are_those_of_conversations(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     asks, last = call("add", a=1, b=1) + "<|im_end|>", "2<|im_end|>"
-    engine: Any = Turns(InSteps(tokenizer, [asks, asks, last]), engine_settings(folder, model, 1000))
+    engine: Any = Turns(InSteps(tokenizer, [asks, asks, asks, last]), engine_settings(folder, model, 1000))
     prompt = Prompt(7, tuple(tokenizer(ASKED, add_special_tokens=False)["input_ids"]), ASKED, "5")
     engine.submit([prompt], SAMPLING, 0)
     assert engine.step() == [], "the first turn calls a tool"
