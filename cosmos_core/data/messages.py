@@ -18,7 +18,7 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
 
-_TEXT_ALONE = "a model without an image processor reads text alone"
+_TEXT_ALONE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")

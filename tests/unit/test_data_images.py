@@ -290,7 +290,7 @@ def test_a_model_without_a_processor_reads_text_alone(tmp_path, model):
         (folder / name).unlink()
     assert load_processor(str(folder)) is None
     with pytest.raises(
-        DataError, match=r"^a\.jsonl:1, turn 1 of 'messages': the turn shows an image, and a model without"
+        DataError, match=r"^a\.jsonl:1, turn 1 of 'messages': the turn shows an image, and this version"
     ):
         prepare(tmp_path, folder, [{"messages": [SHOWN, ANSWER], "image": "cat.png"}])
 
