@@ -18,7 +18,7 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
 
-_TEXT_ALONE = "a model without an image processor reads text alone"
+_TEXT_ALONE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
@@ -118,8 +118,7 @@ def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to 
         )
     turns = _with_system(_as_turns(row, column, "user", where, with_images), system_prompt)
     if keeps_last and turns and turns[-1]["role"] == "assistant":
-        asked, _ = _ask(turns, "", where)
-        return [*asked, turns[-1]], _reference(row, response_column, where) or ""
+        return [*_ask(turns, "", where)[0], turns[-1]], _reference(row, response_column, where) or ""
     return _ask(turns, _reference(row, response_column, where), where)
 
 
@@ -179,17 +178,13 @@ def read_preference(
             f"{where}: no prompt among the columns {_columns(row)}; name it `prompt`, or set "
             "train.train_policy.conversation_column_name"
         )
-    if not any(turn["role"] != "assistant" and _has_words(turn) for turn in prompt):
+    if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
         raise SkippedRow(where, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    if not all(_has_words(turns[-1]) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
+    if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(where, "with an empty answer")
     return Preference(_with_system(prompt, system_prompt), _merged(chosen), _merged(rejected))
-
-
-def _has_words(turn: Message) -> bool:
-    return any(text.strip() for text in texts_of(turn))
 
 
 def _compared(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
@@ -229,7 +224,7 @@ def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[
     if turns and turns[-1]["role"] == "assistant":
         reference = "".join(texts_of(turns[-1])) if reference is None else reference
         turns = turns[:-1]
-    if not any(turn["role"] == "user" and _has_words(turn) for turn in turns):
+    if not any(turn["role"] == "user" and any(map(str.strip, texts_of(turn))) for turn in turns):
         raise SkippedRow(where, "without a user turn to answer")
     return turns, reference or ""
 

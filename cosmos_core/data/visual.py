@@ -70,7 +70,7 @@ def visual_prompt(
     )  # fmt: skip
     tokens = _expanded(processor, text, [], images, where)
     if len(tokens.ids) > max_length:
-        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
+        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest completion")
     return tokens, text
 
 

@@ -49,7 +49,7 @@ kind = "sft"
 after = ["task"]
 model = "stage:task"
 data = "stage:task"
-overrides.train = {{ max_num_steps = 320, optm_lr = 2e-3, optm_warmup_steps = 80, {_SFT} }}
+overrides.train = {{ max_num_steps = 120, optm_lr = 2e-3, optm_warmup_steps = 40, {_SFT} }}
 
 [[pipeline.stages]]
 name = "sft"
@@ -67,7 +67,7 @@ model = "stage:sft"
 data = "stage:task"
 
 [pipeline.stages.overrides.train]
-max_num_steps = 60
+max_num_steps = 40
 epoch = 4
 train_batch_per_replica = 256
 optm_lr = 3e-4

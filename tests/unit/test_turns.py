@@ -329,4 +329,31 @@ def test_the_engine_is_what_it_is_around(folder: Path, model: PreTrainedModel) -
     assert (engine.name, engine.weight_format, engine.ranks_per_engine) == ("hf", "shared", 1)
     assert engine.load_weights(4, ()).version == 4
     assert len(engine.logprobs([1, 2, 3])) == 2
+    assert not hasattr(engine, "step")
     engine.close()
+
+
+class InSteps(Scripted):
+    """A scripted engine that an own process would have."""
+
+    step = Scripted.completed
+
+    def abort(self) -> None:
+        self._waiting.clear()
+
+
+def test_passes_and_aborts_are_those_of_conversations(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    asks, last = call("add", a=1, b=1) + "<|im_end|>", "2<|im_end|>"
+    engine: Any = Turns(InSteps(tokenizer, [asks, asks, asks, last]), engine_settings(folder, model, 1000))
+    prompt = Prompt(7, tuple(tokenizer(ASKED, add_special_tokens=False)["input_ids"]), ASKED, "5")
+    engine.submit([prompt], SAMPLING, 0)
+    assert engine.step() == [], "the first turn calls a tool"
+    engine.abort()
+    assert engine.step() == [] == engine.completed()
+    engine.submit([prompt], SAMPLING, 0)
+    assert engine.step() == []
+    [group] = engine.step()
+    engine.close()
+    assert [turn.role for turn in group.completions[0].turns] == ["assistant", "tool", "assistant"]

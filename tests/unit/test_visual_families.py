@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def test_another_image_is_another_loss(family: str, folders: Callable[[str], Pat
     ref = rows[0].images[0]
     changed.resize(PICTURES["wide.png"].size).save(tmp_path / "rows" / "other.png")
     content = (tmp_path / "rows" / "other.png").read_bytes()
-    other = ref._replace(path=None, content=content)
+    other = replace(ref, path=None, content=content)
     after, _ = likelihood(rank, [Sample(rows[0].input_ids, rows[0].loss_mask, images=(other,))], size=1)
     assert abs(after - before) > 1e-3
 
