@@ -72,7 +72,7 @@ def first_stage_seconds(folder: Path) -> dict[str, float]:
     [state] = (json.loads(file.read_text()) for file in (folder / "one").glob("outputs/*/stages/*/state.json"))
     [result] = (json.loads(file.read_text()) for file in (folder / "one").glob("outputs/*/stages/*/result.json"))
     return {
-        "command to the first worker's start": state["attempt_started"] - began,
+        "command to the first worker's start": state["spans"][0][0] - began,
         "command to the first worker's program": result["metrics"]["began"] - began,
         "command to the end, one stage": time.time() - began,
     }

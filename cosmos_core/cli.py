@@ -167,6 +167,19 @@ def logs(
 
 
 @app.command()
+def scale(
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollout engines that there are to be.")],
+    run_name: RunName = "",
+    output_dir: OutputDir = Path("outputs"),
+) -> None:
+    """Add rollout engines to a training that runs, or take some away; it goes on meanwhile."""
+    from cosmos_core.run.directory import scale_engines
+
+    for name in scale_engines(_open(run_name, output_dir), rollouts):
+        typer.echo(f"{name}: {rollouts} rollout engines")
+
+
+@app.command()
 def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
     """Walk from a model back to its data; every step is verified."""
     from cosmos_core.run.lineage import lineage as walk

@@ -86,16 +86,31 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image as prepared rows hold it: never its pixels."""
+
+    path: str | None
+    """Of the file, relative to the folder of the media where it lies below it; None: `content` has it all."""
+    content: bytes | None
+    """The file itself, where the data set holds bytes; None: read `path`."""
+    sha256: str
+    """Of the file, so that another file under the same name is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem that the policy is asked to complete."""
 
     id: int
     """Row number in the prepared prompt file: the same problem in every process and epoch."""
     token_ids: tuple[int, ...]
-    """The rendered prompt, with the generation prompt of the chat template."""
+    """The rendered prompt, with the generation prompt of the chat template and each image as its tokens."""
     text: str
+    """The same as text, in which a word stands for each image."""
     reference: str
     """The reference answer that rewards compare with; empty when there is none."""
+    images: tuple[ImageRef, ...] = ()
+    """What the tokens of images stand for, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,14 @@ class Sampling:
     num_completions: int = 1
     seed: int = 0
     """Run seed; the engine draws completion k of prompt p at step s from hash(seed, s, p, k)."""
+
+    may_be_outdated: bool = False
+    """The weights may be those of an earlier train step than the one that learns from the tokens."""
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Return whether tokens may be drawn from another distribution than that of the policy that learns of them."""
+        return self.changes_distribution or self.may_be_outdated
 
     @property
     def changes_distribution(self) -> bool:
@@ -134,6 +157,17 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a conversation behind its prompt, as text."""
+
+    role: Literal["assistant", "tool"]
+    text: str
+    """Of an assistant's turn without special tokens."""
+    is_error: bool = False
+    """A tool could not be called, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The segments that follow a prompt. Token ids in, token ids out: nothing is tokenised twice.
 
@@ -142,9 +176,11 @@ class Completion:
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length"]
-    """`stop`: the policy drew an end token. `length`: it was cut off."""
+    """`stop`: the policy drew an end token. `length`: it was cut off, in a turn or between two."""
     text: str
-    """Decoded without special tokens."""
+    """Decoded without special tokens; of several turns the last that the policy took."""
+    turns: tuple[Turn, ...] = ()
+    """Of a conversation, in order; () where there is one turn by the nature of the engine."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

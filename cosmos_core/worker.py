@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.environment import hide, masked
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
@@ -31,7 +32,7 @@ from cosmos_core.run.files import disk_full, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
-from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.run.stage import Stage, load_stage, wanted_engines
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -66,15 +67,16 @@ def run_program(stage: Stage) -> None:
     """Call the program of the stage's kind and commit what it returns."""
     stage.progress.phase("start")
     size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
-    if size == 1:
+    if size == 1 and not _has_engines(stage):
         _introduce(stage, [measure(LIBRARIES)])
     program = _program(stage.entry)
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
-    if size > 1:
-        group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size)
+    engines = _engines(stage)
+    if size > 1 or engines is not None:
+        group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size, beside=engines)
         outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)
     else:
         outcome = _run(stage, program)
@@ -88,7 +90,23 @@ def run_program(stage: Stage) -> None:
     )
 
 
-def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event) -> Outcome:
+def _has_engines(stage: Stage) -> bool:
+    return stage.kind.feed == "rollouts" and stage.recipe.engines_apart > 0
+
+
+def _engines(stage: Stage) -> Any:
+    """Return the rollout engines that the stage has beside its ranks; None: none."""
+    if not _has_engines(stage):
+        return None
+    return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
+        partial(importlib.import_module("cosmos_core.train.generation").open_replica, stage.path),
+        partial(wanted_engines, stage.path, stage.recipe.engines_apart),
+        name="RolloutEngine",
+        shares_gpus=stage.recipe.mode == "colocated_separated",
+    )
+
+
+def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
     """Run the program of a stage on one rank of a group; the first says and writes what is said and written once."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
@@ -97,10 +115,11 @@ def run_rank(path: Path, program: Callable[..., Outcome], stop: threading.Event)
     stage = load_stage(path)
 
     def listen() -> None:
-        stop.wait()
+        told.wait()
         stage.stop_requested = True
 
     threading.Thread(target=listen, daemon=True).start()
+    stage.engines = told.actors
     facts = all_gather_object(asdict(measure(LIBRARIES)))
     if is_first():
         _introduce(stage, [Facts(**each) for each in facts])

@@ -12,11 +12,21 @@ DECIDE_ROWS = (
     "validation.dataset",
 )
 """What is read here alone: stages behind this one see the rows that come of it."""
+RENDER_PROMPTS = (
+    "enable",
+    "enable_tools",
+    "tools",
+    "enable_thinking",
+    "custom_chat_template_path",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""What decides how prompts to complete are rendered, of `rollout.multi_turn_config`."""
 
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
-    result_version=4,
+    result_version=5,
     makes="data",
     reads_model="tokenizer",
     reads_data="source",
@@ -30,6 +40,7 @@ KIND = StageKind(
         "policy.model_max_length",
         "policy.model_revision",
         "rollout.max_response_length",
+        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS),
         "validation.max_response_length",
         "validation.reward_function",
         "custom.dataset",

@@ -14,7 +14,7 @@ KIND = StageKind(
     scores=True,
     reads_model="weights",
     reads_data="prepared",
-    recipe_tables=("train", "policy", "rollout", "validation", "custom"),
+    recipe_tables=("train", "policy", "rollout", "validation", "custom", "distillation", "mode"),
     unread=DECIDE_ROWS,
     libraries=TRAINING,
 )

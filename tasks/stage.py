@@ -26,6 +26,7 @@ from prefect.states import Completed, Failed
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.environment import handed_on
 from cosmos_core.errors import (
     EXIT_REFUSED,
@@ -43,7 +44,7 @@ from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
-from cosmos_core.run.inputs import data_sources, model_source
+from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 from cosmos_core.run.lineage import origin
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import Result, Source, read_result
@@ -275,12 +276,12 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected)
     inputs = _inputs(run, stage)
-    recipe, data = run.pipeline.recipes[stage.name], _output(stage, "data", inputs)
+    recipe, data = _with_teacher(run, stage, inputs), _output(stage.name, "data", stage.data, inputs)
     laid_out = Stage(
         path=path,
         config=stage,
         recipe=recipe,
-        model=_output(stage, "model", inputs) or recipe.policy.model_name_or_path,
+        model=_output(stage.name, "model", stage.model, inputs) or recipe.policy.model_name_or_path,
         data=Path(data) if data else None,
         inputs=inputs,
         fingerprint=expected.value,
@@ -295,7 +296,11 @@ def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
 def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Source, ...]:
     recipe, kind = run.pipeline.recipes[stage.name], run.pipeline.kind_of(stage)
     model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
-    models = [] if model is None or source_of(str(model)) else [(model, expected.ingredients["model"])]
+    models = [
+        (model, expected.ingredients["model"]),
+        (teacher_source(recipe, kind), expected.ingredients.get("teacher")),
+    ]
+    models = [(name, digest) for name, digest in models if name is not None and source_of(str(name)) is None]
     named = [("model", *each) for each in models]
     named += [("data", *each) for each in zip(data, expected.ingredients["data"], strict=True)]
     return tuple(Source.model_validate({"kind": what, "name": str(name), "digest": d}) for what, name, d in named)
@@ -312,17 +317,25 @@ def _make_room(path: Path, expected: Fingerprint) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def _output(stage: StageConfig, key: str, inputs: dict[str, Result]) -> str:
+def _with_teacher(run: Run, stage: StageConfig, inputs: dict[str, Result]) -> Recipe:
+    """The recipe of a stage, with the folder of a teacher that another stage made."""
+    recipe = run.pipeline.recipes[stage.name]
+    teacher = recipe.teacher_of(run.pipeline.kind_of(stage))
+    if teacher is None:
+        return recipe
+    folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
+    return recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
+
+
+def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> str:
     """The folder that `model = "stage:NAME"` or `data = "stage:NAME"` names, or the folder written there."""
-    reference: str = getattr(stage, key)
     name = source_of(reference)
     if name is None:
         return reference
     output = inputs[name]["info"].get(key)
     if not output:
         raise ConfigError(
-            f"stage {stage.name!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) "
-            f"makes no {key}"
+            f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"
         )
     return str(Path(inputs[name]["path"]) / str(output))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.scorer import LOGPROBS, Wants
@@ -75,6 +76,9 @@ class View(Protocol):
 class Algorithm:
     """A credit rule and a loss. What it needs of the rest is declared by its parameter class, `AlgorithmConfig`."""
 
+    teacher: DistillationConfig | None = None
+    """What is said of the model that `View.evaluate` asks as `teacher`; None: there is none."""
+
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Take the parameters; the recipe's `[custom]` table, for an algorithm of a user's own; and how completions are
         drawn, None without rollouts."""
@@ -115,8 +119,9 @@ class Algorithm:
 
 
 def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
-    """Return 1-D tensors of different lengths as one padded rectangle of the shape, dtype and device of `like_BS`."""
-    out_BS = like_BS.new_zeros(like_BS.shape)
+    """Return rows of different lengths as one padded rectangle of the shape, dtype and device of `like_BS`, with the
+    dimensions that each token of a row has."""
+    out_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
     for b, row in enumerate(rows):
         out_BS[b, : len(row)] = row
     return out_BS

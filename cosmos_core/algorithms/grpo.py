@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,12 @@ from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
 from cosmos_core.algorithms.correction import CAP, Correction, importance_weights
+from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distilled, including_prompt
 from cosmos_core.algorithms.objectives.base import PolicySettings
-from cosmos_core.algorithms.policy_loss import PolicyInputs, PolicyLoss, policy_loss, positive_nll
+from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.prefixes import shared_prefixes
 from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.data.sample import Sample
+from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
@@ -42,6 +43,21 @@ class _Fixed:
     old: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None: this is it."""
     reference: Sequence[Tensor] | None
+    teacher: Sequence[Tensor] | None
+    """What a teacher says of each token; None: nobody is asked."""
+
+
+class _Compared(NamedTuple):
+    """What the log-probabilities of a micro-batch are compared with."""
+
+    old_BS: Tensor | None
+    """Before the first update of the train step; None: this is it."""
+    before_BS: Tensor
+    """The same, those of now on that first update; without gradient."""
+    rollout_BS: Tensor | None
+    """Under the distribution that the tokens were drawn from, `before_BS` where nobody drew them; None: not known."""
+    drawn_BS: Tensor
+    """Which of the learned tokens the policy drew."""
 
 
 class Grpo(Algorithm):
@@ -93,9 +109,11 @@ class Grpo(Algorithm):
                     found.append(sample_of(group.group.prompt, completion, value, score.value, ignore))
                     num_ignored += completion.num_sampled - found[-1].num_learned
                     num_sampled += completion.num_sampled
+                    if self.teacher is not None and self.teacher.include_prompt:
+                        found[-1] = including_prompt(found[-1], len(group.group.prompt.token_ids))
         if config.min_filter_prefix_tokens is not None:
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
-        return _within_budget(found, config.max_token_len_per_mini_batch), metrics
+        return within_budget(found, config.max_token_len_per_mini_batch), metrics
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield `mu_iterations` passes over the samples in optimizer batches."""
@@ -110,9 +128,13 @@ class Grpo(Algorithm):
             old = _logprobs(view, samples, self._wants, "policy")
         has_reference = "reference" in self.config.named_weights
         reference = _logprobs(view, samples, self._wants, "reference") if has_reference else None
+        teacher = None
+        if self.teacher is not None:
+            samples, teacher = ask_teacher(self.teacher, samples, view, self._wants)
         for _ in range(self.config.mu_iterations):
             for batch in batches:
-                yield self._update(_Fixed(samples[batch], old and old[batch], reference and reference[batch]))
+                fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
+                yield self._update(_Fixed(samples[batch], *fixed))
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -131,21 +153,20 @@ class Grpo(Algorithm):
         positive_tokens = float(max(1, sum(s.num_learned for s in chosen if s.reward > 0)))
 
         def loss(micro: MicroBatch) -> Loss:
-            policy, correction = self._policy_loss(micro, fixed)
-            value = weighted_sum(
-                policy.loss_BT, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens
-            )
+            compared = _compared(micro, fixed.old)
+            loss_BS, metrics = self._policy_loss(micro, fixed, compared)
+            value = weighted_sum(loss_BS, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
                 value = value + config.positive_nll_coef * positive_nll(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
-            difference, mismatch = _engine_difference(micro, _rows(fixed.old, micro))
-            return Loss(value, add_metrics(add_metrics(policy.metrics, mismatch), correction), difference)
+            difference, mismatch = _engine_difference(compared)
+            return Loss(value, add_metrics(metrics, mismatch), difference)
 
-        wants = Wants(
-            config.temperature, entropy="gradient" if config.entropy_coeff else "value" if config.log_entropy else ""
-        )
+        entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
+        top_k = self.teacher.top_k if self.teacher else 0
+        wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k)
         return Update(chosen, loss, wants, has_constant_gradient=self._is_constant(fixed))
 
     def _is_constant(self, fixed: _Fixed) -> bool:
@@ -154,36 +175,51 @@ class Grpo(Algorithm):
         return (
             fixed.old is None
             and fixed.reference is None
+            and fixed.teacher is None
             and self._correction is None
             and not settings.entropy_coeff
             and settings.off_policy_masking_delta is None
             and settings.objective in {"clip", "gspo", "cispo", "aipo_clamped"}
         )
 
-    def _policy_loss(self, micro: MicroBatch, fixed: _Fixed) -> tuple[PolicyLoss, Metrics]:
-        """Return the loss of each token, weighted where tokens were drawn from another distribution."""
-        old_BS, weights_BS = _rows(fixed.old, micro), None
-        has_rollout = all(sample.rollout_logprobs is not None for sample in micro.samples)
-        rollout_BS = _rollout_logprobs(micro) if has_rollout else None
+    def _policy_loss(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> tuple[Tensor, Metrics]:
+        """Return the loss of each token, weighted where tokens were drawn from another distribution, and metrics."""
         metrics: Metrics = {}
+        weights_BS = None
         if self._correction is not None:
-            assert rollout_BS is not None, "weights need the log-probabilities of the rollouts"
-            before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
-            weights_BS, metrics = importance_weights(before_BS, rollout_BS, micro.mask_BS, self._correction)
+            assert compared.rollout_BS is not None, "weights need the log-probabilities of the rollouts"
+            weights_BS, metrics = importance_weights(
+                compared.before_BS, compared.rollout_BS, compared.drawn_BS, self._correction
+            )
+            weights_BS = torch.where(compared.drawn_BS, weights_BS, 1.0)
+        taught = self._taught(micro, fixed, compared)
         policy = policy_loss(
             PolicyInputs(
                 logprobs_BT=micro.logprobs_BS,
                 advantages_B=micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples]),
                 mask_BT=micro.mask_BS,
-                old_logprobs_BT=old_BS,
+                old_logprobs_BT=compared.old_BS,
                 ref_logprobs_BT=_rows(fixed.reference, micro),
                 entropy_BT=micro.outputs.get("entropy"),
                 weights_BT=weights_BS,
-                rollout_logprobs_BT=rollout_BS,
+                rollout_logprobs_BT=compared.rollout_BS,
+                token_advantages_BT=taught.advantages_BS if taught else None,
             ),
             self._settings,
         )
-        return policy, metrics
+        metrics = add_metrics(policy.metrics, metrics)
+        if taught is None:
+            return policy.loss_BT, metrics
+        loss_BT = policy.loss_BT if taught.loss_BS is None else policy.loss_BT + taught.loss_BS
+        return loss_BT, add_metrics(metrics, taught.metrics)
+
+    def _taught(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> Distilled | None:
+        """Return what a teacher adds; None: there is none."""
+        teacher_BS = _rows(fixed.teacher, micro)
+        if self.teacher is None or teacher_BS is None:
+            return None
+        policy_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else compared.before_BS
+        return distilled(self.teacher, policy_BS, teacher_BS, micro.mask_BS, compared.drawn_BS)
 
 
 ALGORITHM = Grpo
@@ -198,7 +234,7 @@ def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: 
     learned[:num_ignored] = 0
     mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
     logprobs = np.array(completion.logprobs, dtype=np.float32)
-    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1])
+    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1], images=prompt.images)
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
@@ -212,23 +248,9 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         found = replace(found, rule=config.rollout_correction, low=low, high=high)
     elif config.use_rollout_logprobs_for_loss or config.aipo_rho:
         pass  # the ratio itself is that to the rollout policy
-    elif sampling is not None and sampling.changes_distribution:
+    elif sampling is not None and sampling.is_off_policy:
         found = replace(found, rule="truncate", high=CAP)
     return None if found.rule == "none" and found.geometric is None else found
-
-
-def _within_budget(samples: list[Sample], most_tokens: int | None) -> list[Sample]:
-    """Put samples of like length into micro-batches of so many tokens, padding included; None: leave them."""
-    if most_tokens is None:
-        return samples
-    found = list(samples)
-    number = width = count = 0
-    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].input_ids)):
-        if (count + 1) * width > most_tokens or not count:
-            number, width, count = number + 1, len(samples[i].input_ids), 0
-        count += 1
-        found[i] = replace(samples[i], micro_batch=number)
-    return found
 
 
 def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
@@ -248,21 +270,26 @@ def _rollout_row(sample: Sample) -> Tensor:
     return row
 
 
-def _rollout_logprobs(micro: MicroBatch) -> Tensor:
-    """Return the log-probability of each sampled token under the distribution that it was drawn from."""
+def _compared(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Compared:
+    """Return what the drawn tokens of a micro-batch are compared with."""
+    old_BS = _rows(old, micro)
+    before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
+    mask_BS = micro.mask_BS.bool()
+    if any(sample.rollout_logprobs is None for sample in micro.samples):
+        return _Compared(old_BS, before_BS, None, mask_BS)
     found_BS = torch.zeros_like(micro.logprobs_BS)
     flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
-    found_BS[micro.mask_BS.bool()] = torch.cat(flat).to(found_BS)
-    return found_BS
+    found_BS[mask_BS] = torch.cat(flat).to(found_BS)
+    is_unknown_BS = found_BS.isnan()
+    return _Compared(old_BS, before_BS, torch.where(is_unknown_BS, before_BS, found_BS), mask_BS & ~is_unknown_BS)
 
 
-def _engine_difference(micro: MicroBatch, old_BS: Tensor | None) -> tuple[dict[str, Tensor], Metrics]:
+def _engine_difference(compared: _Compared) -> tuple[dict[str, Tensor], Metrics]:
     """Return |log pi_old - log mu| of every sampled token: how far trainer and engine are apart."""
-    if any(sample.rollout_logprobs is None for sample in micro.samples):
+    if compared.rollout_BS is None:
         return {}, {}
-    trainer_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
-    difference_BS = (trainer_BS - _rollout_logprobs(micro)).abs()
+    difference_BS = (compared.before_BS - compared.rollout_BS).abs()
     return (
-        {"rollout/logprob_difference": difference_BS[micro.mask_BS.bool()]},
-        {"rollout/logprob_difference_mean": token_metric(difference_BS, micro.mask_BS)},
+        {"rollout/logprob_difference": difference_BS[compared.drawn_BS]},
+        {"rollout/logprob_difference_mean": token_metric(difference_BS, compared.drawn_BS)},
     )

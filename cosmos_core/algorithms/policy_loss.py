@@ -38,6 +38,8 @@ class PolicyInputs:
     """Weights of tokens that were drawn from another policy mu (`correction`); None: 1."""
     rollout_logprobs_BT: Tensor | None = None
     """Under mu, the distribution that the tokens were drawn from; needed by AIPO and the off-policy mask."""
+    token_advantages_BT: Tensor | None = None
+    """Added to the advantage of each token; None: nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     if inputs.rollout_logprobs_BT is not None:
         rollout_log_ratio_BT = logprobs_BT.detach() - masked(inputs.rollout_logprobs_BT, mask_BT)
     advantages_B1 = inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
+    if inputs.token_advantages_BT is not None:
+        advantages_B1 = advantages_B1 + masked(inputs.token_advantages_BT, mask_BT)
     terms = Terms(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
     module = importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")

@@ -14,7 +14,8 @@ _KEY = "train.train_policy.trainer_type"
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
-    """Return the algorithm of `train.train_policy.trainer_type`; `sampling` says how its completions are drawn.
+    """Return the algorithm of `train.train_policy.trainer_type`; `sampling` says how its completions are
+    drawn; None: there are none.
 
     Raises:
         ConfigError: a user's path leads to no subclass of `Algorithm`.
@@ -27,7 +28,9 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
                 f"{_KEY} = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
                 f"cosmos_core.algorithms.base.Algorithm"
             )
-        return found(policy, recipe.custom, sampling)
-    module = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}")
-    made: Algorithm = module.ALGORITHM(policy, recipe.custom, sampling)
+    else:
+        found = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}").ALGORITHM
+    made: Algorithm = found(policy, recipe.custom, sampling)
+    if sampling is not None:
+        made.teacher = recipe.teacher
     return made

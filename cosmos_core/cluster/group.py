@@ -14,13 +14,14 @@ import secrets
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,35 @@ import torch.distributed as dist
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.errors import ConfigError, CosmosError, StageFailed
 
+if TYPE_CHECKING:
+    from cosmos_core.cluster.actors import ActorGroup
+
 logger = logging.getLogger(__name__)
 
-Program = Callable[[threading.Event], Any]
-"""What every rank runs, picklable; the event is set when it is asked to stop."""
-
 _POLL_SECONDS = 0.2
+_STORE_BYTES = 1 << 30
+"""Of shared memory: for two buckets of weights on their way to engines, and what was not read yet."""
+_MOST_RESTARTS = 3
+"""Of ranks, of which one has died, beside actors that live."""
+_DEATH_SECONDS = 10.0
+"""Until Ray tells of a dead rank, whose peers may have told of a broken connection before."""
+
+
+class Told(threading.Event):
+    """What a rank is told while it runs: it is set when the rank is asked to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actors: list[Any] = []
+        """Handles of the actors that there are beside the ranks (`actors.ActorHandle`); their number may change."""
+
+
+Program = Callable[[Told], Any]
+"""What every rank runs, picklable."""
+
+
+class RankFailed(StageFailed):
+    """A rank died, or met an error that is none of ours."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +66,8 @@ class WorkerGroup:
 
     size: int
     launcher: Literal["ray", "local"] = "ray"
+    beside: ActorGroup | None = None
+    """With Ray alone: actors beside the ranks. Ranks of which one dies are then started again, and the actors stay."""
 
     def run(self, program: Program, should_stop: Callable[[], bool] = lambda: False) -> Any:
         """Return what `program` returns on the first rank; the other ranks' outcomes are dropped.
@@ -50,8 +76,9 @@ class WorkerGroup:
             CosmosError: the first that any rank raised.
             StageFailed: a rank raised another error or died.
         """
-        start = _ray_ranks if self.launcher == "ray" else _local_ranks
-        return start(self.size, program, should_stop)
+        if self.launcher == "local":
+            return _local_ranks(self.size, program, should_stop)
+        return _ray_ranks(self.size, program, should_stop, self.beside)
 
 
 @dataclass(frozen=True)
@@ -96,31 +123,31 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     )
 
 
-def _outcome(program: Program, stop: threading.Event, rendezvous: Rendezvous) -> tuple[bool, Any]:
+def _outcome(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bool, Any]:
     """Run the program as one rank: True and its value, or False and its error."""
     try:
         with process_group(rendezvous):
-            value = program(stop)
+            value = program(told)
     except Exception as error:  # noqa: BLE001 - the edge of a process: whatever it is has to reach the other side
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            error = StageFailed(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
+            error = RankFailed(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None
 
 
 def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous) -> None:
-    stop = threading.Event()
-    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    pipe.send(_outcome(program, stop, rendezvous))
+    told = Told()
+    threading.Thread(target=_listen, args=(pipe, told), daemon=True).start()
+    pipe.send(_outcome(program, told, rendezvous))
 
 
-def _listen(pipe: Connection, stop: threading.Event) -> None:
+def _listen(pipe: Connection, told: Told) -> None:
     try:
         pipe.recv()
     except EOFError:  # the other side is gone, and nobody waits for it
         os._exit(1)
-    stop.set()
+    told.set()
 
 
 def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
@@ -157,7 +184,7 @@ def _received(pipe: Connection, rank: int) -> tuple[bool, Any]:
     try:
         outcome: tuple[bool, Any] = pipe.recv()
     except (EOFError, ConnectionResetError):
-        return False, StageFailed(f"rank {rank} died")
+        return False, RankFailed(f"rank {rank} died")
     return outcome
 
 
@@ -168,61 +195,91 @@ def _value(outcome: tuple[bool, Any]) -> Any:
     return value
 
 
-class _Member:
-    """A rank as an actor; two threads, so that it hears `stop` while it runs."""
+class Rank:
+    """A rank as an actor; two threads, so that it hears what it is told while it runs."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self._told = Told()
 
     def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
         """Return what the program returned or raised on this rank."""
-        return _outcome(program, self._stop, rendezvous)
+        return _outcome(program, self._told, rendezvous)
 
     def stop(self) -> None:
         """Ask the program to stop."""
-        self._stop.set()
+        self._told.set()
+
+    def have(self, actors: list[Any]) -> None:
+        """Let the program know the actors that there are beside the ranks."""
+        self._told.actors[:] = actors
 
 
-def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
+def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], beside: ActorGroup | None) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded = not os.environ.get("RAY_ADDRESS")
     if is_embedded:
         _keep_ray_to_ourselves()
     import ray
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     on_stop = signal.getsignal(signal.SIGTERM)
     if not is_embedded:
         ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
-        num_gpus = size if torch.cuda.is_available() else 0
         ray.init(
-            address="local", num_cpus=size, num_gpus=num_gpus, include_dashboard=False,
-            logging_level=logging.WARNING, object_store_memory=128 << 20, log_to_driver=True,
+            address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
+            logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
+            log_to_driver=True,
         )  # fmt: skip
     signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
     try:
-        gpus = _gpus_per_rank(ray, size)
-        group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="PACK")
-        ray.get(group.ready())
-        remote: Any = ray.remote  # its types know functions alone
-        actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(_Member)
+        actors = None
+        if beside is not None:
+            actors = importlib.import_module("cosmos_core.cluster.actors").Actors(beside, is_embedded=is_embedded)
+        start = _starter(ray, size, shares_gpus=beside is not None and beside.shares_gpus)
+        for number in range(_MOST_RESTARTS + 1):
+            members, calls = start(program)
+            try:
+                return _followed(ray, members, calls, should_stop, actors)
+            except RankFailed as error:
+                if actors is None or number == _MOST_RESTARTS or not _has_died(ray, calls):
+                    raise
+                logger.warning(
+                    "%s; the ranks start again from their newest checkpoint, and those beside them stay", error
+                )
+                for member in members:
+                    ray.kill(member)
+    finally:
+        ray.shutdown()
+
+
+def _starter(ray: Any, size: int, *, shares_gpus: bool) -> Callable[[Program], tuple[list[Any], list[Any]]]:
+    """Return what starts a program on all ranks: their actors, and the calls that end with the program."""
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    gpus = _gpus_per_rank(ray, size) * (0.5 if shares_gpus else 1)
+    group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="PACK")
+    ray.get(group.ready())
+    remote: Any = ray.remote  # its types know functions alone
+    actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
+    address = ray.util.get_node_ip_address()
+    stores = []  # those of ranks that have died are held too: a late connection must not meet another process
+
+    def start(program: Program) -> tuple[list[Any], list[Any]]:
         members = [
             actor.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             ).remote()
             for rank in range(size)
         ]
-        address = ray.util.get_node_ip_address()
-        store = open_store(address, size)
+        stores.append(open_store(address, size))
         calls = [
-            member.run.remote(program, Rendezvous(rank, size, address, store.port, 0))  # Ray shows it one GPU
+            member.run.remote(program, Rendezvous(rank, size, address, stores[-1].port, 0))  # Ray shows it one GPU
             for rank, member in enumerate(members)
         ]
-        return _followed(ray, members, calls, should_stop)
-    finally:
-        ray.shutdown()
+        return members, calls
+
+    return start
 
 
 def _keep_ray_to_ourselves() -> None:
@@ -255,17 +312,36 @@ def _gpus_per_rank(ray: Any, size: int) -> int:
     return min(there, 1)
 
 
-def _followed(ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool]) -> Any:
+def _followed(
+    ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool], actors: Any | None
+) -> Any:
     waiting, asked, first = list(calls), False, None
+    if actors is not None:
+        members[0].have.remote(actors.handles)
     while waiting:
         if should_stop() and not asked:
             asked = True
             ray.get([member.stop.remote() for member in members])
+        if actors is not None and actors.adjust():
+            members[0].have.remote(actors.handles)
         done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
         for call in done:
             try:
                 value = _value(ray.get(call))
             except ray.exceptions.RayActorError as error:
-                raise StageFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
+                raise RankFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
             first = value if call is calls[0] else first
     return first
+
+
+def _has_died(ray: Any, calls: list[Any]) -> bool:
+    """Return whether a rank is dead, rather than one of them in error."""
+    deadline, waiting = time.monotonic() + _DEATH_SECONDS, list(calls)
+    while waiting and time.monotonic() < deadline:
+        done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
+        for call in done:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayActorError:
+                return True
+    return False

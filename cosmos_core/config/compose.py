@@ -7,7 +7,7 @@ that have nothing to do. A training stage whose rows nobody prepares gets a `pre
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -194,6 +194,14 @@ def _kind(kinds: Kinds, **policy: str) -> str:
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
 
+def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[tuple[str, str]]:
+    """Yield what may be `stage:NAME`, with its key."""
+    yield "model", stage.model
+    yield "data", stage.data
+    if teacher := recipe.teacher_of(kind):
+        yield "distillation.model_name_or_path", teacher.model_name_or_path
+
+
 def _feed(recipe: Recipe) -> str:
     """What the recipe's algorithm trains on, as in `StageKind.feed`."""
     return "rollouts" if recipe.train.train_policy.rows == "prompts" else "dataset"
@@ -217,7 +225,7 @@ def _check_stages(pipeline: Pipeline) -> None:
                 raise ConfigError(
                     f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
                 )
-        for key, reference in (("model", stage.model), ("data", stage.data)):
+        for key, reference in _references(stage, pipeline.recipes[stage.name], kinds[stage.kind]):
             named = source_of(reference)
             if named is not None and named not in names:
                 raise ConfigError(
@@ -264,7 +272,7 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
     complete = []
     for stage in ordered.stages:
         inputs = list(stage.after)
-        for key, reference in (("model", stage.model), ("data", stage.data)):
+        for key, reference in _references(stage, ordered.recipes[stage.name], ordered.kind_of(stage)):
             upstream = source_of(reference)
             if upstream is not None and stage.name not in ordered.behind(upstream):
                 raise ConfigError(

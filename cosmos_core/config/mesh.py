@@ -38,6 +38,8 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     mesh = filled(recipe, gpus).policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
     total = mesh.world_size * mesh.n_init_replicas
+    if recipe.train.train_policy.rows == "prompts" and recipe.mode == "disaggregated":
+        total += recipe.engines_apart
     if gpus is not None and total > gpus:
         raise ConfigError(_too_many(mesh, total, gpus))
     return total

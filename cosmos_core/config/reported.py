@@ -13,6 +13,7 @@ from cosmos_core.registry import is_import_path, suggestion
 HELD_OUT = "validation/"
 MEASURED = (
     "reward", "accuracy", "invalid", "length_mean", "prompts",
+    "pass@*", "reward/*",
     "loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*",
 )  # fmt: skip
 """What is measured of held-out rows: of completions, then of rows. An algorithm of a user's own may add to it."""

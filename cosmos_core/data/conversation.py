@@ -7,6 +7,7 @@ that inference sees. Reading rows is `messages.py`, finding the assistant's turn
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.bounds import bounded
+from cosmos_core.data.chat import PLAIN, Chat
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.errors import DataError, ModelError
@@ -132,23 +134,26 @@ def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tup
 
 
 def tokenize_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, where: str, tools: Tools = None
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, where: str, chat: Chat = PLAIN
 ) -> tuple[list[int], str]:
-    """Return token ids and text of a prompt, with the generation prompt of the chat template.
+    """Return token ids and text of a prompt, with the generation prompt of the chat template unless `chat` has none.
 
     Args:
         tokenizer: of the model.
         messages: turns up to the one to complete.
         max_length: most tokens: `policy.model_max_length` less the longest completion.
         where: location of the row, for messages.
-        tools: what the template says of the tools that may be called.
+        chat: how it is rendered.
 
     Raises:
         SkippedRow: the prompt is longer.
         RefusedRow: the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
-    _, text = render(tokenizer, messages, where, add_generation_prompt=True, tools=tools)
+    _, text = render(
+        tokenizer, messages, where, add_generation_prompt=chat.add_generation_prompt, tools=list(chat.tools) or None,
+        options=chat.options,
+    )  # fmt: skip
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
         raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
@@ -162,8 +167,11 @@ def render(
     *,
     add_generation_prompt: bool = False,
     tools: Tools = None,
+    options: Mapping[str, Any] = {},
 ) -> tuple[list[Message], str]:
     """Return what the chat template of a tokenizer or processor writes, and the turns as they were given to it.
+
+    `options` go to `apply_chat_template`.
 
     Of a processor's templates some want strings where there is text alone, others parts everywhere: the form counts of
     which the template writes the most.
@@ -173,7 +181,7 @@ def render(
         RefusedRow: the template refuses the conversation, or leaves out its system turn or a tool call.
         ModelError: there is no chat template.
     """
-    if not owner.chat_template:
+    if not (options.get("chat_template") or owner.chat_template):
         whose = "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
         raise ModelError(
             f"{whose} has no chat template; save one beside the model (chat_template.jinja), start from an instruct "
@@ -182,7 +190,7 @@ def render(
     found: list[tuple[list[Message], list[Message], str]] = []
     for form in (turns, _in_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
-            text = render_template(owner, form, add_generation_prompt, where=where, tools=tools)
+            text = render_template(owner, form, add_generation_prompt, where=where, tools=tools, options=options)
             found.append((_left_out(form, text), form, text))
         except TemplateError as error:
             reason = error
@@ -237,6 +245,7 @@ def render_template(
     *,
     where: str,
     tools: Tools = None,
+    options: Mapping[str, Any] = {},
 ) -> str:
     """Return what the chat template of a tokenizer or processor writes.
 
@@ -247,7 +256,7 @@ def render_template(
     try:
         with bounded(f"{where}: the chat template"):
             text = owner.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
             )
     except ModelError:
         raise

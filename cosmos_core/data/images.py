@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from cosmos_core.data.messages import IMAGE_MARK, Message, Row
 from cosmos_core.errors import DataError
+from cosmos_core.types import ImageRef
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,17 +34,6 @@ _IMAGE = {"type": "image"}
 _LONGEST_PATH = 4095  # PATH_MAX of Linux
 _DAMAGE = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """What the decoders of Pillow raise, each in its own way."""
-
-
-class ImageRef(NamedTuple):
-    """An image as prepared rows hold it: never its pixels."""
-
-    path: str | None
-    """Of the file, relative to the folder of the media where it lies below it; None: `content` has it all."""
-    content: bytes | None
-    """The file itself, where the data set holds bytes; None: read `path`."""
-    sha256: str
-    """Of the file, so that another file under the same name is noticed."""
 
 
 def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
@@ -82,19 +72,6 @@ def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Mess
             f"`image` or `images`"
         )
     return placed, sources
-
-
-def refuse_images(row: Row, where: str) -> None:
-    """Refuse images in rows of which text alone is read.
-
-    Raises:
-        DataError: the row has an image.
-    """
-    if column := next((column for column in COLUMNS if _listed(row.get(column))), None):
-        raise DataError(
-            f"{where}: the row has a column {column!r}, and prompts to complete and completions to compare are read as "
-            "text alone in this version; leave the column out"
-        )
 
 
 def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
 
-_TEXT_ALONE = "this version learns from text alone where the model has no image processor, or completions are generated"
+_TEXT_ALONE = "a model without an image processor reads text alone"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
@@ -88,13 +88,21 @@ def read_conversation(
     )
 
 
-def read_prompt(
-    row: Row, where: str, prompt_column: str = "", response_column: str = "", system_prompt: str = ""
+def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to what most rows are
+    row: Row,
+    where: str,
+    prompt_column: str = "",
+    response_column: str = "",
+    system_prompt: str = "",
+    *,
+    keeps_last: bool = False,
+    with_images: bool = False,
 ) -> tuple[list[Message], str]:
     """Return the prompt of a row as turns, and its reference answer ("" when there is none).
 
     A prompt that is a conversation ends before its last assistant turn when that comes last; that turn is the
-    reference where no column holds one.
+    reference where no column holds one. With `keeps_last` it stays in the prompt, for the policy to go on with.
+    `with_images`: as `read_conversation`.
 
     Raises:
         DataError: a named column is missing, or no column looks like a prompt.
@@ -108,18 +116,23 @@ def read_prompt(
         raise DataError(
             f"{where}: no prompt among the columns {_columns(row)}; set train.train_policy.prompt_column_name"
         )
-    turns = _with_system(_as_turns(row, column, "user", where), system_prompt)
+    turns = _with_system(_as_turns(row, column, "user", where, with_images), system_prompt)
+    if keeps_last and turns and turns[-1]["role"] == "assistant":
+        asked, _ = _ask(turns, "", where)
+        return [*asked, turns[-1]], _reference(row, response_column, where) or ""
     return _ask(turns, _reference(row, response_column, where), where)
 
 
-def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "") -> tuple[list[Message], str]:
+def read_held_out(
+    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+) -> tuple[list[Message], str]:
     """Return prompt and reference answer of a row that is made to be learned: ask for its last assistant turn.
 
     Raises:
         DataError: the row is plain text, or not a conversation.
         SkippedRow: there is nothing to complete.
     """
-    conversation = read_conversation(row, where, column, system_prompt)
+    conversation = read_conversation(row, where, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
         raise DataError(
             f"{where}: plain text has no prompt to complete; give validation.dataset conversations, "
@@ -128,7 +141,9 @@ def read_held_out(row: Row, where: str, column: str = "", system_prompt: str = "
     return _ask(conversation, _reference(row, "", where), where)
 
 
-def read_preference(row: Row, where: str, column: str = "", system_prompt: str = "") -> Preference:
+def read_preference(
+    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+) -> Preference:
     """Return prompt, chosen and rejected completion of a row, each as text or as turns.
 
     Without a column of prompts the prompt is what `chosen` and `rejected` begin with alike: the same turns, or the same
@@ -139,12 +154,13 @@ def read_preference(row: Row, where: str, column: str = "", system_prompt: str =
         where: its location, for messages.
         column: of the prompt, looked at first; a row without it may have `prompt` or another of the known columns.
         system_prompt: put before turns that have no system turn.
+        with_images: as `read_conversation`.
 
     Raises:
         DataError: `chosen`, `rejected` or the prompt is missing or of a wrong form.
         SkippedRow: there is nothing to compare.
     """
-    one, other = _compared(row, "chosen", where), _compared(row, "rejected", where)
+    one, other = (_compared(row, name, where, with_images) for name in ("chosen", "rejected"))
     if one == other:
         raise SkippedRow(where, "with equal chosen and rejected")
     found = next((c for c in (column, *_COMPARED_PROMPT_COLUMNS) if row.get(c) is not None), None)
@@ -152,7 +168,7 @@ def read_preference(row: Row, where: str, column: str = "", system_prompt: str =
         return _plain_preference(one, other, where)
     chosen, rejected = _response_turns(one), _response_turns(other)
     if "assistant" in {chosen[0]["role"], rejected[0]["role"]}:
-        prompt = [] if found is None else _as_turns(row, found, "user", where)
+        prompt = [] if found is None else _as_turns(row, found, "user", where, with_images)
     else:
         prompt = chosen[: _num_shared(chosen, rejected)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -163,16 +179,20 @@ def read_preference(row: Row, where: str, column: str = "", system_prompt: str =
             f"{where}: no prompt among the columns {_columns(row)}; name it `prompt`, or set "
             "train.train_policy.conversation_column_name"
         )
-    if not any(turn["role"] != "assistant" and turn["content"].strip() for turn in prompt):
+    if not any(turn["role"] != "assistant" and _has_words(turn) for turn in prompt):
         raise SkippedRow(where, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    if not all(turns[-1]["content"].strip() or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
+    if not all(_has_words(turns[-1]) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(where, "with an empty answer")
     return Preference(_with_system(prompt, system_prompt), _merged(chosen), _merged(rejected))
 
 
-def _compared(row: Row, name: str, where: str) -> list[Message] | str:
+def _has_words(turn: Message) -> bool:
+    return any(text.strip() for text in texts_of(turn))
+
+
+def _compared(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
     value = row.get(name)
     if value is None:
         raise DataError(
@@ -181,7 +201,7 @@ def _compared(row: Row, name: str, where: str) -> list[Message] | str:
     value = _decoded(value)
     if isinstance(value, str):
         return _content(value, where)
-    return _turns([value] if isinstance(value, dict) else value, name, where)
+    return _turns([value] if isinstance(value, dict) else value, name, where, with_images)
 
 
 def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
@@ -207,9 +227,9 @@ def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
-        reference = turns[-1]["content"] if reference is None else reference
+        reference = "".join(texts_of(turns[-1])) if reference is None else reference
         turns = turns[:-1]
-    if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
+    if not any(turn["role"] == "user" and _has_words(turn) for turn in turns):
         raise SkippedRow(where, "without a user turn to answer")
     return turns, reference or ""
 

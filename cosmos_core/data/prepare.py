@@ -31,6 +31,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
 from cosmos_core.data.prepared import split_path
 from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
@@ -61,11 +62,13 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("prepare")
     splits = _splits(stage)
     tokenizer = load_tokenizer(stage.model, stage.recipe.policy.model_revision)
-    end_ids = _end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
-    jobs = {split: replace(_job(stage, split, rows), end_ids=end_ids) for split, rows in splits.items()}
+    ends = end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
+    jobs = {split: replace(_job(stage, split, rows), end_ids=ends) for split, rows in splits.items()}
+    jobs, untold = _rendered_jobs(stage, jobs, tokenizer)
     total = sum(len(rows) for rows in splits.values())
     statistics: dict[str, dict[str, Any]] = {}
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
+    notices += untold
     done = 0
     with replaced_folder(stage.path / "data") as folder:
         for split, rows in splits.items():
@@ -82,6 +85,19 @@ def run(stage: Stage) -> Outcome:
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in splits for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     return Outcome(outputs=("data",), metrics=metrics, info=info)
+
+
+def _rendered_jobs(
+    stage: Stage, jobs: dict[str, Job], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Job], list[JsonValue]]:
+    """Return the jobs with how prompts to complete are rendered, and what is to be said of it."""
+    if all(job.kind != "prompts" for job in jobs.values()):
+        return jobs, []
+    chat = chat_of(stage.recipe.rollout.multi_turn_config)
+    notices: list[JsonValue] = []
+    if chat.tools and not is_told_of_tools(tokenizer, chat):
+        notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
+    return {split: replace(job, chat=chat) for split, job in jobs.items()}, notices
 
 
 def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, total: int) -> Counts:
@@ -134,7 +150,7 @@ def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
     return held_out if split == _VALIDATION and held_out.name else recipe.train.train_policy.dataset
 
 
-def _end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens at which generation stops: the tokenizer's end token and those of generation_config.json."""
     source, options = source_of(model, revision)
     listed: Any = None
@@ -152,13 +168,10 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
         kind = "prompts"
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
-    if not processor_files(stage.model, recipe.policy.model_revision):
+    revision = recipe.policy.model_revision
+    if not processor_files(stage.model, revision) or processor_of(stage.model, revision, media.pixels) is None:
         root = None
-    if kind == "pairs":
-        return Job(recipe, kind, max_length, stage.model, root)
-    if kind == "sequences":
-        if processor_of(stage.model, recipe.policy.model_revision, media.pixels) is None:
-            root = None
+    if kind != "prompts":
         return Job(recipe, kind, max_length, stage.model, root)
     longest = recipe.rollout.max_response_length
     if split == _VALIDATION:

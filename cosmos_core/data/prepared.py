@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, overload
 
@@ -15,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cosmos_core.data.images import ImageRef
 from cosmos_core.errors import DataError
-from cosmos_core.types import Prompt
+from cosmos_core.types import ImageRef, Prompt
 
 RowKind = Literal["sequences", "pairs", "prompts"]
 
@@ -35,7 +35,9 @@ SCHEMAS: dict[RowKind, pa.Schema] = {
     "prompts": _schema("prompts", {"prompt_ids": _IDS, "prompt_text": pa.string(), "reference": pa.string()}),
 }
 _IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
-_VISUAL = _schema("sequences", {"input_ids": _IDS, "loss_mask": _MASK, "images": pa.list_(_IMAGE)})
+_VISUAL: dict[RowKind, pa.Schema] = {
+    kind: schema.insert(len(schema) - 1, pa.field("images", pa.list_(_IMAGE))) for kind, schema in SCHEMAS.items()
+}
 _ROOT = b"images below"
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_text", "reference")
 _NEEDED_FOR = {
@@ -45,9 +47,10 @@ _NEEDED_FOR = {
 }
 
 
-def visual_schema(root: Path) -> pa.Schema:
-    """Return the schema of sequences that may show images; `root` is what their paths are relative to."""
-    return _VISUAL.with_metadata({**_VISUAL.metadata, _ROOT: str(root).encode()})
+def visual_schema(kind: RowKind, root: Path) -> pa.Schema:
+    """Return the schema of rows that may show images; `root` is what their paths are relative to."""
+    schema = _VISUAL[kind]
+    return schema.with_metadata({**schema.metadata, _ROOT: str(root).encode()})
 
 
 def split_path(folder: Path, split: str) -> Path:
@@ -60,6 +63,24 @@ def has_split(folder: Path, split: str) -> bool:
     return split_path(folder, split).is_file()
 
 
+class _Images:
+    """The images of the rows of a table, in the order in which each row shows them."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._column = table["images"] if "images" in table.column_names else None
+        self._root = Path((table.schema.metadata or {}).get(_ROOT, b"").decode())
+        self.counts: np.ndarray = np.zeros(len(table), dtype=np.int64)
+        if self._column is not None:
+            self.counts = pc.fill_null(pc.list_value_length(self._column), 0).to_numpy().astype(np.int64)
+
+    def __getitem__(self, index: int) -> tuple[ImageRef, ...]:
+        """Return the images of a row; paths are absolute."""
+        if self._column is None:
+            return ()
+        refs = [ImageRef(**image) for image in self._column[index].as_py() or ()]
+        return tuple(ref if ref.path is None else replace(ref, path=str(self._root / ref.path)) for ref in refs)
+
+
 class Sequences:
     """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied out of the mapped file."""
 
@@ -70,10 +91,9 @@ class Sequences:
         """Tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
             raise _damaged(path, f"{mask} and {ids} differ in length")
-        self._images = table["images"] if "images" in table.column_names else None
-        self.has_images = self._images is not None and bool(pc.max(pc.list_value_length(self._images)).as_py())
-        """Whether any row shows one."""
-        self._root = Path((table.schema.metadata or {}).get(_ROOT, b"").decode())
+        self._images = _Images(table)
+        self.num_images = self._images.counts
+        """Of each row, int64."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -84,10 +104,7 @@ class Sequences:
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
         """Return the images of a row, in the order in which it shows them; paths are absolute."""
-        if self._images is None:
-            return ()
-        refs = [ImageRef(**image) for image in self._images[index].as_py()]
-        return tuple(ref if ref.path is None else ref._replace(path=str(self._root / ref.path)) for ref in refs)
+        return self._images[index]
 
 
 class Pairs:
@@ -107,6 +124,7 @@ class Prompts(Sequence[Prompt]):
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
+        self._images = _Images(table)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -119,7 +137,7 @@ class Prompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         ids, text, reference = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
-        return Prompt(id=index % len(self), token_ids=tuple(ids), text=text, reference=reference)
+        return Prompt(index % len(self), tuple(ids), text, reference, self._images[index])
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:
@@ -157,8 +175,8 @@ def shows_images(folder: Path) -> bool:
     Raises:
         DataError: a file is damaged.
     """
-    splits = [file.stem for file in folder.glob("*.arrow") if rows_kind(folder, file.stem) == "sequences"]
-    return any(open_sequences(folder, split).has_images for split in splits)
+    tables = (_open(file) for file in folder.glob("*.arrow"))
+    return any(bool(_Images(table).counts.any()) for table in tables)
 
 
 def rows_kind(folder: Path, split: str) -> str:
@@ -171,16 +189,20 @@ def rows_kind(folder: Path, split: str) -> str:
         return _kind_of(reader.schema)
 
 
-def _open(path: Path, kind: RowKind) -> pa.Table:
+def _open(path: Path, kind: RowKind | None = None) -> pa.Table:
+    """Return the rows of a file, which have to be of a kind; None: of any."""
     with _reader(path) as reader:
         table = reader.read_all()
         table.validate(full=True)
-    if (found := _kind_of(table.schema)) != kind:
+    found = _kind_of(table.schema)
+    if kind is None and found in SCHEMAS:
+        kind = found
+    if kind is None or found != kind:
         raise DataError(
-            f"{path} holds {found or 'unknown rows'}, but {kind} {_NEEDED_FOR[kind]} are needed; "
+            f"{path} holds {found or 'unknown rows'}, but {_wanted(kind)} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
-    if not any(table.schema.equals(schema) for schema in (SCHEMAS[kind], _VISUAL) if _kind_of(schema) == kind):
+    if not any(table.schema.equals(schema) for schema in (SCHEMAS[kind], _VISUAL[kind])):
         raise _damaged(path, f"its columns are {', '.join(table.column_names)}")
     return table
 
@@ -197,6 +219,10 @@ def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
 
 def _kind_of(schema: pa.Schema) -> str:
     return (schema.metadata or {}).get(b"rows", b"").decode()
+
+
+def _wanted(kind: RowKind | None) -> str:
+    return "known ones" if kind is None else f"{kind} {_NEEDED_FOR[kind]}"
 
 
 def _damaged(path: Path, reason: str) -> DataError:

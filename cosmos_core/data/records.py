@@ -9,10 +9,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.chat import PLAIN, Chat
 from cosmos_core.data.conversation import (
     RefusedRow,
     Tools,
@@ -32,7 +33,7 @@ from cosmos_core.data.conversation import (
     tokenize_prompt,
 )
 from cosmos_core.data.formats import Located
-from cosmos_core.data.images import placed_images, read_image, refuse_images
+from cosmos_core.data.images import placed_images, read_image
 from cosmos_core.data.messages import (
     Message,
     Row,
@@ -46,10 +47,15 @@ from cosmos_core.data.messages import (
 )
 from cosmos_core.data.prepared import SCHEMAS, RowKind, visual_schema
 from cosmos_core.data.statistics import IDS, MASKS, Chunk, Skipped
-from cosmos_core.data.visual import cut_visual, visual_tokens
+from cosmos_core.data.visual import cut_visual, visual_prompt, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.models.processor import load_processor
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Ref = dict[str, Any]
+"""The fields of an `ImageRef`."""
 _USUAL_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
 
@@ -66,6 +72,8 @@ class Job:
     """What paths of images are relative to; None: the model reads text alone."""
     end_ids: tuple[int, ...] = ()
     """Tokens at which generation stops."""
+    chat: Chat = PLAIN
+    """How prompts to complete are rendered."""
 
     @property
     def column(self) -> str:
@@ -77,7 +85,7 @@ class Job:
     @property
     def schema(self) -> pa.Schema:
         """Return the schema of the file."""
-        return visual_schema(self.root) if self.kind == "sequences" and self.root else SCHEMAS[self.kind]
+        return visual_schema(self.kind, self.root) if self.root else SCHEMAS[self.kind]
 
 
 class _Record(NamedTuple):
@@ -96,8 +104,6 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
     counts: Counter[str] = Counter()
     for where, row in rows:
         try:
-            if job.root is not None and job.kind != "sequences":
-                refuse_images(row, where)
             records.append(make(tokenizer, job, row, where))
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
         except RefusedRow as error:
@@ -123,9 +129,9 @@ def check_columns(recipe: Recipe, located: Located) -> None:
     policy = recipe.train.train_policy
     with suppress(SkippedRow):
         if isinstance(policy, RlConfig):
-            read_prompt(row, where, policy.prompt_column_name, policy.response_column_name)
+            read_prompt(row, where, policy.prompt_column_name, policy.response_column_name, with_images=True)
         elif isinstance(policy, SupervisedConfig) and policy.rows == "pairs":
-            read_preference(row, where, policy.conversation_column_name)
+            read_preference(row, where, policy.conversation_column_name, with_images=True)
         elif isinstance(policy, SupervisedConfig):
             read_conversation(row, where, policy.conversation_column_name, with_images=True)
 
@@ -158,16 +164,27 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
 
 
 def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> _Record:
-    processor = processor_of(job.model, job.recipe.policy.model_revision, media_of(job.recipe).pixels)
-    assert processor is not None and job.root is not None
-    placed, sources = placed_images(conversation, row, where)
-    found = [read_image(source, job.root, where) for source in sources]
-    refs, images = [ref._asdict() for ref, _ in found], [image for _, image in found]
+    processor = _processor(job)
+    placed, refs, images = _read_images(job, conversation, row, where)
     tools = read_tools(row, where)
     tokens, is_merged = _accepted(lambda turns: visual_tokens(processor, turns, images, where, tools), placed)
     ids, mask = cut_visual(tokens, job.max_tokens, where)
     counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
     return _Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
+
+
+def _read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Ref], list[Image]]:
+    """Return the turns with a bare part for each image, what prepared rows keep of the images, and the images."""
+    assert job.root is not None
+    placed, sources = placed_images(turns, row, where)
+    found = [read_image(source, job.root, where) for source in sources]
+    return placed, [asdict(ref) for ref, _ in found], [image for _, image in found]
+
+
+def _processor(job: Job) -> ProcessorMixin:
+    processor = processor_of(job.model, job.recipe.policy.model_revision, media_of(job.recipe).pixels)
+    assert processor is not None
+    return processor
 
 
 @lru_cache(maxsize=1)
@@ -179,8 +196,14 @@ def processor_of(model: str, revision: str | None, pixels: tuple[tuple[str, int]
 def _pair(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     policy = job.recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
-    prompt, *completions = read_preference(row, where, policy.conversation_column_name, policy.system_prompt)
+    prompt, *completions = read_preference(
+        row, where, policy.conversation_column_name, policy.system_prompt, with_images=job.root is not None
+    )
     _check_characters([prompt, *completions], where)
+    if job.root is not None:
+        if not isinstance(prompt, str):
+            return _visual_pair(job, [[*prompt, *turns] for turns in completions], len(prompt), row, where)
+        placed_images([], row, where)  # plain text has no turn to show one
     values: list[list[int]] = []
     is_cut = is_merged = False
     tools = read_tools(row, where)
@@ -188,10 +211,39 @@ def _pair(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) ->
         tokens, merged = _completion_tokens(tokenizer, prompt, completion, where, tools)
         is_cut, is_merged = is_cut or len(tokens[0]) > job.max_tokens, is_merged or merged
         values += cut(tokens, job.max_tokens, where)
+    _check_differ(values, where, is_cut=is_cut)
+    if job.root is not None:
+        return _Record((*values, [], where), is_merged, {"truncated_rows": is_cut})
+    return _Record((*values, where), is_merged, {"truncated_rows": is_cut})
+
+
+def _check_differ(values: list[list[int]], where: str, *, is_cut: bool) -> None:
     if values[0] == values[2]:
         up_to = " up to policy.model_max_length" if is_cut else ""
         raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
-    return _Record((*values, where), is_merged, {"truncated_rows": is_cut})
+
+
+def _visual_pair(job: Job, talks: list[list[Message]], num_prompt: int, row: Row, where: str) -> _Record:
+    """Return the record of two conversations that begin with the same turns, which alone show images."""
+    processor, tools = _processor(job), read_tools(row, where)
+    values: list[list[int]] = []
+    shown: list[list[Ref]] = []
+    is_cut = is_merged = False
+    num_image_tokens = 0
+    for talk in talks:
+        placed, refs, images = _read_images(job, talk, row, where)
+        shown.append(refs)
+        count = sum(turn["role"] == "assistant" for turn in talk[num_prompt:])
+        tokens, merged = _accepted(partial(visual_tokens, processor, images=images, where=where, tools=tools), placed)
+        ids, mask = last_turns((tokens.ids, tokens.mask), count)
+        is_cut, is_merged = is_cut or len(ids) > job.max_tokens, is_merged or merged
+        num_image_tokens += tokens.num_image_tokens
+        values += cut_visual(tokens._replace(mask=mask), job.max_tokens, where)
+    if shown[0] != shown[1]:
+        raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
+    _check_differ(values, where, is_cut=is_cut)
+    counts = {"truncated_rows": is_cut, "images": len(shown[0]), "image_tokens": num_image_tokens}
+    return _Record((*values, shown[0], where), is_merged, counts)
 
 
 def _completion_tokens(
@@ -213,17 +265,32 @@ def _completion_tokens(
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
-    policy = job.recipe.train.train_policy
+    policy, has_images = job.recipe.train.train_policy, job.root is not None
     if isinstance(policy, RlConfig):
         columns = (policy.prompt_column_name, policy.response_column_name)
-        messages, reference = read_prompt(row, where, *columns, policy.system_prompt)
+        keeps_last = job.chat.continue_final_message
+        messages, reference = read_prompt(
+            row, where, *columns, policy.system_prompt, keeps_last=keeps_last, with_images=has_images
+        )
     else:  # what the model learned to complete, in the form in which it learned it
         assert isinstance(policy, SupervisedConfig)
-        messages, reference = read_held_out(row, where, policy.conversation_column_name, policy.system_prompt)
+        messages, reference = read_held_out(
+            row, where, policy.conversation_column_name, policy.system_prompt, with_images=has_images
+        )
     _check_characters([messages, reference], where)
-    tools = read_tools(row, where)
+    chat = job.chat
+    if tools := read_tools(row, where):
+        chat = replace(chat, tools=tuple(tools))
+    if has_images:
+        processor = _processor(job)
+        placed, refs, images = _read_images(job, messages, row, where)
+        (tokens, text), is_merged = _accepted(
+            lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed
+        )
+        counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
+        return _Record((tokens.ids, text, reference, refs, where), is_merged, counts)
     (ids, text), is_merged = _accepted(
-        lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, tools), messages
+        lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
     )
     return _Record((ids, text, reference, where), is_merged, {})
 

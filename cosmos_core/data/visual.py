@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from transformers import ProcessorMixin
 
-from cosmos_core.data.conversation import Tools, cut, inside, learned_spans
+from cosmos_core.data.chat import Chat
+from cosmos_core.data.conversation import Tools, cut, inside, learned_spans, render
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError, ModelError
@@ -49,6 +50,28 @@ def visual_tokens(
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     full, spans = learned_spans(processor, turns, where, tools)
     return _expanded(processor, full, spans, images, where)
+
+
+def visual_prompt(
+    processor: ProcessorMixin, turns: list[Message], images: list[Image], max_length: int, where: str, chat: Chat
+) -> tuple[VisualTokens, str]:
+    """Return the tokens of a prompt whose parts show `images`, and its text, in which a word stands for each of them.
+
+    Raises:
+        DataError: as `visual_tokens`.
+        SkippedRow: the prompt is longer.
+        RefusedRow, ModelError: as `render`.
+    """
+    if not processor.tokenizer.is_fast:
+        raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
+    _, text = render(
+        processor, turns, where, add_generation_prompt=chat.add_generation_prompt, tools=list(chat.tools) or None,
+        options=chat.options,
+    )  # fmt: skip
+    tokens = _expanded(processor, text, [], images, where)
+    if len(tokens.ids) > max_length:
+        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest answer")
+    return tokens, text
 
 
 def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:

@@ -32,6 +32,9 @@ class MicroBatch:
     (BS), `top_logprobs` and `top_ids` (BSK)."""
     mask_BS: Tensor
     """1 where a value counts."""
+    model_loss: Tensor | None = None
+    """What the model itself wants to be added to the loss, summed over samples with their cost as weight: the
+    load-balancing of its experts. None: nothing."""
 
     @property
     def logprobs_BS(self) -> Tensor:
@@ -113,6 +116,11 @@ class ModelAdapter(Protocol):
     @property
     def tokenizer(self) -> Any:
         """Return what turns text into the model's inputs."""
+        ...
+
+    @property
+    def vision(self) -> Any:
+        """Return what reads the images of samples; None: no sample shows one."""
         ...
 
     def whole_model(self) -> Any:

@@ -22,6 +22,8 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
+from cosmos_core.models.balance import OUTPUT as BALANCE
+from cosmos_core.models.balance import Balance, sequences_of
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import without_fp8
@@ -59,6 +61,8 @@ class TokenBatch(Batch):
     """Positions of the learned tokens in each sample's S."""
     expected_N: Tensor | None = None
     """Derivative of the loss by the log-probability of each token that this rank scores; None: unknown."""
+    top_ids_NK: Tensor | None = None
+    """Ids whose log-probabilities are wanted for each token that this rank scores; None: those of the likeliest."""
 
 
 class Reading(NamedTuple):
@@ -72,6 +76,8 @@ class Reading(NamedTuple):
     """For engines and exports; None: there will be none."""
     files: Mapping[str, bytes] = {}
     """Files of the processor, which exports carry, by their path in the folder."""
+    num_ids: int | None = None
+    """Ids that tokens have: a head may have more rows. None: as many as rows."""
 
 
 class CausalLM:
@@ -83,8 +89,11 @@ class CausalLM:
         train: TrainConfig,
         reading: Reading,
         mesh: Mesh | None = None,
+        balance: Balance | None = None,
     ) -> None:
+        """`balance`: the loss of routers that is added to every update; None: none is."""
         self.model = model
+        self._has_balance = balance is not None
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.whole = without_weights(model) if mesh else None
@@ -97,12 +106,20 @@ class CausalLM:
         if train.sequence_packing and reading.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner: Sequential | Pipelined = self._parallelize()
+        for scorer in (module for root in self.runner.roots for module in root.modules()):
+            if isinstance(scorer, Scorer):
+                scorer.num_ids, scorer.balance = reading.num_ids, balance
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model."""
         assert self._reading.tokenizer is not None, "opened without a tokenizer"
         return self._reading.tokenizer
+
+    @property
+    def vision(self) -> Vision | None:
+        """Return what reads the images of samples; None: no sample shows one."""
+        return self._reading.vision
 
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
@@ -143,11 +160,18 @@ class CausalLM:
             del inputs["position_ids"]  # some families place images in two dimensions
             shown = self._reading.vision.inputs(own, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in shown.items()}
+        if self._has_balance:
+            inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)
         chosen = torch.from_numpy(positions).to(device)
+        top_ids_NK = _top_ids(own, device)
         if not (self.mesh and self.mesh.context):
-            return TokenBatch(samples, indices, inputs, chosen, None, learned)
+            return TokenBatch(samples, indices, inputs, chosen, None, learned, top_ids_NK=top_ids_NK)
         own_rows = shard_rows(inputs, chosen, self.mesh.context)
-        return TokenBatch(samples, indices, own_rows.inputs, own_rows.chosen, own_rows.is_mine_N, learned)
+        if top_ids_NK is not None:
+            top_ids_NK = top_ids_NK[own_rows.is_mine_N]
+        return TokenBatch(
+            samples, indices, own_rows.inputs, own_rows.chosen, own_rows.is_mine_N, learned, top_ids_NK=top_ids_NK
+        )
 
     def joined(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `ModelAdapter.joined`: context-parallel ranks score tokens of their own."""
@@ -158,6 +182,8 @@ class CausalLM:
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """See `ModelAdapter.micro_batch`: rectangles with a row per sample, 0 where nothing is learned."""
+        outputs = dict(outputs)
+        balance = outputs.pop(BALANCE, None)
         number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
         positions = tuple(torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.learned)))
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
@@ -167,7 +193,7 @@ class CausalLM:
 
         mask_BS = in_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
         rows = {name: in_rows(values) for name, values in outputs.items()}
-        return MicroBatch(batch.samples, batch.indices, rows, mask_BS)
+        return MicroBatch(batch.samples, batch.indices, rows, mask_BS, balance)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         """See `ModelAdapter.rows`."""
@@ -218,8 +244,9 @@ class CausalLM:
 
     def _forward(self, scorer: Scorer, batch: TokenBatch, wants: Wants) -> dict[str, Tensor]:
         found: dict[str, Tensor] = scorer(
-            batch.inputs, batch.chosen_N, wants=wants, dtype=self._dtype, expected_N=batch.expected_N
-        )
+            batch.inputs, batch.chosen_N, wants=wants, dtype=self._dtype, expected_N=batch.expected_N,
+            top_ids_NK=batch.top_ids_NK,
+        )  # fmt: skip
         return found
 
     def _pack(self, runner: Sequential | Pipelined) -> None:
@@ -251,4 +278,12 @@ class CausalLM:
 
 
 def _unlearned(sample: Sample) -> Sample:
-    return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None)
+    top_ids = None if sample.top_ids is None else sample.top_ids[:0]
+    return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None, top_ids=top_ids)
+
+
+def _top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    """Return the ids that samples name for their learned tokens; None: they name none."""
+    found = [sample.top_ids for sample in samples if sample.top_ids is not None]
+    assert len(found) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
+    return torch.from_numpy(np.concatenate(found)).to(device) if found else None

@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -127,6 +128,15 @@ def model_without_weights(
     built.tie_weights()  # which comes with the initialisation
     recompute(built, gradient_checkpointing)
     return built.eval()
+
+
+def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig:
+    """Load what a model says about generating, such as its end tokens; of one that says nothing, of its config.json."""
+    source, options = source_of(model, revision)
+    try:
+        return GenerationConfig.from_pretrained(str(source), **options)
+    except OSError:
+        return GenerationConfig.from_model_config(load_config(model, revision))
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:

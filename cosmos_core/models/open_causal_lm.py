@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.media import media_of
 from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
@@ -18,6 +19,7 @@ from cosmos_core.models.kernels import use_fp8, use_liger
 from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.models.teacher import count_ids
 from cosmos_core.parallel.fsdp import blocks_of, move_buffers
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.stage import Stage
@@ -39,7 +41,7 @@ def open_causal_lm(stage: Stage) -> CausalLM:
     tokenizer = load_tokenizer(stage.model, policy.model_revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so which id pads does not matter
-    vision = _vision(stage)
+    vision = open_vision(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
     load = init_on_meta if mesh and not reads_base(policy.lora) else load_model
@@ -63,10 +65,12 @@ def open_causal_lm(stage: Stage) -> CausalLM:
     if train.compile:
         _compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
-    return CausalLM(model, train, Reading(int(tokenizer.pad_token_id), vision, tokenizer, files), mesh)
+    reading = Reading(int(tokenizer.pad_token_id), vision, tokenizer, files, num_ids=count_ids(tokenizer))
+    balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
+    return CausalLM(model, train, reading, mesh, balance)
 
 
-def _vision(stage: Stage) -> Vision | None:
+def open_vision(stage: Stage) -> Vision | None:
     """Return what reads the images of the prepared rows; None: no row shows one.
 
     Raises:

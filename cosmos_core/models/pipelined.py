@@ -72,8 +72,9 @@ class StageModule(nn.Module):
         with forward_context(self._train, batch.chosen_N.device):
             if self.is_last:
                 found = self.scorer(
-                    inputs, batch.chosen_N, wants=self.given.wants, dtype=self._dtype, expected_N=batch.expected_N
-                )
+                    inputs, batch.chosen_N, wants=self.given.wants, dtype=self._dtype, expected_N=batch.expected_N,
+                    top_ids_NK=batch.top_ids_NK,
+                )  # fmt: skip
                 self.names = list(found)
                 return tuple(found.values())
             hidden_BTH = self.scorer.hidden(inputs)

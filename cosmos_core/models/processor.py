@@ -18,10 +18,11 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Proce
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import cached_file, is_torchvision_available
 
-from cosmos_core.data.images import ImageRef, open_image
+from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_config
 from cosmos_core.models.source import KEY, source_of
+from cosmos_core.types import ImageRef
 
 FILES = (
     "processor_config.json",
@@ -153,6 +154,12 @@ class Vision:
         """
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
+
+    def num_before_images(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens come before the first that stands for an image, which a policy may draw like any other
+        and for which there is no image."""
+        [found] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
+        return found.index(True) if True in found else len(found)
 
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return what the model wants beside padded token ids for rows of one group; nothing for those without images.

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from cosmos_core.models.balance import NUM_SEQUENCES, OUTPUT, SEQUENCES, Balance, balance_loss
 from cosmos_core.models.shapes import filled
 
 PROBE_TOKENS = 8
@@ -71,6 +72,12 @@ class Scorer(nn.Module):
         self._chunk_bytes = chunk_bytes
         self._has_plain_head: bool | None = None
         """Whether head(body(x)) are the model's own logits; found out at the first call."""
+        self.num_ids: int | None = None
+        """The likeliest tokens are looked for among the first so many, because a head may have more rows than the
+        tokenizer has tokens; None: among all."""
+
+        self.balance: Balance | None = None
+        """What makes `balance` an output where gradients are wanted; None: it is none."""
 
     def forward(
         self,
@@ -101,17 +108,18 @@ class Scorer(nn.Module):
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[chosen_N]
-        hidden_BTH, head = self._body(inputs)
+        hidden_BTH, head, balance = self._body(inputs)
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[chosen_N]
         size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
-        num_top = wants.top_k if top_ids_NK is None else top_ids_NK.shape[-1]
-        task = _Task(head, wants, num_top, dtype, max(1, size // (4 * self.vocabulary)))
+        num_ids = self.num_ids or self.vocabulary
+        num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
+        task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if expected_N is not None:
             expected_N = expected_N.to(dtype)  # that of the derivative it is compared with
         weights = head.trained if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
-        return dict(zip(task.names, outputs, strict=True))
+        return dict(zip(task.names, outputs, strict=True)) | balance
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return what the head is applied to, or what the next stage of a pipeline is given: BTH."""
@@ -127,13 +135,21 @@ class Scorer(nn.Module):
         """Return the number of rows of the head."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head]:
-        """Return hidden states and the head; logits and a head that does nothing where the head is not known."""
+    def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head, dict[str, Tensor]]:
+        """Return hidden states and the head, or logits and a head that does nothing where the head is not known; and
+        the loss of the routers, where it is wanted."""
         if self._has_plain_head is None:
             self._has_plain_head = self._probe()
+        body = self.model.base_model if self._has_plain_head else self.model
+        if self.balance is None or not torch.is_grad_enabled():
+            found, balance = body(**_of_model(inputs), use_cache=False), {}
+        else:
+            found = body(**_of_model(inputs), use_cache=False, output_router_logits=True)
+            num_sequences = int(inputs[NUM_SEQUENCES])
+            balance = {OUTPUT: balance_loss(self.balance, found.router_logits, inputs[SEQUENCES], num_sequences)}
         if not self._has_plain_head:
-            return self.model(**_of_model(inputs), use_cache=False).logits, _Head(None, lambda logits: logits)
-        return self.hidden(inputs), self._head
+            return found.logits, _Head(None, lambda logits: logits), balance
+        return found.last_hidden_state, self._head, balance
 
     @property
     def _head(self) -> _Head:
@@ -178,7 +194,7 @@ def has_no_data(model: nn.Module) -> bool:
 
 def _of_model(inputs: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is for the scorer alone."""
-    own = {"shift_labels", *(["input_ids"] if "inputs_embeds" in inputs else [])}
+    own = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
     return {name: value for name, value in inputs.items() if name not in own}
 
 
@@ -236,6 +252,8 @@ class _Task:
     wants: Wants
     num_top: int
     """K; 0: they are not wanted."""
+    num_ids: int
+    """They are among the first so many."""
     dtype: torch.dtype
     num_rows: int
     """M of a full chunk."""
@@ -279,7 +297,7 @@ class _Task:
             found["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         if self.num_top:
             if top_ids_MK is None:
-                top_ids_MK = scaled_MV.topk(self.num_top, dim=-1).indices
+                top_ids_MK = scaled_MV[:, : self.num_ids].topk(self.num_top, dim=-1).indices
             found |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
         if self.wants.is_top:
             found["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)

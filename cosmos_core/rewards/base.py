@@ -6,13 +6,17 @@
 As in Cosmos-RL, beyond the first two a reward is given by keyword those things that it declares (all of them with
 `**kwargs`); `KEYWORDS` lists them. Cosmos-RL's `tokenizer`, `config` and `data_packer` are not offered: rewards run in
 child processes without torch. An exception means *unknown*, never 0. Not here: deadlines and processes (runner.py).
+
+A function of a user's own may be `async def`. With `group_reward_calculation` it is called once for all completions of
+a prompt: the first two and what differs between completions are lists, and it returns a list of what it would return.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +26,18 @@ from cosmos_core.types import Score
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
+    "turns": "the turns behind the prompt, a list of {'role': 'assistant' or 'tool', 'content': text}",
     "num_tokens": "sampled tokens of the completion, the end token included",
     "finish_reason": "'stop' or 'length'",
     "max_tokens": "most tokens that a completion may have",
     "overlong": "the recipe's table [train.train_policy.overlong_reward]",
     "custom": "the recipe's [custom] table",
 }
+
+_OF_A_COMPLETION = ("prompt", "num_tokens", "finish_reason")
+"""Those of them that are lists for a function of a group."""
+
+Scored = tuple[float, dict[str, float]]
 
 _FOLDER = "cosmos_core.rewards"
 _KEY = "train.train_policy.reward_function"
@@ -41,19 +51,42 @@ class Reward:
     function: Callable[..., Any]
     keywords: tuple[str, ...]
 
-    def __call__(self, fields: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    def __call__(self, fields: Mapping[str, Any]) -> Scored:
         """Score `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`; a wanted one that is missing is None.
 
         Raises:
             ValueError: the function returned something that is no finite number.
             Exception: whatever the function raises.
         """
+        return _scored(self._called(fields))
+
+    def of_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError]:
+        """Score all completions of a prompt in one call; a value that is no finite number is an error of its own.
+
+        Raises:
+            ValueError: the function returned something else than a list with a value for each.
+            Exception: whatever the function raises.
+        """
+        shared = {keyword: value for keyword, value in fields[0].items() if keyword not in _OF_A_COMPLETION}
+        lists = ("to_be_evaluated", "reference", *_OF_A_COMPLETION)
+        results = self._called(shared | {name: [each.get(name) for each in fields] for name in lists})
+        if hasattr(results, "tolist"):  # numpy and torch
+            results = results.tolist()
+        if not isinstance(results, list | tuple) or len(results) != len(fields):
+            found = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
+            raise ValueError(f"returned {found} for {len(fields)} completions; the rule is a list with one for each")
+        scored: list[Scored | ValueError] = []
+        for result in results:
+            try:
+                scored.append(_scored(result))
+            except ValueError as error:
+                scored.append(error)
+        return scored
+
+    def _called(self, fields: Mapping[str, Any]) -> Any:
         keywords = {keyword: fields.get(keyword) for keyword in self.keywords}
         result = self.function(fields["to_be_evaluated"], fields["reference"], **keywords)
-        value, metrics = result if isinstance(result, tuple) else (result, {})
-        return _finite(value, "returned"), {
-            str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
-        }
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
         """Return the file and line of a user's function that an error came from, or of the function; empty for ours."""
@@ -146,6 +179,17 @@ def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:
     first = next((score for score in scores if score.value is None), None)
     message = f"{what}; the first: {first.error if first else 'none is learned from'}"
     return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _scored(result: Any) -> Scored:
+    value, metrics = result if isinstance(result, tuple) else (result, {})
+    return _finite(value, "returned"), {
+        str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
+    }
 
 
 def _finite(value: Any, what: str) -> float:

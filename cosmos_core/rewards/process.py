@@ -1,11 +1,15 @@
-"""The processes that rewards run in: spawned, each in a group of its own, with an environment that holds no secrets."""
+"""The processes that rewards and tools run in: spawned, each in a group of its own, with an environment that holds no
+secrets."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
@@ -13,7 +17,14 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spaw
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
-from cosmos_core.environment import handed_on
+from pebble import ProcessExpired
+
+from cosmos_core.environment import handed_on, hide
+
+START_SECONDS = 120.0
+"""Until a process has imported what it runs; a user's module may import something heavy."""
+_BEAT_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
 
 _ACKNOWLEDGED_SECONDS = 0.1
 """After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
@@ -97,3 +108,34 @@ class _Popen(popen_spawn_posix.Popen):
             os.close(their_end)
         with open(our_output, "wb", closefd=False) as file:
             file.write(content.getbuffer())
+
+
+def begin(env: Sequence[str], parent_pid: int) -> None:
+    """Prepare a worker process: the head of a group, that ends with its parent and shows no secret."""
+    os.setpgid(0, 0)
+    # What hangs would never see that its parent has ended, so the kernel kills it then.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(1)
+    os.dup2(2, 1)  # what a user's code prints goes to the log
+    hide(env)
+
+
+def wait_for(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
+    """Wait for the futures and say that we are alive; return False when none gets done for `patience` seconds."""
+    waiting, last = set(futures), time.monotonic()
+    while waiting:
+        done, waiting = wait(waiting, _BEAT_SECONDS)
+        beat()
+        last = time.monotonic() if done else last
+        if time.monotonic() - last > patience:
+            return False
+    return True
+
+
+def ending(error: BrokenProcessPool | ProcessExpired) -> str:
+    """Return how a process has ended, in words."""
+    if isinstance(error, BrokenProcessPool):
+        return "its process ended"
+    code = error.exitcode
+    return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"

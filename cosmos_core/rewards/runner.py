@@ -11,14 +11,11 @@ the session of their parent but in process groups of their own: a kill takes wha
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
-import signal
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
@@ -28,10 +25,11 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.environment import hide, masked
+from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError
+from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line
-from cosmos_core.rewards.process import RewardContext
+from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -39,11 +37,7 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""Until a process has imported the rewards; a user's module may import something heavy."""
-_BEAT_SECONDS = 1.0
 _MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
-_PR_SET_PDEATHSIG = 1
 
 
 class _Result(NamedTuple):
@@ -56,14 +50,23 @@ class _Result(NamedTuple):
     """The function raised, so that it would again."""
 
 
+class _Call(NamedTuple):
+    """One call of a reward function."""
+
+    reward: str
+    requests: Sequence[Mapping[str, Any]]
+    """Of one completion; of all of a prompt where the function takes lists."""
+    takes_lists: bool
+
+
 class RewardRunner:
     """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
 
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
     called while it waits for them. The processes see of the environment what any program needs, and the variables in
-    `env`.
-    Use it from one thread at a time.
+    `env`. `by_group`: functions of a user's own are called once for all completions of a prompt, with one deadline;
+    what costs that call makes all of them invalid. Threads that score at the same time wait for each other.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
@@ -79,9 +82,11 @@ class RewardRunner:
         constants: Mapping[str, Any] | None = None,
         env: Sequence[str] = (),
         beat: Callable[[], None] = lambda: None,
+        by_group: bool = False,
     ) -> None:
         """`num_workers`: None for one per core."""
         self._weights = dict(weights)
+        self._take_lists = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
@@ -90,6 +95,7 @@ class RewardRunner:
         self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> RewardRunner:
         self._open()
@@ -109,21 +115,36 @@ class RewardRunner:
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
-        scores = iter(self.score([_request(group, k) for group in groups for k in range(len(group.completions))]))
-        return [ScoredGroup(group, tuple(next(scores) for _ in group.completions)) for group in groups]
+        requests = [[_request(group, k) for k in range(len(group.completions))] for group in groups]
+        return [ScoredGroup(*each) for each in zip(groups, self._scored(requests), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
 
-        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`.
+        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each is of a prompt of its own.
         """
-        calls = [(name, request) for request in requests for name in self._weights]
+        return [score for (score,) in self._scored([[request] for request in requests])]
+
+    def _scored(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[Score, ...]]:
+        """Return the scores of the requests of each prompt."""
+        calls = []
+        for group in groups:
+            for name in self._weights:
+                units = [group] if name in self._take_lists else [[request] for request in group]
+                calls += [_Call(name, unit, name in self._take_lists) for unit in units if unit]
         try:
-            results = iter(self._results(calls))
+            with self._lock:
+                found = iter(self._results(calls))
         except BaseException:
             self.close()  # processes that are halfway through these requests must not delay the next ones
             raise
-        return [self._total([next(results) for _ in self._weights]) for _ in requests]
+        # The results of a prompt: reward by reward, and of each completion by completion.
+        results = (result for of_call in found for result in of_call)
+        scores = []
+        for group in groups:
+            of_rewards = [[next(results) for _ in group] for _ in self._weights]
+            scores.append(tuple(self._total(of_completion) for of_completion in zip(*of_rewards, strict=True)))
+        return scores
 
     def _open(self) -> ProcessPool:
         """Start the processes and wait until the first of them has loaded the rewards."""
@@ -137,7 +158,7 @@ class RewardRunner:
         )
         try:
             loaded = self._pool.schedule(_load, args=(names,))
-            if not self._wait([loaded], START_SECONDS):
+            if not wait_for([loaded], START_SECONDS, self._beat):
                 raise RewardError(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
             loaded.result()
         except (BrokenProcessPool, ProcessExpired) as error:
@@ -150,15 +171,15 @@ class RewardRunner:
             raise
         return self._pool
 
-    def _results(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[_Result]:
+    def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
         """Return what each call gave; those that cost a process run again when the others are done."""
-        results = [_Result()] * len(calls)
+        results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
             pool = self._pool if self._pool is not None and self._pool.active else self._open()
             futures = [pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting]
-            if not self._wait(futures, self._timeout + START_SECONDS):
+            if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
                 self.close()  # a request that was lost with its process, or no process that would start
             failed, is_broken = [], False
             for i, future in zip(waiting, futures, strict=True):
@@ -167,23 +188,12 @@ class RewardRunner:
                 except (BrokenProcessPool, ProcessExpired, TimeoutError) as error:
                     failed.append(i)
                     is_broken |= isinstance(error, BrokenProcessPool)
-                    reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else _ending(error)
-                    results[i] = _Result(error=reason)
-                    log.warning("reward %s: %s (attempt %d of %d)", calls[i][0], reason, attempt, self._retries + 1)
+                    reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
+                    results[i] = [_Result(error=reason)] * len(calls[i].requests)
+                    log.warning("reward %s: %s (attempt %d of %d)", calls[i].reward, reason, attempt, self._retries + 1)
             waiting = failed
             attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
         return results
-
-    def _wait(self, futures: Iterable[Future[Any]], patience: float) -> bool:
-        """Wait for the futures and say that we are alive; return False when none gets done for `patience` seconds."""
-        waiting, last = set(futures), time.monotonic()
-        while waiting:
-            done, waiting = wait(waiting, _BEAT_SECONDS)
-            self._beat()
-            last = time.monotonic() if done else last
-            if time.monotonic() - last > patience:
-                return False
-        return True
 
     def _total(self, results: Sequence[_Result]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
@@ -207,16 +217,11 @@ def _request(group: Group, k: int) -> dict[str, Any]:
         "to_be_evaluated": completion.text,
         "reference": group.prompt.reference,
         "prompt": group.prompt.text,
+        "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
+        or [{"role": "assistant", "content": completion.text}],
         "num_tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
     }
-
-
-def _ending(error: BrokenProcessPool | ProcessExpired) -> str:
-    if isinstance(error, BrokenProcessPool):
-        return "its process ended"
-    code = error.exitcode
-    return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
 
 
 # What follows runs in the worker processes.
@@ -228,13 +233,7 @@ _told: set[tuple[str, type]] = set()
 
 def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process; what a user's module does wrong is told by `_load`."""
-    os.setpgid(0, 0)
-    # A hanging reward would never see that its parent has ended, so the kernel kills it then.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        os._exit(1)
-    os.dup2(2, 1)  # what rewards print goes to the log
-    hide(env)
+    begin(env, parent_pid)
     _constants.update(constants)
     with suppress(RewardError):
         _load(names)
@@ -250,13 +249,21 @@ def _reward(name: str) -> Reward:
     return load_reward(name)
 
 
-def _score(name: str, request: Mapping[str, Any]) -> _Result:
+def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_Result]:
     reward = _reward(name)
+    fields = [{**request, **_constants} for request in requests]
     try:
-        return _Result(*reward({**request, **_constants}))
+        scored = reward.of_group(fields) if takes_lists else [reward(each) for each in fields]
+        return [
+            _raised(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*each) for each in scored
+        ]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
-        line = masked(one_line(error, reward.location_of(error)))
-        if (kind := (name, type(error))) not in _told:
-            _told.add(kind)
-            print_exception(error)
-        return _Result(error=line, is_raised=True)
+        is_told = (name, type(error)) in _told
+        _told.add((name, type(error)))
+        return [_raised(reward, error, is_told=is_told)] * len(requests)
+
+
+def _raised(reward: Reward, error: BaseException, *, is_told: bool) -> _Result:
+    if not is_told:
+        print_exception(error)
+    return _Result(error=masked(one_line(error, reward.location_of(error))), is_raised=True)

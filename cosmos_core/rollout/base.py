@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.models.processor import Vision
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 Bucket = list[tuple[str, Tensor]]
@@ -44,6 +45,10 @@ class EngineSettings:
     """What the engine computes in."""
     custom: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's `[custom]` table, for an engine of a user's own."""
+    is_apart: bool = False
+    """The engine is in a process without the trainer's weights: `model` has shapes alone."""
+    vision: Vision | None = None
+    """Reads the images of prompts; None: no prompt shows one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,9 @@ class Engine(Protocol):
     """Token ids in, token ids and their log-probabilities out. Generating never moves a global random state.
 
     A user's engine (`rollout.backend = "file.py:Class"`) is a class with these members, called with one
-    `EngineSettings`. Of several ranks each has an engine.
+    `EngineSettings`. Of several ranks each has an engine. An engine in a process of its own may also have `step()`, one
+    forward pass that returns what `completed` would, and `abort()`, which forgets what is in flight: weights then
+    arrive between two passes, and not between two groups.
     """
 
     name: str
@@ -84,7 +91,9 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """Replace all weights, bucket by bucket, and forget all caches; nothing is in flight.
+        """Replace all weights, bucket by bucket, and forget all caches.
+
+        Completions that are in flight go on with the new weights: what these draw is a segment of its own.
 
         Raises:
             StageFailed: a tensor is missing, or none of the model's.
@@ -145,17 +154,31 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
             )
 
 
-def completion(
+def completion(  # noqa: PLR0913 - what an engine knows of a completion
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     *,
     version: int,
     is_stopped: bool,
+    earlier: Sequence[tuple[int, int]] = (),
+    vision: Vision | None = None,
 ) -> Completion:
-    """Return a completion of one turn, with its text."""
+    """Return a completion of one turn, with its text; `earlier`: how many of its tokens, from the first on, were drawn
+    by the end of each version of the weights before the present one; with `vision` it is cut off before a token that
+    stands for an image."""
+    if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
+        token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False
+    segments, start = [], 0
+    for end, of_version in (*earlier, (len(token_ids), version)):
+        end = min(end, len(token_ids))
+        if end > start:
+            segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), of_version))
+        start = max(start, end)
+    if not segments:
+        segments = [Segment((), True, (), version)]
     return Completion(
-        segments=(Segment(tuple(token_ids), True, tuple(logprobs), version),),
+        segments=tuple(segments),
         finish_reason="stop" if is_stopped else "length",
         text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
     )

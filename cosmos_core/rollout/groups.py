@@ -1,9 +1,7 @@
 """Where the scored groups of a train step come from.
 
 `Sync` generates them under the newest weights when they are asked for; `Dynamic` drops those of no use and draws
-others. A source that runs ahead (prompts submitted for later steps, groups that come back out of order, a bound on how
-old they may be) keeps the same protocol: groups carry their step and the versions of their tokens, and what was
-submitted and not yet trained is the source's state.
+others. `ahead.Ahead` has them generated while others are trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.run.progress import Progress
-from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
+from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 
 class GroupSource(Protocol):
@@ -94,10 +92,30 @@ class Sync:
         """Take nothing; see `state_dict`."""
 
 
+@dataclass(frozen=True)
+class Filter:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): of no use are whole groups in which no completion differs."""
+
+    metrics: Sequence[str] = ()
+    """Reward metrics that must differ; empty: the total reward."""
+    max_retries: int = 0
+    """Most rounds after the first in one train step; 0: until the prompts end."""
+
+    def keeps(self, group: ScoredGroup) -> bool:
+        """Say whether the valid completions of a group differ in what they are filtered by."""
+        valid = [score for score in group.scores if score.value is not None]
+        found = {tuple(score.metrics.get(name) for name in self.metrics) or score.value for score in valid}
+        return len(found) > 1
+
+    def most_sampled(self, num_groups: int) -> float:
+        """Return how many groups a step of `num_groups` may look at."""
+        return num_groups * (1 + self.max_retries) if self.max_retries else float("inf")
+
+
 @dataclass
 class Dynamic:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): whole groups in which no completion differs are dropped after all
-    their members have ended, and other prompts are drawn until the train step is full.
+    """Groups of no use are dropped after all their members have ended, and other prompts are drawn until the train step
+    is full.
 
     Prompts are drawn in their order and none twice in an epoch; how many were is the state.
     """
@@ -107,10 +125,7 @@ class Dynamic:
     """Gives so many prompts from a position on, over all epochs; fewer where they end."""
     num_groups: int
     """Of a train step."""
-    metrics: Sequence[str] = ()
-    """Reward metrics that must differ; empty: the total reward."""
-    max_retries: int = 0
-    """Most rounds after the first; 0: until the prompts end."""
+    filter: Filter = Filter()
     _drawn: int = 0
 
     @property
@@ -126,7 +141,7 @@ class Dynamic:
         num_rounds, seconds, began = 0, 0.0, time.perf_counter()
         drawn = self._drawn  # noted when the step is whole: who stops inside it draws the same prompts again
         self.sync.engine.wake()
-        while len(kept) < self.num_groups and not 0 < self.max_retries < num_rounds:
+        while len(kept) < self.num_groups and not 0 < self.filter.max_retries < num_rounds:
             prompts = self.take(drawn, self.num_groups - len(kept))
             if not prompts:
                 break
@@ -136,28 +151,19 @@ class Dynamic:
             seconds += time.perf_counter() - round_began
             scored = self.sync.scored(groups)
             sampled += scored
-            kept += [group for group in scored if self._differs(group)]
+            kept += [group for group in scored if self.filter.keeps(group)]
             num_rounds += 1
         self._drawn = drawn
         self.sync.engine.sleep(level=2)
         if not sampled:
             return [], {}
-        equal = [max(valid) for group in sampled if (valid := _valid(group)) and not self._differs(group)]
         return kept, {
             **group_metrics(sampled),
             **_times(sampled, seconds, time.perf_counter() - began),
             **_lag(sampled, step),
+            **filtered_metrics(self.filter, sampled),
             "rollout/rounds": float(num_rounds),
-            "rollout/sampled_groups": float(len(sampled)),
-            "rollout/filtered_positive": sum(reward > 0 for reward in equal) / len(sampled),
-            "rollout/filtered_negative": sum(reward <= 0 for reward in equal) / len(sampled),
         }
-
-    def _differs(self, group: ScoredGroup) -> bool:
-        """Say whether the valid completions of a group differ in what they are filtered by."""
-        valid = [score for score in group.scores if score.value is not None]
-        found = {tuple(score.metrics.get(name) for name in self.metrics) or score.value for score in valid}
-        return len(found) > 1
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return how many prompts were drawn."""
@@ -166,6 +172,30 @@ class Dynamic:
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
         """Go on behind the prompts that were drawn."""
         self._drawn = int(str(state["drawn"]))
+
+
+def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return means of assistant turns and tool calls per completion, and the share of calls that failed; nothing where
+    completions are no conversations."""
+    turns = [turn for completion in completions for turn in completion.turns]
+    if not turns:
+        return {}
+    calls = [turn for turn in turns if turn.role == "tool"]
+    return {
+        "completion/turns": (len(turns) - len(calls)) / len(completions),
+        "completion/tool_calls": len(calls) / len(completions),
+        "completion/tool_errors": sum(turn.is_error for turn in calls) / max(1, len(calls)),
+    }
+
+
+def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return how many groups were sampled, and the shares that were dropped with equal rewards above and up to 0."""
+    equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.keeps(group)]
+    return {
+        "rollout/sampled_groups": float(len(sampled)),
+        "rollout/filtered_positive": sum(reward > 0 for reward in equal) / len(sampled),
+        "rollout/filtered_negative": sum(reward <= 0 for reward in equal) / len(sampled),
+    }
 
 
 def _valid(group: ScoredGroup) -> list[float]:
@@ -199,6 +229,12 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-    for name in sorted({name for score in scores for name in score.metrics}):
-        metrics[f"reward/{name}"] = float(np.mean([score.metrics[name] for score in scores if name in score.metrics]))
-    return metrics
+    metrics |= turn_metrics(completions)
+    return metrics | {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+
+
+def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean of each reward function, and of what it reports beside its value, where they have one."""
+    scores = [score for group in groups for score in group.scores]
+    names = sorted({name for score in scores for name in score.metrics})
+    return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in names}

@@ -10,14 +10,16 @@ Shape legend: P prompts, K completions of each, B = P * K rows, T tokens, V voca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.scorer import Scorer
@@ -44,12 +46,14 @@ class HfEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.weight_format: WeightFormat = "shared" if is_alone() else "module"
-        self._model = settings.model if is_alone() else _replica(settings)
+        is_same = is_alone() and not settings.is_apart
+        self.weight_format: WeightFormat = "shared" if is_same else "module"
+        self._model = settings.model if is_same else _replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._vision = settings.vision
         self._version = 0
         self._receiver = Receiver()
         self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
@@ -65,6 +69,14 @@ class HfEngine:
         if not self._waiting:
             return []
         prompts, sampling, step = self._waiting.popleft()
+        found: dict[int, Group] = {}
+        for indices in _alike(prompts):
+            batch = self._completed([prompts[i] for i in indices], sampling, step)
+            found |= dict(zip(indices, batch, strict=True))
+        return [found[i] for i in range(len(prompts))]
+
+    def _completed(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        """Return the groups of prompts that are one batch."""
         with self._inference():
             tokens_BT, logprobs_BT, lengths_B = self._sample(prompts, sampling, step)
         rows = []
@@ -72,11 +84,20 @@ class HfEngine:
             is_stopped = tokens[length - 1] in self._stop_ids
             rows.append(
                 completion(
-                    self._tokenizer, tokens[:length], logprobs[:length], version=self._version, is_stopped=is_stopped
+                    self._tokenizer,
+                    tokens[:length],
+                    logprobs[:length],
+                    version=self._version,
+                    is_stopped=is_stopped,
+                    vision=self._vision,
                 )
             )
         k = sampling.num_completions
         return [Group(p, tuple(rows[i * k : (i + 1) * k]), step) for i, p in enumerate(prompts)]
+
+    def abort(self) -> None:
+        """Forget what is in flight."""
+        self._waiting.clear()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`; no tensor comes when the module is the trainer's."""
@@ -126,8 +147,10 @@ class HfEngine:
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
         uniforms_BT = _uniforms(prompts, sampling, step).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
+        shown = self._shown(prompts, input_ids_PT)
         cache = DynamicCache(config=self._model.config)
-        logits_PV = self._forward(input_ids_PT, mask_PT, positions_PT, cache)
+        placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
+        logits_PV = self._forward(input_ids_PT, cache, placed)
         cache.batch_repeat_interleave(k)  # a group's prompt is read once
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
@@ -148,7 +171,9 @@ class HfEngine:
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
             positions_B = positions_B + alive_B  # an ended row keeps its position: a table of positions may be full
-            logits_BV = self._forward(tokens_B.unsqueeze(-1), mask_BT, positions_B.unsqueeze(-1), cache)
+            # A model that places its images wants to count on by itself, which no padding disturbs then.
+            placed = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
+            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
         return torch.stack(tokens, -1), torch.stack(logprobs, -1), lengths_B
 
     def _left_padded(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
@@ -159,13 +184,36 @@ class HfEngine:
         device = self._model.device
         return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
-    def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Return the logits of the last position of each row."""
-        output = self._model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-            use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
+    def _shown(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
+        """Return the images of prompts as inputs of the model, which alone knows the positions of rows with images."""
+        if not prompts[0].images:
+            return {}
+        assert self._vision is not None, "opened without a processor"
+        ids = [np.array(prompt.token_ids, dtype=np.int64) for prompt in prompts]
+        rows = [
+            Sample(own, np.zeros_like(own, dtype=np.uint8), images=prompt.images)
+            for own, prompt in zip(ids, prompts, strict=True)
+        ]
+        inputs, dtype = self._vision.inputs(rows, input_ids_PT.cpu()), self._model.dtype
+        return {
+            name: tensor.to(self._model.device, dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in inputs.items()
+        }
+
+    def _forward(self, input_ids: Tensor, cache: DynamicCache, placed: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of the last position of each row; `placed`: masks, positions and images."""
+        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **placed)
         return output.logits[:, -1]
+
+
+def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return which prompts are one batch: those of text; of those with images such as need no padding, among which a
+    model could not place its images."""
+    batches: dict[tuple[int, int], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        key = (len(prompt.images), len(prompt.token_ids) if prompt.images else 0)
+        batches.setdefault(key, []).append(i)
+    return list(batches.values())
 
 
 def _replica(settings: EngineSettings) -> PreTrainedModel:

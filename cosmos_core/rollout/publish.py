@@ -22,6 +22,7 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.lora import adapted_layers, merged, plain_names
 from cosmos_core.parallel.gather import Full, Gatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat
+from cosmos_core.rollout.fleet import Fleet
 
 BUCKET_BYTES = 256 << 20
 """Of the trainer's dtype; on several ranks two halves. A module whose weights are larger, as an embedding may be, is a
@@ -83,7 +84,9 @@ class WeightPublisher:
                 f"weight sync: the engine acknowledges {loaded.num_tensors} tensors of version {loaded.version}, not "
                 f"{num_sent} of version {version}"
             )
-        if not self._is_proven or version % self.probe_interval == 0:  # by version, so that a resumed run does the same
+        has_new = isinstance(self.engine, Fleet) and self.engine.has_new
+        is_due = version % self.probe_interval == 0  # by version, so that a resumed run does the same
+        if not self._is_proven or has_new or is_due:
             self._probe(version)
         self._is_proven = True
         return {"sync/version": float(version), "time/sync": time.perf_counter() - began}
@@ -92,7 +95,12 @@ class WeightPublisher:
         """Compare the log-probabilities of trainer and engine."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
-        difference = (expected - torch.tensor(self.engine.logprobs(token_ids))).abs().mean().item()
+        of_all = self.engine.all_logprobs(token_ids) if isinstance(self.engine, Fleet) else None
+        for found in [self.engine.logprobs(token_ids)] if of_all is None else of_all:
+            self._compare(expected, torch.tensor(found), version)
+
+    def _compare(self, expected: Tensor, found: Tensor, version: int) -> None:
+        difference = (expected - found).abs().mean().item()
         if not difference <= _TOLERANCE[self.dtype]:  # written so that NaN fails too
             raise StageFailed(
                 f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "

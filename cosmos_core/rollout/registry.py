@@ -12,6 +12,7 @@ from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.registry import import_thing, is_import_path
 from cosmos_core.rollout.base import Engine, EngineSettings
 from cosmos_core.rollout.data_parallel import DataParallel
+from cosmos_core.rollout.turns import Turns
 
 _FALLBACK = "hf"
 
@@ -35,6 +36,8 @@ def make_engine(settings: EngineSettings) -> Engine:
         )
         settings = replace(settings, max_model_len=positions)
     own = _own_engine(settings)
+    if settings.rollout.multi_turn_config.enable:
+        own = Turns(own, settings)
     return own if is_alone() else DataParallel(own)
 
 

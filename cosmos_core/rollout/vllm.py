@@ -1,9 +1,9 @@
-"""Rollout with vLLM inside the trainer's process, on a GPU or with the CPU build.
+"""Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's own, or one beside it (`replica`).
 
-In this process, because then weights are handed over by reference and no child can outlive the stage. vLLM changes
-much of the process that it starts in; `_process_kept` undoes that. Engines on other machines are not here, and neither
-is vLLM's own weight transfer: its backends (NCCL, CUDA IPC) carry weights between processes, and CUDA cannot open an
-IPC handle in the process that made it. What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one.
+In the trainer's process weights are handed over by reference and no child can outlive the stage. vLLM changes much of
+the process that it starts in; `_process_kept` undoes that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here.
+What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one, and prompts with images were never given to
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.data.images import open_image
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
     Bucket,
@@ -46,6 +47,8 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would be the trainer's threads too
 }
+_CPU_PASS_TOKENS = 4096
+"""Most of one forward pass."""
 _TEMPERATURES = (0.01, 2.0)  # below, vLLM samples at 0.01 without an error; above, it raises one of its own
 
 
@@ -57,6 +60,8 @@ class _Unfinished:
     num_completions: int
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
+    earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Of each completion that weights have changed under: its tokens until then, and the version that drew them."""
 
 
 class VllmEngine:
@@ -70,10 +75,12 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._vision = settings.vision
         self._version = 0
         self._is_asleep = False
         self._receiver = Receiver()
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
+        self._ended_aside: list[Group] = []
         self._owns_process_group = not torch.distributed.is_initialized()
         _set_environment()
         with _process_kept():
@@ -92,7 +99,8 @@ class VllmEngine:
         check_prompts(prompts, self._max_model_len)
         groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
-        tokens = [self._vllm.TokensPrompt(prompt_token_ids=list(g.prompt.token_ids)) for g, _ in requests]
+        shown = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
+        tokens = [shown[id(group.prompt)] for group, _ in requests]
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
@@ -105,32 +113,55 @@ class VllmEngine:
 
     def completed(self) -> list[Group]:
         """See `Engine.completed`."""
-        done: list[Group] = []
-        with _process_kept():
-            while self._in_flight and not done:
+        done = self.step()
+        while self._in_flight and not done:
+            done = self.step()
+        return done
+
+    def step(self) -> list[Group]:
+        """Run one forward pass, if anything is in flight; return the groups that are done with it."""
+        done, self._ended_aside = self._ended_aside, []
+        if self._in_flight and not done:
+            with _process_kept():
                 done = [group for output in self._llm.llm_engine.step() for group in self._ended(output)]
         return done
+
+    def abort(self) -> None:
+        """Forget what is in flight."""
+        with _process_kept():
+            self._llm.llm_engine.abort_request(list(self._in_flight))
+        self._in_flight, self._ended_aside = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`; tied weights must come under both names.
 
-        vLLM takes one tensor at a time, and keeps those of a layer until it has all of them.
+        vLLM takes one tensor at a time, and keeps those of a layer until it has all of them. Of what is in flight the
+        keys and values are computed again, so that each token is drawn from one version's distribution.
         """
-        assert not self._in_flight, "a sequence would be of two versions"
         self.wake()
         with _process_kept():
             weights = self._receiver.tensors(buckets)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            self._llm.reset_prefix_cache()
+            self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
+            for state in self._llm.llm_engine.output_processor.request_states.values():
+                group, k = self._in_flight[state.external_req_id]
+                group.earlier.setdefault(k, []).append((state.detokenizer.num_output_tokens(), self._version))
         self._version = version
         return self._receiver.loaded(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`; nothing is in flight."""
+        """See `Engine.logprobs`; what is in flight goes on meanwhile."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with _process_kept():
-            [request] = self._llm.generate([prompt], parameters, use_tqdm=False)
+            [probe] = self._llm.enqueue([prompt], parameters, use_tqdm=False)
+            request: Any = None
+            while request is None:
+                for output in self._llm.llm_engine.step():
+                    if output.request_id == probe.partition("-")[0]:
+                        request = output
+                    else:
+                        self._ended_aside += self._ended(output)
         scored = zip(token_ids[1:], request.prompt_logprobs[1:], strict=True)
         return [logprobs[token].logprob for token, logprobs in scored]
 
@@ -157,14 +188,28 @@ class VllmEngine:
         if not request.finished:
             return
         group, k = self._in_flight.pop(request.request_id)
+        if group.prompt.images and tuple(request.prompt_token_ids) != group.prompt.token_ids:
+            raise StageFailed(
+                f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
+                f"rollout.backend = 'hf'"
+            )
         [output] = request.outputs
         group.completions[k] = completion(
             self._tokenizer, output.token_ids, output.logprobs.logprobs,
-            version=self._version, is_stopped=output.finish_reason == "stop",
+            version=self._version, is_stopped=output.finish_reason == "stop", earlier=group.earlier.get(k, ()),
+            vision=self._vision,
         )  # fmt: skip
         if len(group.completions) == group.num_completions:
             ordered = tuple(group.completions[i] for i in range(group.num_completions))
             yield Group(group.prompt, ordered, group.step)
+
+    def _tokens_prompt(self, prompt: Prompt) -> Any:
+        """Return a prompt as vLLM takes it: it expands images itself, so it is given the tokens before that."""
+        if not prompt.images:
+            return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        images = [open_image(ref) for ref in prompt.images]
+        return self._vllm.TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         low, high = _TEMPERATURES
@@ -231,8 +276,20 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if rollout.n_generation_mini_batch:
+        arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
+    if rollout.quantization != "none":
+        if not has_gpu:
+            raise ConfigError(f"rollout.quantization = {rollout.quantization!r} needs a GPU; set it to 'none'")
+        arguments["quantization"] = rollout.quantization
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+    else:
+        # Behind a prompt that is read in two passes vLLM sets a request's generator back, which those on CPU refuse.
+        arguments |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_PASS_TOKENS, settings.max_model_len),
+        }
     return arguments
 
 

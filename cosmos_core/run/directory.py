@@ -27,6 +27,7 @@ from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
+from cosmos_core.run.stage import ENGINES
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
@@ -282,3 +283,27 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return {k: v for item in value for k, v in _flat(item, f"{prefix}{item.get('name', '')}.").items()}
     return {prefix.rstrip("."): value}
+
+
+def scale_engines(run: Run, count: int) -> list[str]:
+    """Ask the trainings of a run that have rollout engines beside their ranks for so many; return their names.
+
+    Raises:
+        ConfigError: none has, or none has begun.
+    """
+    recipes = run.pipeline.recipes
+    names = [
+        stage.name
+        for stage in run.pipeline.stages
+        if run.pipeline.kind_of(stage).feed == "rollouts" and recipes[stage.name].engines_apart
+    ]
+    if not names:
+        raise ConfigError(
+            f"run {run.id} has no training with rollout engines beside its ranks; set mode = 'disaggregated'"
+        )
+    begun = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
+    if not begun:
+        raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
+    for name in begun:
+        write_json(run.stage_path(name) / ENGINES, count)
+    return begun

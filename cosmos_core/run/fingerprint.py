@@ -28,12 +28,14 @@ from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
     adapter_source,
+    chat_template_source,
     data_sources,
     kernel_packages,
     media_folder,
     model_source,
     resume_source,
     reward_names,
+    teacher_source,
 )
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.types import StageKind, is_below
@@ -91,7 +93,7 @@ def fingerprint(
         "result_version": kind.result_version,
         "config": {key: value for key, value in _flat(_renamed(values, labels)).items() if reads(key)},
         "inputs": dict(upstream),
-        "model": _model_digest(model, recipe, kind, digests),
+        "model": _model_digest(model, recipe.policy.model_revision, kind, digests),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": facts.device if kind.in_worker and kind.is_numeric else None,
@@ -100,8 +102,15 @@ def fingerprint(
     }
     if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
         ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
-    if kind.scores or kind.trains:
-        ingredients["code"] = {label: code_digest(name) for name, label in labels.items()}
+    # Prompts are told of tools, which are described by their code.
+    called = labels if kind.scores or kind.trains else recipe.rollout.multi_turn_config.called_tools
+    code = {label: code_digest(name) for name, label in labels.items() if name in called}
+    if code or kind.scores or kind.trains:
+        ingredients["code"] = code
+    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
+        ingredients["chat_template"] = digests.of_file(template)
+    if teacher := teacher_source(recipe, kind):
+        ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests)
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
         ingredients["config"] = values  # the function is handed all of it
@@ -127,6 +136,8 @@ def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     unread: list[str] = []
     if kind.trains and not recipe.validation.enable:
         unread += [f"validation.{name}" for name in type(recipe.validation).model_fields if name != "enable"]
+    if recipe.teacher_of(kind) is None:
+        unread += [f"distillation.{name}" for name in type(recipe.distillation).model_fields if name != "enable"]
     if not _completes_prompts(pipeline, stage):
         unread.append("rollout")
 
@@ -167,13 +178,13 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
     return facts_of_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
-def _model_digest(model: Path | str | None, recipe: Recipe, kind: StageKind, digests: Digests) -> str | None:
+def _model_digest(model: Path | str | None, revision: str | None, kind: StageKind, digests: Digests) -> str | None:
     if isinstance(model, Path):
         patterns = TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",)
         return digests.of_files(model, files_of_model(model, patterns))
     if model is None or source_of(model) is not None:
         return model  # the digest of that stage is among the inputs
-    return f"hub:{model}@{recipe.policy.model_revision}"
+    return f"hub:{model}@{revision}"
 
 
 def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import TableT
 from cosmos_core.errors import CosmosError, DataError, ModelError
-from cosmos_core.run.inputs import data_sources, model_source
+from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 from cosmos_core.types import StageKind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -44,6 +44,10 @@ def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[R
     repositories: dict[str, Repository] = {}
     if isinstance(model, str) and source_of(model) is None:
         repositories["policy.model_revision"] = ("model", model, recipe.policy.model_revision or _NEWEST)
+    teacher = teacher_source(recipe, kind)
+    if isinstance(teacher, str) and source_of(teacher) is None:
+        revision = recipe.distillation.model_revision or _NEWEST
+        repositories["distillation.model_revision"] = ("model", teacher, revision)
     datasets = {
         "train.train_policy.dataset": recipe.train.train_policy.dataset,
         "validation.dataset": recipe.validation.dataset,

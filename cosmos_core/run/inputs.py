@@ -39,11 +39,14 @@ def check_inputs(pipeline: Pipeline) -> None:
         try:
             if isinstance(model := model_source(stage, recipe, kind), Path):
                 files_of_model(model)
+            if isinstance(teacher := teacher_source(recipe, kind), Path):
+                files_of_model(teacher)
             data_sources(stage, recipe, kind)
             if kind.trains:
                 resume_source(recipe)
                 adapter_source(recipe)
                 _check_gpu(recipe)
+            chat_template_source(recipe)
             if kind.scores:
                 _check_rewards(recipe)
             for key, name in _user_code(stage, recipe):
@@ -65,7 +68,20 @@ def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
         ModelError: it can only be a folder, and there is none.
     """
     own = recipe.policy.model_name_or_path if kind.reads_model else ""
-    key, model = ("model", stage.model) if stage.model else ("policy.model_name_or_path", own)
+    return _found_model(*(("model", stage.model) if stage.model else ("policy.model_name_or_path", own)))
+
+
+def teacher_source(recipe: Recipe, kind: StageKind) -> Path | str | None:
+    """Return the folder of the teacher, its name on the Hub or `stage:NAME`; None: the stage asks none.
+
+    Raises:
+        ModelError: it can only be a folder, and there is none.
+    """
+    teacher = recipe.teacher_of(kind)
+    return _found_model("distillation.model_name_or_path", teacher.model_name_or_path) if teacher else None
+
+
+def _found_model(key: str, model: str) -> Path | str | None:
     if not model or source_of(model) is not None:
         return model or None
     found = existing(model, Path.cwd())
@@ -171,6 +187,22 @@ def adapter_source(recipe: Recipe) -> Path | None:
     return folder
 
 
+def chat_template_source(recipe: Recipe) -> Path | None:
+    """Return the chat template that takes the place of the tokenizer's in prompts to complete.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    turns = recipe.rollout.multi_turn_config
+    if not turns.enable or turns.custom_chat_template_path is None:
+        return None
+    file = existing(turns.custom_chat_template_path, Path.cwd())
+    if file is None or not file.is_file():
+        key = "rollout.multi_turn_config.custom_chat_template_path"
+        raise ConfigError(f"{key} = {turns.custom_chat_template_path!r}: no such file; give one that Jinja reads")
+    return file
+
+
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages whose kernels a training computes with, each with the setting that asks for it."""
     train, found = recipe.train, {}
@@ -212,6 +244,7 @@ def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
     """Return each function and class of a user's own, but rewards, with the key that names it."""
     named = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
     named += [("logging.logger", name) for name in recipe.logging.logger]
+    named += [("rollout.multi_turn_config.tools", name) for name in recipe.rollout.multi_turn_config.called_tools]
     return [(key, name) for key, name in named if is_import_path(name)]
 
 

@@ -13,11 +13,13 @@ import tomli_w
 from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.run.files import write_text
+from cosmos_core.run.files import read_json, write_text
 from cosmos_core.run.manifest import Source
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
+ENGINES = "engines.json"
+"""A number, which `cosmos scale` writes."""
 _OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
@@ -45,6 +47,8 @@ class Stage:
     """The model and the data that it reads and no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)
     """What it descends from and no stage has made; see `run.lineage.origin`."""
+    engines: list[Any] = field(default_factory=list)
+    """Rollout engines in processes of their own, as `rollout.fleet.Handle`s; there may be more or fewer later."""
     stop_requested: bool = field(default=False)
     """A signal asked to stop: save at the next safe point and raise `Preempted`."""
 
@@ -111,6 +115,13 @@ def load_stage(path: Path) -> Stage:
         kind=read_kind(spec["kind"]),
         sources=tuple(map(Source.model_validate, spec.get("sources", ()))),
     )
+
+
+def wanted_engines(path: Path, configured: int) -> int:
+    """Return how many rollout engines the training in a stage directory is to have now: what `cosmos scale` has asked
+    for, otherwise what is configured."""
+    asked = read_json(path / ENGINES)
+    return asked if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0 else configured
 
 
 def read_kind(table: dict[str, Any]) -> StageKind:

@@ -7,15 +7,22 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
+from cosmos_core.config.compose import source_of
 from cosmos_core.data import prepare
+from cosmos_core.data.chat import ToolText, chat_of
+from cosmos_core.data.prepare import end_ids
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
+from cosmos_core.models.teacher import look_at_teacher
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.run.stage import Stage
+from cosmos_core.tools.base import tool_names
 from cosmos_core.train.measure import open_rewards, reward_weights
 from cosmos_core.types import Outcome
 
@@ -39,10 +46,14 @@ def run(stage: Stage) -> Outcome:
     else:
         check_weights(stage.model)
         _check_model(stage)
+        teacher = stage.recipe.teacher_of(stage.kind)
+        if teacher and source_of(teacher.model_name_or_path) is None:
+            found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
         weights = _rewards(stage)
         if weights:
             with open_rewards(stage, weights):
                 found.append(f"rewards {', '.join(weights)}")
+            found += _tools(stage, tokenizer)
     return Outcome(info={"found": "; ".join(found)})
 
 
@@ -59,6 +70,7 @@ def _check_model(stage: Stage) -> None:
             model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
         if stage.kind.trains:
             choose_trained(model, policy)
+            balance_of(model, policy.aux_loss_coeff)
     if is_pipelined:
         apply_pp(model, sizes, 0)
 
@@ -67,6 +79,16 @@ def _rewards(stage: Stage) -> dict[str, float]:
     trained = stage.recipe.train.train_policy.rewards if stage.kind.feed == "rollouts" else {}
     is_measured = stage.kind.makes == "metrics" or stage.recipe.validation.enable
     return {**trained, **(reward_weights(stage.recipe) if is_measured and stage.kind.scores else {})}
+
+
+def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Load the tools that are called between turns, and see what the chat template makes of their results."""
+    config = stage.recipe.rollout.multi_turn_config
+    if not config.enable or not config.enable_tools:
+        return []
+    chat = chat_of(config)
+    ToolText(tokenizer, chat, end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer))
+    return [f"tools {', '.join(tool_names(config.called_tools))}"]
 
 
 def _rows(stage: Stage) -> list[str]:

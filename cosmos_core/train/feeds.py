@@ -20,7 +20,7 @@ from cosmos_core.data.prepared import Pairs, Prompts, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.base import all_invalid
-from cosmos_core.rollout.groups import Dynamic, GroupSource, Sync
+from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
 
 
@@ -174,14 +174,17 @@ class PairFeed(RowFeed):
         return found, self._epoch(step)
 
     def _micro_batches(self, step: int) -> list[list[int]]:
-        """Return pairs of like length together, in micro-batches small enough that each data-parallel rank gets one."""
+        """Return pairs of like length together, in micro-batches small enough that each data-parallel rank gets one;
+        pairs with images apart from others."""
         if self._balanced:
             return self._balanced.micro_batches(step)
         policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
         ordered = sorted(self.positions(step).tolist(), key=lambda i: -self._lengths[i])
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
         size = min(policy.mini_batch, -(-len(ordered) // num_ranks))
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        num_images = self._rows.chosen.num_images
+        alike = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
+        return [rows[start : start + size] for rows in alike for start in range(0, len(rows), size)]
 
 
 class RolloutFeed(Feed):
@@ -251,10 +254,16 @@ class PromptOrder:
         return found
 
 
-def dynamic(sync: Sync, order: PromptOrder, recipe: Recipe) -> Dynamic:
-    """Return a source that drops groups in which no completion differs, and draws others with `sync`."""
-    metrics, max_retries = recipe.train.train_policy.dynamic_sampling or ((), 0)
-    return Dynamic(sync, order.take, rows_per_step(recipe), metrics, max_retries)
+def group_filter(recipe: Recipe) -> Filter | None:
+    """Return what drops groups of no use; None: all are trained on."""
+    sampling = recipe.train.train_policy.dynamic_sampling
+    return None if sampling is None else Filter(*sampling)
+
+
+def in_turns(sync: Sync, order: PromptOrder, recipe: Recipe) -> GroupSource:
+    """Return what generates when it is asked, with others in place of groups that are dropped."""
+    chosen = group_filter(recipe)
+    return sync if chosen is None else Dynamic(sync, order.take, rows_per_step(recipe), chosen)
 
 
 def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
@@ -267,9 +276,10 @@ def pair_samples(
 ) -> tuple[Sample, Sample]:
     """Return the chosen and the rejected sample of prepared pair `i`; `reference`: the log-probabilities of all."""
     chosen, rejected = (0.0, 0.0) if reference is None else reference[i].tolist()
+    images = pairs.chosen.images(i)  # the prompt shows them, which both begin with
     return (
-        Sample(*pairs.chosen[i], reference_logprob=chosen, micro_batch=micro_batch),
-        Sample(*pairs.rejected[i], reference_logprob=rejected, micro_batch=micro_batch),
+        Sample(*pairs.chosen[i], reference_logprob=chosen, images=images, micro_batch=micro_batch),
+        Sample(*pairs.rejected[i], reference_logprob=rejected, images=images, micro_batch=micro_batch),
     )
 
 
@@ -286,4 +296,6 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
+        may_be_outdated=recipe.train.sync_weight_interval > 1
+        or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )

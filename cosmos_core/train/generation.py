@@ -5,19 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from cosmos_core.data.sample import Sample
+from cosmos_core.environment import hide
+from cosmos_core.models.hf import load_generation_config, load_tokenizer, model_without_weights
+from cosmos_core.models.open_causal_lm import open_vision
+from cosmos_core.models.processor import Vision
+from cosmos_core.observe.logs import configure
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, EngineSettings
+from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.run.stage import Stage
-from cosmos_core.train.measure import open_rewards
+from cosmos_core.rollout.replica import Replica
+from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.train.measure import open_rewards, shared
 from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -32,23 +42,23 @@ class Generation:
 
     @cached_property
     def engine(self) -> Engine:
-        """Return the rollout engine, with the weights of the stage's model."""
+        """Return the rollout engine, with the weights of the stage's model; a `Fleet` where they are apart."""
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
-        engine = make_engine(
-            EngineSettings(
-                adapter.model,
-                adapter.tokenizer,
-                stage.model,
-                stage.recipe.rollout,
-                max_model_len=stage.recipe.policy.model_max_length,
-                dtype=getattr(torch, stage.recipe.train.param_dtype),
-                custom=stage.recipe.custom,
-            )
-        )
+        engine: Engine
+        if stage.kind.feed == "rollouts" and stage.recipe.engines_apart:
+            engine = _fleet(stage)
+        else:
+            engine = make_engine(_settings(stage, adapter.model, adapter.tokenizer, adapter.vision))
         self._stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
         return engine
+
+    @property
+    def fleet(self) -> Fleet:
+        """Return the engines that are apart."""
+        assert isinstance(self.engine, Fleet)
+        return self.engine
 
     @cached_property
     def _publisher(self) -> WeightPublisher:
@@ -67,13 +77,68 @@ class Generation:
         return self._publisher.publish(version)
 
     def score(self, weights: dict[str, float]) -> ScoreGroups:
-        """Return what scores groups by these rewards."""
+        """Return what scores groups by these rewards, when all ranks ask together."""
+        return shared(self.score_here(weights))
+
+    def score_here(self, weights: dict[str, float]) -> ScoreGroups:
+        """Return what scores groups by these rewards on the first rank."""
         key = tuple(weights.items())
         if key not in self._scores:
             self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights))
         return self._scores[key]
 
+    def resync(self, version: int) -> dict[str, float]:
+        """Send the present weights, as `version`, to the engines of a fleet that have none, and probe them."""
+        with self.fleet.only_new():
+            return self._publisher.publish(version)
+
     def _probe_logprobs(self, token_ids: Sequence[int]) -> Tensor:
         ids = np.array(token_ids, dtype=np.int64)
         [row] = self._trainer.evaluate([Sample(ids, np.ones(len(ids), dtype=np.uint8))])
         return row["logprobs"]
+
+
+def _settings(
+    stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: Vision | None, *, is_apart: bool = False
+) -> EngineSettings:
+    return EngineSettings(
+        model,
+        tokenizer,
+        stage.model,
+        stage.recipe.rollout,
+        max_model_len=stage.recipe.policy.model_max_length,
+        dtype=getattr(torch, stage.recipe.train.param_dtype),
+        custom=stage.recipe.custom,
+        is_apart=is_apart,
+        vision=vision,
+    )
+
+
+def _fleet(stage: Stage) -> Fleet:
+    rollout = stage.recipe.rollout
+    return Fleet(
+        lambda: stage.engines,
+        most_groups=rollout.groups_in_flight,
+        patience=rollout.engine_timeout_seconds,
+        swap=rollout.async_r2r_sync,
+        beat=stage.progress.beat,
+    )
+
+
+def open_replica(path: Path) -> Replica:
+    """Open the engine of the stage in `path`, in a process of its own."""
+    return Replica(partial(_open_apart, path))
+
+
+def _open_apart(path: Path) -> Engine:
+    configure("WARNING")
+    hide()
+    stage = load_stage(path)
+    policy = stage.recipe.policy
+    tokenizer = load_tokenizer(stage.model, policy.model_revision)
+    with torch.device("meta"):
+        model = model_without_weights(
+            stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
+        )
+    model.generation_config = load_generation_config(stage.model, policy.model_revision)
+    return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

@@ -42,6 +42,8 @@ class Loop:
     checkpointer: Checkpointer
     publish: Callable[[int], dict[str, float]] = lambda step: {}
     """Sends the weights of the policy at step N to whoever generates; returns metrics about it."""
+    publish_every: int = 1
+    """Train steps between two of them; a training that begins or goes on begins with one."""
     measure: Measure | None = None
     """None: no validation during training."""
     average: MovingAverage | None = None
@@ -97,7 +99,8 @@ class Loop:
         if metrics is None:
             return None
         self.step += 1
-        metrics |= self.publish(self.step)
+        if self.step % self.publish_every == 0:
+            metrics |= self.publish(self.step)
         metrics["time/step"] = time.perf_counter() - began
         return metrics
 
@@ -198,6 +201,8 @@ class Loop:
         assert self.measure is not None
         self.stage.progress.phase("validate")
         began = time.perf_counter()
+        if step % self.publish_every:
+            self.publish(step)
         if self.average is None:
             measured = self.measure(step)
         else:

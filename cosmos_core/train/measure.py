@@ -6,9 +6,11 @@ Used during training, and by a stage of its own (`validate.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
+from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import pair_samples, sequence_sample
@@ -72,9 +75,10 @@ def row_metrics(
 
 
 def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
-    """Return mean reward, accuracy and length over valid completions.
+    """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
-    Accuracy is the share of completions with the full reward: every reward function gave 1.
+    Accuracy is the fraction of completions with the full reward: every reward function gave 1. With several completions
+    of a prompt, `pass@k` estimates without bias how often at least one of k would have it (see `pass_at`).
 
     Raises:
         RewardError, StageFailed: none has a valid reward.
@@ -84,14 +88,36 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
     if not len(values):
         scores = [score for group in groups for score in group.scores]
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
-    lengths = [completion.num_sampled for group in groups for completion in group.group.completions]
+    completions = [completion for group in groups for completion in group.group.completions]
+    lengths = [completion.num_sampled for completion in completions]
     return {
+        **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
         "validation/length_mean": float(np.mean(lengths)),
         "validation/prompts": float(len(groups)),
+        **_pass_at_each(groups, full_reward),
+        **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
+
+
+def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
+    """Return pass@k for powers of 2, over the prompts with so many valid completions."""
+    valid = [[s.value for s in group.scores if s.value is not None] for group in groups]
+    counts = [(len(values), sum(value >= full_reward - 1e-9 for value in values)) for values in valid]
+    most = max(count for count, _ in counts)
+    found = {}
+    for k in (2**i for i in range(1, most.bit_length())):
+        estimates = [pass_at(k, count, right) for count, right in counts if count >= k]
+        found[f"validation/pass@{k}"] = float(np.mean(estimates))
+    return found
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Return 1 - C(count - right, k) / C(count, k): how likely one of `k` of `count` completions is among those that
+    are right (Chen et al., arXiv 2107.03374, section 2.1)."""
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
 class Completions:
@@ -125,13 +151,15 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
     for group in groups:
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
-        record = {
+        record: dict[str, Any] = {
             "step": step,
             "prompt": prompt.text,
             "reference": prompt.reference,
             "completion": completion.text,
             "reward": score.value,
         }
+        if completion.turns:
+            record["turns"] = [asdict(turn) for turn in completion.turns]
         kept.append(json.dumps(record, ensure_ascii=False))
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -160,13 +188,13 @@ def reward_weights(recipe: Recipe) -> dict[str, float]:
 
 @contextmanager
 def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroups]:
-    """Score groups by these rewards, in killable children of the first rank; all ranks get the scores. Without any
-    reward every score is 0."""
+    """Score groups by these rewards, in killable children of the first rank, which alone may ask for it; see `shared`.
+    Without any reward every score is 0."""
     if not weights:  # train.train_policy.bypass_reward
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():
-        yield lambda groups: broadcast_object([])
+        yield lambda groups: []
         return
     hide(stage.recipe.reward_env)
     with RewardRunner(
@@ -175,8 +203,14 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
         constants=stage.recipe.reward_constants,
         env=stage.recipe.reward_env,
         beat=stage.progress.beat,
+        by_group=stage.recipe.train.train_policy.rewards_by_group,
     ) as runner:
-        yield lambda groups: broadcast_object(runner.score_groups(groups))
+        yield runner.score_groups
+
+
+def shared(score: ScoreGroups) -> ScoreGroups:
+    """Return what gives all ranks the scores of the first, when all ask together."""
+    return lambda groups: broadcast_object(score(groups) if is_first() else [])
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences:

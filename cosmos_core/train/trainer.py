@@ -122,11 +122,18 @@ class Trainer:
     def _backward(self, update: Update) -> list[Loss]:
         """Add the gradient of an update; return the loss of each micro-batch of this rank."""
         losses: list[Loss] = []
+        num_tokens = sum(self.adapter.cost(sample) for sample in update.samples)
 
         def learn(micro: MicroBatch) -> Tensor:
             loss = update.loss(micro)
-            losses.append(replace(loss, value=loss.value.detach()))  # the graph must not outlive its backward pass
-            return loss.value
+            metrics, added = loss.metrics, torch.zeros_like(loss.value)
+            if micro.model_loss is not None:
+                added = micro.model_loss / num_tokens
+                own = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.cost, micro.samples))])
+                metrics = metrics | {"model_loss": own.double()}
+            # The graph must not outlive its backward pass.
+            losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
+            return loss.value + added
 
         known = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
         self._run(self.adapter, update.samples, learn, update.wants, known=known)
@@ -174,16 +181,17 @@ class Trainer:
             together: dict[Any, list[int]] = {}
             for i in ordered:
                 together.setdefault(planned[i], []).append(i)
-            filler = _cheapest(adapter, samples, range(len(samples)))
-            own = _own(adapter, list(together.values()), 1)
-            return [Plan(batch[0] if batch else (), filler) for batch in own]
-        groups: dict[int, list[int]] = {}
-        for i in ordered:
-            groups.setdefault(adapter.group(samples[i]), []).append(i)
+            batches = list(together.values())
+        else:
+            is_planned, batches = False, [[i] for i in ordered]
+        groups: dict[int, list[list[int]]] = {}
+        for batch in batches:
+            groups.setdefault(adapter.group(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []
         for group in sorted(groups):
-            filler = _cheapest(adapter, samples, groups[group])
-            plans += [Plan(batch, filler) for batch in _own(adapter, groups[group], size)]
+            filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
+            own = _own(adapter, groups[group], 1 if is_planned else size)
+            plans += [Plan([i for batch in each for i in batch], filler) for each in own]
         return plans
 
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:

@@ -13,11 +13,20 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import fuzz, kills, load, page, ranks, seeds
+from tests.acceptance import colours, distilled, fuzz, kills, load, page, ranks, seeds, tools
 
 logger = logging.getLogger(__name__)
 
-PARTS = {"seeds": seeds.prove, "kills": kills.prove, "ranks": ranks.prove, "load": load.prove, "fuzz": fuzz.prove}
+PARTS = {
+    "seeds": seeds.prove,
+    "kills": kills.prove,
+    "ranks": ranks.prove,
+    "load": load.prove,
+    "distilled": distilled.prove,
+    "tools": tools.prove,
+    "colours": colours.prove,
+    "fuzz": fuzz.prove,
+}
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 
 

@@ -38,22 +38,22 @@ class Timed:
         return 60 * float(found[1] or 0) + float(found[2])
 
 
-def arguments(settings: Sequence[str] = ()) -> list[str]:
+def arguments(settings: Sequence[str] = (), config: Path = CONFIG) -> list[str]:
     """Of `cosmos` for a run of the demo with these settings."""
-    return ["run", str(CONFIG), *(word for setting in settings for word in ("--set", setting))]
+    return ["run", str(config), *(word for setting in settings for word in ("--set", setting))]
 
 
-def shown(settings: Sequence[str] = ()) -> str:
+def shown(settings: Sequence[str] = (), config: Path = CONFIG) -> str:
     """The command as a person types it."""
-    words = ["cosmos", "run", "configs/demo/arithmetic.toml"]
+    words = ["cosmos", "run", f"configs/demo/{config.name}"]
     return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
 
 
-def run_to_end(workspace: Workspace, settings: Sequence[str] = ()) -> Timed:
+def run_to_end(workspace: Workspace, settings: Sequence[str] = (), config: Path = CONFIG) -> Timed:
     """A whole demo, which has to succeed."""
     workspace.path.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    done = workspace.cosmos(*arguments(settings), timeout=3600)
+    done = workspace.cosmos(*arguments(settings, config), timeout=3600)
     return Timed(done.stdout, time.monotonic() - began)
 
 

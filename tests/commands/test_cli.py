@@ -142,8 +142,9 @@ def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, argumen
          "own is module:function or path/file.py:function; did you mean 'exact_match'?"),
         (["pipeline.output_dir=rows.jsonl/outputs"], "pipeline.output_dir = 'FOLDER/rows.jsonl/outputs' cannot be "
          "written: Not a directory; choose another folder"),
-        (["policy.parallelism.n_init_replicas=2"], "recipe.toml: stage 'prepare': policy.parallelism.n_init_replicas = "
-         "2: not in this version; set it to 1"),
+        (["train.fp8.fp8_recipe=delayed_scaling", "train.fp8.enable_fp8=true"], "recipe.toml: stage 'prepare': "
+         "train.fp8.fp8_recipe = 'delayed_scaling': this version has 'dynamic_scaling' alone, as Cosmos-RL has; leave "
+         "it out"),
     ],
     ids=["unknown key", "wrong type", "no model", "no data", "no reward", "output folder", "capability"],
 )  # fmt: skip

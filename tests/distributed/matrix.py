@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
+from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.meta_device import reads_base
@@ -24,6 +27,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.run.progress import Progress
+from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import likelihood, score_in, trainer_of
 
 VOCABULARY = 260
@@ -60,6 +64,8 @@ class Case:
     """A key of `TRAINED`."""
     train: tuple[tuple[str, bool | str], ...] = ()
     """Further keys of `[train]`."""
+    balance: float = 0.0
+    """Weight of the routers' loss."""
 
     @property
     def name(self) -> str:
@@ -69,6 +75,7 @@ class Case:
         flags += [self.model] if self.model != "tied" else []
         flags += [self.trained] if self.trained != "all" else []
         flags += [f"{key} = {value}" for key, value in self.train]
+        flags += ["balanced"] if self.balance else []
         masked = [f"{self.masked} masked"] if self.masked else []
         return ", ".join([mesh, f"{self.mini_batch} rows", self.algorithm, *flags, *masked, self.dtype])
 
@@ -100,13 +107,15 @@ def recipe(case: Case) -> Recipe:
     policy: dict[str, Any] = {"type": case.algorithm, "mini_batch": case.mini_batch}
     if case.algorithm == "dpo":
         policy |= {"type": "sft", "trainer_type": "dpo", "dpo": {"loss_type": ["sigmoid", "bco_pair", "sft"]}}
-    if case.algorithm == "grpo":
+    if case.algorithm in {"grpo", "taught"}:
+        policy |= {"type": "grpo"}
         policy |= {"mu_iterations": 1, "batch_size_per_optimize": 4}
     train = {
         "param_dtype": "float32", "compile": False, "train_batch_per_replica": 8, "optm_grad_norm_clip": 0.0,
         "train_policy": policy, "sequence_packing": case.packed, **dict(case.train),
     }  # fmt: skip
-    found = Recipe.model_validate({"train": train})
+    taught = {"enable": True, "top_k": 4, "kl_discount_factor": 0.5} if case.algorithm == "taught" else {}
+    found = Recipe.model_validate({"train": train, "distillation": taught})
     return found.derived(train=found.train.derived(fsdp_reduce_dtype=case.dtype))  # which no recipe may ask of float64
 
 
@@ -125,12 +134,15 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     if case.dtype == "float64" and loaded._can_set_experts_implementation():
         loaded.set_experts_implementation("eager")  # the grouped product knows no float64
     choose_trained(loaded, trained)
-    rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh)
+    rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh, None, case.balance)
     score_in(rank, getattr(torch, case.dtype))
     rank.adapter.prove()
     policy = config.train_policy
     batch = samples(case.masked)
     algorithm = make_algorithm(recipe(case))
+    algorithm.teacher = recipe(case).teacher
+    if algorithm.teacher:
+        add_teacher(rank, load(str(models / "deep"), dtype=torch.float32, device=torch.device("cpu")), case, config)
     if policy.rows == "pairs":
         batch = pairs(batch, case.mini_batch)
     evaluated = dict(zip(("logprob", "num_top"), likelihood(rank, batch, size=3), strict=True))
@@ -149,6 +161,14 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
         "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first()},
         "weights": weights,
     }
+
+
+def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: TrainConfig) -> None:
+    """Let another model be asked, sharded over the same mesh."""
+    teacher: Any = CausalLM(model.to(getattr(torch, case.dtype)), config, Reading(0), rank.adapter.mesh)
+    for part in (teacher, *teacher.runner.roots):
+        part._dtype = getattr(torch, case.dtype)
+    rank.add_model("teacher", teacher)
 
 
 def run_cases(cases: list[Case], models: Path, scratch: Path, stop: threading.Event) -> None:

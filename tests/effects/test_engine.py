@@ -54,6 +54,8 @@ def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Ch
     (Change("rollout.enforce_eager", True, GRPO), {"enforce_eager": True}),
     (Change("rollout.gpu_memory_utilization", 0.3, GRPO), {"gpu_memory_utilization": 0.3}),
     (Change("rollout.parallelism.tp_size", 2, GRPO), {"tensor_parallel_size": 2}),
+    (Change("rollout.quantization", "fp8", GRPO), {"quantization": "fp8"}),
+    (Change("rollout.n_generation_mini_batch", 4, {**GRPO, "rollout.batch_size": 3}), {"max_num_seqs": 12}),
 )
 def test_it_changes_the_engine(
     change: Change, expected: dict[str, Any] | None, started: list[dict[str, Any]], tmp_path: Path
@@ -69,4 +71,4 @@ def test_it_changes_the_engine(
         assert names == ["vllm", "hf"] and len(started) == 1
     else:
         before, after = started
-        assert {key: after[key] for key in after if after[key] != before[key]} == expected
+        assert {key: after[key] for key in after if after[key] != before.get(key)} == expected

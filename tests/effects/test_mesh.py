@@ -18,9 +18,11 @@ from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models import offload
 from cosmos_core.models.hf import load_model
+from cosmos_core.models.teacher import computing
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
-from tests.effects.change import SFT, Change, changes
+from cosmos_core.train.feeds import rows_per_step
+from tests.effects.change import GRPO, SFT, Change, changes
 from tests.effects.test_model import rank_of, samples
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, sft, trainer_of
@@ -30,12 +32,13 @@ SHARDED = {**SFT, "policy.parallelism.dp_shard_size": 2}
 
 
 def sharding(recipes: list[Recipe], folder: Path, stop: threading.Event) -> list[dict[str, Any]]:
-    """Of each recipe: how FSDP treats the first block."""
+    """Of each recipe: how FSDP treats the first block, of the teacher where it has one."""
     found = []
     for recipe in recipes:
         model: Any = load_model(str(folder), dtype=torch.float32)
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
-        trainer_of(model, recipe.train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
+        train = computing(recipe.distillation, recipe.train) if recipe.teacher else recipe.train
+        trainer_of(model, train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
         group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
         found.append(
             {
@@ -93,27 +96,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EAGER = {**SHARDED, "train.compile": False, "train.param_dtype": "float32"}
+TAUGHT = {**EAGER, **GRPO, "distillation.enable": True}
 SHARDING = {
-    "fsdp_reduce_dtype": ("bfloat16", {"sums in": torch.bfloat16}),
-    "fsdp_offload": (True, {"in host memory": True}),
-    "fsdp_reshard_after_forward": ("never", {"frees after forward": False}),
+    "train.fsdp_reduce_dtype": ("bfloat16", {"sums in": torch.bfloat16}),
+    "train.fsdp_offload": (True, {"in host memory": True}),
+    "train.fsdp_reshard_after_forward": ("never", {"frees after forward": False}),
+    "distillation.fsdp_offload": (True, {"in host memory": True}),
+    "distillation.fsdp_reshard_after_forward": ("always", {"frees after forward": True}),
 }
+SHARDINGS = [Change(key, value, TAUGHT if "distill" in key else EAGER) for key, (value, _) in SHARDING.items()]
 
 
 @pytest.fixture(scope="module")
 def sharded(model: Path) -> list[dict[str, Any]]:
-    recipes = [Change(f"train.{key}", value, EAGER).after for key, (value, _) in SHARDING.items()]
-    base = Change("train.fsdp_offload", True, EAGER).before
-    answers: list[dict[str, Any]] = WorkerGroup(2, "local").run(partial(sharding, [base, *recipes], model))
+    recipes = [recipe for change in SHARDINGS for recipe in (change.before, change.after)]
+    answers: list[dict[str, Any]] = WorkerGroup(2, "local").run(partial(sharding, recipes, model))
     return answers
 
 
-@changes(*(Change(f"train.{key}", value, EAGER) for key, (value, _) in SHARDING.items()))
+@changes(*SHARDINGS)
 def test_it_changes_how_blocks_are_sharded(change: Change, sharded: list[dict[str, Any]]) -> None:
-    key = change.key.removeprefix("train.")
-    base, found = sharded[0], sharded[1 + list(SHARDING).index(key)]
-    assert base == {"sums in": torch.float32, "in host memory": False, "frees after forward": True}
-    assert found == base | SHARDING[key][1]
+    number, is_teacher = 2 * list(SHARDING).index(change.key), change.key.startswith("distillation")
+    base, found = sharded[number], sharded[number + 1]
+    assert base == {"sums in": torch.float32, "in host memory": False, "frees after forward": not is_teacher}
+    assert found == base | SHARDING[change.key][1]
 
 
 @changes(Change("train.activation_offload", True, {**SFT, "train.compile": False, "train.param_dtype": "float32"}))
@@ -141,3 +147,15 @@ def test_it_changes_where_activations_wait(
         return len(moved)
 
     assert (count(change.before), count(change.after) > 10) == (0, True)
+
+
+@changes(
+    Change("policy.parallelism.n_init_replicas", 3, SFT),
+    Change("policy.parallelism.n_init_replicas", 3, {**GRPO, "train.train_batch_per_replica": 32}),
+)
+def test_replicas_are_data_parallel_and_each_has_its_rows(change: Change) -> None:
+    before, after = change.before, change.after
+    assert (before.policy.parallelism.world_size, after.policy.parallelism.world_size) == (1, 3)
+    assert after.policy.parallelism.dp_replicate_size == 3
+    assert rows_per_step(after) == 3 * rows_per_step(before)
+    assert Recipe.model_validate(after.model_dump()) == after

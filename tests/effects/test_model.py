@@ -21,6 +21,7 @@ from cosmos_core.train.measure import row_metrics
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
 from tests.effects.change import GRPO, SFT, Change, changes, stage_of
+from tests.unit.tiny_families import save_family
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, grpo, logprobs, sft
 
@@ -185,3 +186,20 @@ def test_it_changes_whether_the_entropy_is_computed(change: Change, model: Path,
 
     assert computed(change.before) == ("value", True)
     assert computed(change.after) == ("", False)
+
+
+@changes(Change("policy.aux_loss_coeff", 0.5, {**EAGER, "train.optm_grad_norm_clip": 0.0}))
+def test_it_changes_what_routers_learn(change: Change, tmp_path: Path) -> None:
+    folder = save_family("qwen3-moe", tmp_path / "experts")
+
+    def learned(recipe: Recipe) -> tuple[dict[str, float], torch.Tensor]:
+        rank = rank_of(recipe, folder, tmp_path)
+        (update,) = sft().updates(samples(), NoView())
+        metrics = rank.update(update)
+        (router, *_) = (p for name, p in rank.adapter.model.named_parameters() if name.endswith("gate.weight"))
+        return metrics, router.grad
+
+    (before, plain), (after, balanced) = learned(change.before), learned(change.after)
+    assert "model_loss" not in before and after["model_loss"] > 0.4
+    assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
+    assert (plain - balanced).abs().max() > 1e-3 * plain.abs().max()

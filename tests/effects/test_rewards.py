@@ -14,7 +14,7 @@ from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
 
 PROGRAM = """
-import os, time
+import asyncio, os
 
 def points(answer, reference, custom):
     return custom.get("points", 0.0)
@@ -22,8 +22,11 @@ def points(answer, reference, custom):
 def variable(answer, reference):
     return float(os.environ.get("VARIABLE", 0))
 
-def slow(answer, reference):
-    time.sleep(0.5)
+def together(answers, references, prompt):
+    return [float(len(answers))] * len(references) if prompt == ["6 * 7 ="] else 0.25
+
+async def slow(answer, reference):
+    await asyncio.sleep(0.5)
     return 1.0
 """
 GROUP = Group(Prompt(0, (1,), "6 * 7 =", "42"), (Completion((Segment((2,), True, (-1.0,), 0),), "stop", "42"),), 0)
@@ -65,6 +68,7 @@ def mine(name: str) -> dict[str, Any]:
     (Change("validation.reward_env", ["VARIABLE"], mine("variable")), (0.0, 2.5)),
     (Change("train.train_policy.overlong_reward.buffer_length", 2, LONG), (-1 / 4, 0.0)),
     (Change("train.train_policy.overlong_reward.penalty_factor", 2.0, LONG), (-1 / 4, -1 / 2)),
+    (Change("train.train_policy.group_reward_calculation", True, mine("together")), (0.25, 1.0)),
     (Change("custom", {"points": 0.75}, mine("points")), (0.0, 0.75)),
     (
         Change("train.train_policy.bypass_reward", True, {**GRPO, "train.train_policy.reward_function": "exact_match"}),

@@ -26,6 +26,12 @@ GRPO_ROWS = {**GRPO, **LENGTHS, "train.train_policy.dataset.name": "rows"}
 HELD_OUT = {**SFT_ROWS, "validation.dataset.name": "rows"}
 BAD = {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
 MANY = {**SFT, "train.train_policy.dataset.name": "many.jsonl"}
+TURNS = "rollout.multi_turn_config"
+CHAT_ROWS = {**GRPO_ROWS, f"{TURNS}.enable": True}
+TOLD = {**CHAT_ROWS, f"{TURNS}.custom_chat_template_path": "told.jinja"}
+OPEN = {
+    **CHAT_ROWS, f"{TURNS}.add_generation_prompt": False, "train.train_policy.prompt_column_name": "conversations",
+}  # fmt: skip
 ON_HUB = {**SFT, "train.train_policy.dataset.name": "org/rows"}
 HELD_OUT_ON_HUB = {**SFT_ROWS, "validation.dataset.name": "org/rows"}
 
@@ -35,6 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tokenizer, a folder of two splits, and a file."""
     monkeypatch.chdir(tmp_path)
     byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "short.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}>")
+    (tmp_path / "told.jinja").write_text(
+        "{% for t in tools or [] %}{{ t.function.description }} {% endfor %}"
+        "{% if enable_thinking %}Think. {% endif %}" + CHATML
+    )
+    lines = ["from cosmos_core.tools.base import tool", "@tool", "def now() -> str:", '    """Say the time."""']
+    (tmp_path / "tools.py").write_text("\n".join(lines))
     for name in ("rows/train", "rows/dev", "other"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row(name, i)) + "\n" for i in range(8)))
@@ -91,6 +104,14 @@ def asked(question: str, reference: str) -> str:
     (Change("train.train_policy.response_column_name", "truth", GRPO_ROWS), ("train", 8, asked("p 0", "truth 0"))),
     (Change("train.train_policy.type", "grpo", {**SFT_ROWS, **LENGTHS}), ("train", 8, asked("p 0", "a 0"))),
     (Change("train.train_policy.type", "sft", GRPO_ROWS), ("train", 8, talk("rows/train q 0", "a 0"))),
+    (Change(f"{TURNS}.custom_chat_template_path", "short.jinja", CHAT_ROWS), ("train", 8, "p 0>|a 0")),
+    (Change(f"{TURNS}.enable_thinking", True, TOLD), ("train", 8, "Think. " + asked("p 0", "a 0"))),
+    (Change(f"{TURNS}.tools", ["tools.py:now"], {**TOLD, f"{TURNS}.enable_tools": True}),
+     ("train", 8, "Say the time. " + asked("p 0", "a 0"))),
+    (Change(f"{TURNS}.add_generation_prompt", False, CHAT_ROWS),
+     ("train", 8, asked("p 0", "a 0").replace("<|im_start|>assistant\n", ""))),
+    (Change(f"{TURNS}.continue_final_message", True, OPEN),
+     ("train", 8, "<|im_start|>user\nrows/train q 0<|im_end|>\n<|im_start|>assistant\na 0|a 0")),
     (Change("validation.dataset.name", "other.jsonl", SFT_ROWS), ("validation", 8, talk("other q 0", "a 0"))),
     (Change("validation.dataset.split", "dev", HELD_OUT), ("validation", 8, talk("rows/dev q 0", "a 0"))),
 )  # fmt: skip

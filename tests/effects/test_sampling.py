@@ -11,7 +11,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import PromptOrder, RolloutFeed, dynamic, training_sampling
+from cosmos_core.train.feeds import PromptOrder, RolloutFeed, in_turns, training_sampling
 from cosmos_core.train.measure import validation_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes
@@ -161,7 +161,7 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
         engine: Any = Engine()
         order, sampling = PromptOrder(prompts, recipe), training_sampling(recipe)
         sync = Sync(order, engine, by_parity, sampling, Progress(folder / "progress.json"), recipe.rollout.batch_size)
-        source = sync if recipe.train.train_policy.dynamic_sampling is None else dynamic(sync, order, recipe)
+        source = in_turns(sync, order, recipe)
         return RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
 
     steps: list[list[int]] = []

@@ -74,6 +74,7 @@ OTHER_MEANINGS = {
     ("cosmos_core/cluster/", "local"): "a launcher of ranks, and an address of Ray's",
     ("cosmos_core/observe/", "report"): "the file report.html",
     ("cosmos_core/observe/logs.py", "vllm"): "the library's logger",
+    ("tasks/rl.py", "distillation"): "the recipe's table [distillation]",
     ("cosmos_core/rewards/", "custom"): "the recipe's table [custom]",
     ("cosmos_core/run/", "vllm"): "the library, whose version is recorded",
     ("cosmos_core/run/", "custom"): "the recipe's table [custom]",

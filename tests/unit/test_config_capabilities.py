@@ -18,8 +18,8 @@ from tests.unit.test_config_load import GRPO, SFT, load, refused
     [
         ("sft.work_pool=gpus", "stage 'sft': work_pool = 'gpus': this version runs every stage on the flow's machine; "
          "leave it out"),
-        ("policy.parallelism.n_init_replicas=2", "stage 'rows': policy.parallelism.n_init_replicas = 2: not in this "
-         "version; set it to 1"),
+        ("rollout.backend=hf; rollout.parallelism.cp_size=2", "stage 'rows': "
+         "rollout.parallelism.cp_size = 2: not in this version; set it to 1"),
         ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
          "groups; make it a multiple of rollout.n_generation = 3"),
         ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
@@ -96,9 +96,9 @@ def test_half_an_import_path_is_refused_by_the_schema(tmp_path: Path, setting: s
 
 def test_an_engine_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"rollout.backend = 'trtllm': this version has .*'hf'.*'vllm'.*file.py:Class"
+        ConfigError, match=r"rollout.backend = 'sglang': this version has .*'hf'.*'vllm'.*file.py:Class"
     ):
-        check_capabilities(load(tmp_path, CHAIN, "rollout.backend=trtllm"))
+        check_capabilities(load(tmp_path, CHAIN, "rollout.backend=sglang"))
 
 
 GATE = """

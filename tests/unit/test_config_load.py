@@ -290,13 +290,15 @@ def test_the_fields_that_change_no_result_are_these() -> None:
              if status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
         "DatasetConfig.name", "HeldOutConfig.name", "PolicyConfig.model_name_or_path", "LoraConfig.lora_path",
+        "DistillationConfig.model_name_or_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
-        "TrainConfig.resume",  # of these five the content counts
+        "TrainConfig.resume",  # of these six the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
         "DpoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
+        "RolloutConfig.engine_timeout_seconds",
         "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known
         "LoggingConfig.logger",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",

@@ -245,6 +245,12 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept(f"{TURNS}.continue_final_message", True, BOTH_FLAGS[1]),
         changed(f"{TURNS}.continue_final_message", False, *BOTH_FLAGS,
                 said=f"{TURNS}.continue_final_message: false, because enable_tools and add_generation_prompt are set"),
+        cannot(f"{TURNS}.continue_final_message excludes add_generation_prompt; set that to false",
+               f"{TURNS}.enable=true", f"{TURNS}.continue_final_message=true"),
+        cannot(f"{TURNS}.tools: with rollout.parallelism.tp_size = 2 each rank of an engine would call them; set it "
+               "to 1",
+               f"{TURNS}.enable=true", f"{TURNS}.enable_tools=true", f"{TURNS}.tools=['a:b']",
+               "rollout.parallelism.tp_size=2"),
     ),
     ("validation", "rewards as in training; the service is asked in both or in none"): on(GRPO,
         kept("validation.reward_function", {"a": 0.5}, "validation.reward_function={a=0.5}"),
@@ -260,10 +266,13 @@ RULES: dict[tuple[str, str], list[Case]] = {
     ),
     ("rollout", "engines of text have no other mesh than replicas, tp, pp and dp_shard"): on(GRPO,
         *(kept(f"rollout.parallelism.{name}", 2, f"rollout.parallelism.{name}=2", f"rollout.backend='{backend}'")
-          for name, backend in (("n_init_replicas", "vllm"), ("tp_size", "vllm_async"), ("pp_size", "trtllm"),
+          for name, backend in (("n_init_replicas", "vllm"), ("tp_size", "vllm"), ("pp_size", "vllm"),
                                 ("dp_shard_size", "vllm"))),
+        *(changed("rollout.backend", "vllm", f"rollout.backend='{backend}'",
+                  said=f"rollout.backend = {backend!r}: 'vllm', which generates instead")
+          for backend in ("trtllm", "vllm_async")),
         kept("rollout.parallelism.cp_size", 2, "rollout.parallelism.cp_size=2", "rollout.backend='hf'"),
-        *(no(f"rollout: parallelism.{name} = {value!r}: backend {backend!r} takes only dp_shard_size, n_init_replicas, "
+        *(no(f"rollout: parallelism.{name} = {value!r}: backend 'vllm' takes only dp_shard_size, n_init_replicas, "
              "pp_size, tp_size; leave it out", f"rollout.parallelism.{name}={value!r}", f"rollout.backend={backend!r}")
           for name, value, backend in (("cp_size", 2, "vllm"), ("ep_size", 2, "vllm_async"),
                                        ("dp_replicate_size", 2, "trtllm"), ("pp_schedule", "1F1B", "vllm"))),
@@ -313,11 +322,11 @@ RULES: dict[tuple[str, str], list[Case]] = {
         no("train: train_batch_per_replica = 16 must be a multiple of train_policy.mini_batch = 3",
            f"{P}.mini_batch=3"),
     ),
-    # `mode` does nothing here, so the rules of `colocated` hold for every recipe: one replica each, whole groups.
     ("colocated check", "as many replicas generate as train, and train whole groups"): on(GRPO,
         kept("mode", "colocated"),
         kept("train.train_batch_per_replica", 24, "mode='colocated'", "train.train_batch_per_replica=24"),
-        cannot(f"{MESH}.n_init_replicas = 2: {ONE_RANK}", "mode='colocated'", f"{MESH}.n_init_replicas=2"),
+        changed(f"{MESH}.dp_replicate_size", 2, "mode='colocated'", f"{MESH}.n_init_replicas=2",
+                said=f"{MESH}.n_init_replicas = 2: dp_replicate_size = 2, and a train step has 32 rows"),
         kept("rollout.parallelism.n_init_replicas", 2, "rollout.parallelism.n_init_replicas=2"),
         cannot("rollout.parallelism.tp_size = 2: engines share the ranks of policy.parallelism, which are 1; take a "
                "divisor of that", "rollout.parallelism.tp_size=2"),
@@ -365,9 +374,12 @@ def test_every_rule_has_a_case_on_either_side() -> None:
     }  # fmt: skip
 
 
-def test_the_mode_of_placement_is_accepted_and_said_to_do_nothing(tmp_path: Path) -> None:
-    reason = "each rank generates and trains in turn, whatever it says"
-    for mode in ("colocated", "colocated_separated"):
-        found = notices_of(load(tmp_path, GRPO, f"mode={mode!r}"))
-        assert found == [f"mode = {mode!r} has no effect here: {reason}"]
-    assert notices_of(load(tmp_path, GRPO, "mode='disaggregated'")) == []
+def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
+    for mode in ("colocated", "colocated_separated", "disaggregated"):
+        assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
+    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.n_init_replicas=3"))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine apart from the trainer has one GPU"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.tp_size=2"))
+    average = ("train.ema_enable=true", "validation.enable=true")
+    with pytest.raises(ConfigError, match="moving average of train"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))

@@ -11,6 +11,7 @@ import pytest
 import trl
 from transformers import PreTrainedTokenizer
 
+from cosmos_core.data.chat import Chat
 from cosmos_core.data.conversation import (
     RefusedRow,
     conversation_tokens,
@@ -225,7 +226,7 @@ def test_tools_are_handed_to_the_template():
     ids, mask = conversation_tokens(tokenizer, CALLS, "row", [TOOL])
     assert json.dumps(TOOL) in unlearned(tokenizer, ids, mask)[0]
     assert learned(tokenizer, ids, mask) == masked(tokenizer, CALLS)[0]
-    ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", [TOOL])
+    ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", Chat(tools=(TOOL,)))
     assert json.dumps(TOOL) in text and tokenizer.decode(ids) == text
 
 

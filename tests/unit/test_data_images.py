@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_file_is_kept_by_its_path_below_the_root_and_its_digest(source, tmp_pa
     ref, image = read_image(source, tmp_path, "row")
     assert ref == ImageRef("cat.png", None, sha256(tmp_path / "cat.png"))
     assert np.array_equal(np.asarray(image), np.asarray(picture(1)))
-    absolute = ref._replace(path=str(tmp_path / "cat.png"))
+    absolute = replace(ref, path=str(tmp_path / "cat.png"))
     assert np.array_equal(np.asarray(open_image(absolute)), np.asarray(picture(1)))
 
 
@@ -360,22 +361,6 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path, model):
         assert read_json(data / "statistics.json")["train"]["images"] == 300
         digests.add(sha256(data / "train.arrow"))
     assert len(digests) == 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "row"),
-    [
-        ({"type": "grpo"}, {"prompt": "What is it?", "answer": "A cat."}),
-        ({"trainer_type": "dpo"}, {"prompt": "What is it?", "chosen": "A cat.", "rejected": "A dog."}),
-    ],
-    ids=["prompts", "pairs"],
-)
-def test_images_of_prompts_and_of_pairs_are_refused_by_name(policy, row, tmp_path, model):
-    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "images": ["cat.png"]}) + "\n")
-    policy = {"dataset": {"name": str(tmp_path / "a.jsonl")}, **policy}
-    lengths = {"policy": {"model_max_length": 64}, "rollout": {"max_response_length": 16}}
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: the row has a column 'images', and prompts to complete and"):
-        prepare(tmp_path / "p", model, [], train_policy=policy, **lengths)
 
 
 def test_a_setting_about_videos_is_told_to_have_no_effect(tmp_path, model):

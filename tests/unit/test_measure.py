@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.train.measure import Completions
+from cosmos_core.train.measure import Completions, completion_metrics, pass_at
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -58,3 +59,23 @@ def test_no_valid_reward_fails_the_stage_so_that_it_is_tried_again(tmp_path: Pat
     measured = completions(tmp_path / "rl", Engine(), Score(None, error="timed out"))
     with pytest.raises(StageFailed, match="all 3 held-out completions have an invalid reward; the first: timed out"):
         measured.measure(1)
+
+
+@pytest.mark.parametrize(("k", "count", "right"), [(1, 7, 3), (2, 7, 3), (4, 7, 3), (4, 7, 0), (4, 5, 5), (5, 6, 1)])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(k: int, count: int, right: int) -> None:
+    choices = list(combinations(range(count), k))
+    assert pass_at(k, count, right) == pytest.approx(sum(min(each) < right for each in choices) / len(choices))
+
+
+def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones() -> None:
+    def group(*values: float | None) -> ScoredGroup:
+        completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
+        scores = tuple(Score(value, {} if value is None else {"right": value}) for value in values)
+        return ScoredGroup(Group(PROMPTS[0], (completion,) * len(values), 0), scores)
+
+    found = completion_metrics([group(1.0, 0.0, 0.0, 0.0), group(1.0, 0.5, None, None)], 1.0)
+    assert found["validation/accuracy"] == pytest.approx(2 / 6)
+    assert found["validation/pass@2"] == pytest.approx((3 / 6 + 1) / 2)
+    assert found["validation/pass@4"] == 1.0 and "validation/pass@8" not in found
+    assert found["validation/reward/right"] == pytest.approx(2.5 / 6)
+    assert "validation/pass@2" not in completion_metrics([group(1.0)], 1.0)

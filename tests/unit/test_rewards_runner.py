@@ -350,3 +350,66 @@ def test_a_child_imports_no_torch(tmp_path):
     with RewardRunner({f"{file}:light": 1.0, "boxed_math": 0.0}, timeout_seconds=5) as runner:
         (score,) = runner.score(requests("1", reference="1"))
     assert score.value == 1
+
+
+GROUP_BEHAVIOURS = '''
+import asyncio, os, time
+
+async def best(to_be_evaluated, reference, num_tokens, custom):
+    """Return 1 for the longest completion of a prompt."""
+    assert isinstance(custom, dict) and len(num_tokens) == len(reference) == len(to_be_evaluated)
+    if "hang" in to_be_evaluated:
+        time.sleep(1000)
+    if "raise" in to_be_evaluated:
+        raise KeyError("no such")
+    if "exit" in to_be_evaluated:
+        os._exit(3)
+    if "few" in to_be_evaluated:
+        return [1.0]
+    await asyncio.sleep(0)
+    values = [float(len(each) == max(map(len, to_be_evaluated))) for each in to_be_evaluated]
+    return [None if each == "unknown" else (value, {"of": len(values)}) for each, value in zip(to_be_evaluated, values)]
+'''
+
+
+def group_of(*texts):
+    segment = Segment((1,), True, (-0.5,), 0)
+    return Group(Prompt(0, (1,), "p", "right"), tuple(Completion((segment,), "stop", text) for text in texts), 0)
+
+
+def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_alone(tmp_path):
+    file = tmp_path / "groups.py"
+    file.write_text(GROUP_BEHAVIOURS)
+    texts = [
+        ("a", "right", "ccc"),
+        ("hang", "right"),
+        ("raise", "b"),
+        ("exit", "b"),
+        ("few", "b"),
+        ("unknown", "right"),
+    ]
+    with RewardRunner(
+        {f"{file}:best": 2.0, "exact_match": 1.0}, timeout_seconds=1.0, num_workers=1, retries=0, by_group=True
+    ) as runner:
+        scored = runner.score_groups([group_of(*each) for each in texts])
+        (alone,) = runner.score(requests("right", reference="right"))
+    assert [[score.value for score in each.scores] for each in scored] == [
+        [0.0, 3.0, 0.0], [None] * 2, [None] * 2, [None] * 2, [None] * 2, [None, 1.0],
+    ]  # fmt: skip
+    assert alone.value == 3.0
+    assert scored[0].scores[1].metrics == {"best": 1.0, "best/of": 3.0, "exact_match": 1.0}
+    assert scored[1].scores[1].metrics == {"exact_match": 1.0}
+    errors = [each.scores[0].error.removeprefix("best: ").partition(" (")[0] for each in scored]
+    assert errors == [
+        "", "not done in 1 s", "KeyError: 'no such'", "its process exited with code 3",
+        "ValueError: returned 1 values for 2 completions; the rule is a list with one for each",
+        "ValueError: returned nothing; the rule is a number, or",
+    ]  # fmt: skip
+    assert [each.scores[0].is_raised for each in scored] == [False, False, True, False, True, True]
+
+
+def test_a_reward_of_weight_zero_is_a_metric_to_filter_groups_by(act):
+    with RewardRunner({act: 0.0, "exact_match": 1.0}, timeout_seconds=5, num_workers=1) as runner:
+        scores = runner.score(requests("7", "raise", reference="7"))
+    assert (scores[0].value, scores[0].metrics) == (1.0, {"act": 7.0, "exact_match": 1.0})
+    assert scores[1].value is None

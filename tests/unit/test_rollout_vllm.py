@@ -41,6 +41,11 @@ def test_tokens_depend_on_seed_and_step_alone_not_on_the_batch(found: dict[str, 
     assert len(set(answers)) == len(answers)
 
 
+def test_more_prompts_than_one_pass_takes_are_read_in_several(found: dict[str, Any]) -> None:
+    many, few = found["sampled"]["many"]
+    assert len(many) == 120 and many[:3] == few
+
+
 def test_greedy_answers_are_those_of_the_hf_engine(found: dict[str, Any]) -> None:
     for name in ("greedy", "penalised"):
         vllm, hf = found["sampled"][name]
@@ -70,6 +75,16 @@ def test_changed_weights_arrive_and_wrong_ones_are_noticed(found: dict[str, Any]
     assert set(found["sampled"]["versions"]) == {0} and set(synced["versions"]) == {7}
     assert synced["wrong"].startswith("StageFailed: weight sync: engine and trainer differ")
     assert synced["partial"] == "StageFailed: weight sync: 1 tensors did not come, such as lm_head.weight"
+
+
+def test_completions_in_flight_go_on_with_new_weights_and_every_token_is_of_the_version_that_is_named(
+    found: dict[str, Any],
+) -> None:
+    swapped = found["swapped"]
+    assert swapped["groups"] == [0, 1, 2, 3]
+    assert [20, 21, 22] in swapped["versions"]
+    assert swapped["difference"] < 1e-4
+    assert swapped["aborted"] == 0 and swapped["again"]
 
 
 def test_an_engine_started_anew_gives_the_same_tokens(found: dict[str, Any]) -> None:

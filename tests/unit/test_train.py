@@ -36,8 +36,10 @@ SFT = {"type": "sft", "mini_batch": 4, "conversation_column_name": "messages"}
 GRPO = {"type": "grpo", "mini_batch": 8, "reward_function": "exact_match", "kl_beta": 0.01}
 
 
-def recipe(policy: dict[str, Any], **train: Any) -> Recipe:
-    values = {**BASE, "train": {**BASE["train"], **train, "train_policy": policy}}
+def recipe(policy: dict[str, Any], *, distillation: dict[str, Any] | None = None, **train: Any) -> Recipe:
+    values = {
+        **BASE, "train": {**BASE["train"], **train, "train_policy": policy}, "distillation": distillation or {},
+    }  # fmt: skip
     return Recipe.model_validate(
         {**values, "rollout": {"backend": "hf", "n_generation": 4, "batch_size": 4, "max_response_length": 4}}
     )
@@ -58,6 +60,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arithmetic.make(stage, train_rows=64, heldout_rows=16, hidden_size=64, layers=1)
     for name, policy in (("sft-data", SFT), ("rl-data", GRPO)):
         prepare.run(make_stage(folder / name, "prepare", recipe(policy), folder / "task/model", folder / "task/data"))
+    tokenizer = arithmetic.make_tokenizer()
+    for part in (tokenizer, arithmetic.make_model(tokenizer, 32, 2, seed=1)):
+        part.save_pretrained(folder / "teacher")
     return folder
 
 
@@ -170,7 +175,7 @@ def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-class _StopsAt(Stage):
+class StopsAt(Stage):
     """A stage that is asked to stop once its metrics have a step."""
 
     stop_at = 0
@@ -205,12 +210,18 @@ GSPO = {
     "use_decoupled_loss": True, "off_policy_masking_delta": 0.5, "max_token_len_per_mini_batch": 64,
 }  # fmt: skip
 AIPO = {"type": "grpo", "aipo_rho": 2.0, "reward_function": "reward.py:variety", "algo": "reinforce++-baseline"}
+TEACHER = {"enable": True, "model_name_or_path": "teacher", "param_dtype": "float32", "mini_batch": 4}
+BY_TOKEN = {**TEACHER, "kl_discount_factor": 0.9, "max_token_len_per_mini_batch": 48}
+BY_TOP_K = {**TEACHER, "top_k": 8, "jsd_beta": 0.5, "include_prompt": True, "sequence_packing": True}
+TAUGHT = {"type": "grpo", "mini_batch": 8, "rollout_correction": "truncate", "mu_iterations": 2}
 TRAININGS = {
     "sft": ("sft", recipe(SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt=SAVED)),
     "grpo": ("rl", recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})),
     "dapo": ("rl", recipe(DAPO, train_batch_per_replica=16, max_num_steps=5, ckpt=SAVED)),
     "gspo": ("rl", recipe(GSPO, train_batch_per_replica=16, max_num_steps=5)),
     "aipo": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=5)),
+    "distilled by token": ("rl", recipe(TAUGHT, distillation=BY_TOKEN, train_batch_per_replica=16, max_num_steps=5)),
+    "distilled by top k": ("rl", recipe(TAUGHT, distillation=BY_TOP_K, train_batch_per_replica=16, max_num_steps=5)),
 }
 
 
@@ -219,6 +230,7 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     task: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "reward.py").write_text(VARIETY)
+    (tmp_path / "teacher").symlink_to(task / "teacher")
     monkeypatch.chdir(tmp_path)
     kind, config = TRAININGS[name]
     data = task / f"{kind}-data" / "data"
@@ -228,7 +240,7 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     path = tmp_path / "cut"
     for stop_at in (1, 3):
         base = make_stage(path, kind, config, task / "task/model", data)
-        stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
+        stage = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
         stage.stop_at = stop_at
         with pytest.raises(Preempted, match="checkpoint saved"):
             train(stage)

@@ -15,6 +15,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
+from cosmos_core.models.balance import balance_of
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.processor import Vision
@@ -25,15 +26,17 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Sampling
 
 
-def trainer_of(
+def trainer_of(  # noqa: PLR0913 - each with a default
     model: PreTrainedModel,
     train: TrainConfig,
     pad_id: int,
     progress: Progress,
     mesh: Mesh | None = None,
     vision: Vision | None = None,
+    balance: float = 0.0,
 ) -> Trainer:
-    return Trainer(CausalLM(model, train, Reading(pad_id, vision), mesh), train, progress)
+    adapter = CausalLM(model, train, Reading(pad_id, vision), mesh, balance_of(model, balance))
+    return Trainer(adapter, train, progress)
 
 
 def score_in(trainer: Trainer, dtype: torch.dtype) -> None:

@@ -76,7 +76,11 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
     greedy = sampling(0.0, num_completions=1)
     filtered = sampling(0.8, top_k=6, top_p=0.7, repetition_penalty=1.3, num_completions=1)
     penalised = sampling(0.0, repetition_penalty=1.3, num_completions=1)
+    # More prompt tokens than one forward pass takes; the last prompt of a pass would be read in two.
+    long = [Prompt(90, tuple(range(41)), "", "")]
+    many = [generate(engine, long, sampling(1.0, max_tokens=2, num_completions=count), 4) for count in (120, 3)]
     return {
+        "many": [tokens(groups)[0] for groups in many],
         "difference": {
             "1.0": difference(model, groups, 1.0),
             "0.7": difference(model, cooler, 0.7),
@@ -118,6 +122,52 @@ def synced(engine: Engine, model: PreTrainedModel) -> dict[str, Any]:
     publisher.publish(9)
     found["last"] = tokens(generate(engine, PROMPTS, sampling(1.0), 4))
     return found
+
+
+def swapped(engine: Any, model: PreTrainedModel) -> dict[str, Any]:
+    """Load new weights, twice, while completions are in flight, and probe them; then forget what is in flight."""
+    own: dict[int, dict[str, torch.Tensor]] = {}
+    publisher = publisher_of(engine, model)
+
+    def publish(version: int) -> None:
+        publisher.publish(version)
+        own[version] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    publish(20)
+    engine.submit(PROMPTS[:4], sampling(1.0, max_tokens=40), 4)
+    groups: list[Group] = []
+    for version in (21, 22):
+        for _ in range(6):
+            groups += engine.step()
+        move(model)
+        publish(version)
+    while done := engine.completed():
+        groups += done
+    worst, versions = 0.0, set()
+    for group in groups:
+        for answer in group.completions:
+            ids = torch.tensor([group.prompt.token_ids + answer.token_ids])
+            start = len(group.prompt.token_ids)
+            for segment in answer.segments:
+                model.load_state_dict(own[segment.version])
+                with torch.no_grad():
+                    logprobs = sequence_logprobs(model, ids, torch.ones_like(ids))[0]
+                end = start + len(segment.token_ids)
+                worst = max(worst, (logprobs[start - 1 : end - 1] - torch.tensor(segment.logprobs)).abs().max().item())
+                start = end
+            versions.add(tuple(segment.version for segment in answer.segments))
+    model.load_state_dict(own[22])
+    engine.submit(PROMPTS, sampling(1.0), 4)
+    engine.step()
+    engine.abort()
+    return {
+        "difference": worst,
+        "versions": sorted(versions),
+        "groups": sorted(group.prompt.id for group in groups),
+        "aborted": len(engine.completed()),
+        "again": tokens(generate(engine, PROMPTS, sampling(1.0), 4))
+        == tokens(generate(engine, PROMPTS, sampling(1.0), 4)),
+    }
 
 
 def publisher_of(engine: Engine, model: PreTrainedModel) -> WeightPublisher:
@@ -175,6 +225,9 @@ def main(folder: str, out: str) -> None:
     found["too_hot"] = message(lambda: generate(engine, PROMPTS, sampling(2.5), 4))
     found["too_long"] = message(lambda: generate(engine, [Prompt(8, (1,) * 256, "", "")], sampling(1.0), 4))
     found["synced"] = synced(engine, model)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found["swapped"] = swapped(engine, model)
+    model.load_state_dict(kept)
     engine.close()
     model.config.head_dim = 16
     found["head_dim"] = message(lambda: make("vllm"))

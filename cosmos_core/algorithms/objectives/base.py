@@ -45,6 +45,7 @@ class Terms:
     rollout_log_ratio_BT: Tensor | None
     """log pi - log mu without gradient, mu the distribution that the tokens were drawn from; None: not known."""
     advantages_B1: Tensor
+    """Of each sequence; BT where tokens of a sequence differ."""
     mask_BT: Tensor
 
 

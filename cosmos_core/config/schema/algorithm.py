@@ -75,6 +75,11 @@ class AlgorithmConfig(Table):
         return REWARD_TIMEOUT_SECONDS
 
     @property
+    def rewards_by_group(self) -> bool:
+        """Return whether a user's own reward functions take all completions of a prompt at once."""
+        return False
+
+    @property
     def constants_of_rewards(self) -> dict[str, Any]:
         """Return what rewards may ask for by keyword of this table; see `rewards.base.KEYWORDS`."""
         return {}
@@ -84,6 +89,12 @@ class AlgorithmConfig(Table):
         """Return the reward metrics (none: the total reward) by which a group without a difference is dropped, and the
         most rounds in which others are drawn in their place (0: without end); None: no group is dropped."""
         return None
+
+    @property
+    def lookahead(self) -> tuple[int, int, int | None]:
+        """Return how far rollouts may run ahead of the training: train steps that their weights may be old, prompts
+        beyond the window which that allows, and the most train steps of prompts at a time (None: no bound)."""
+        return 0, 0, None
 
     @property
     def env_of_rewards(self) -> tuple[str, ...]:

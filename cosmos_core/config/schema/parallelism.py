@@ -62,7 +62,8 @@ class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """Engines."""
+    """Engines apart from the trainer (see `mode`); in its processes there are as many as `policy.parallelism` has ranks
+    for."""
     tp_size: Ranks = 1
     """Ranks that one engine is spread over (Cosmos-RL: 2 when left out); a divisor of those of `policy.parallelism`."""
 
@@ -70,6 +71,9 @@ class RolloutParallelismConfig(ParallelismConfig):
 class PolicyParallelismConfig(ParallelismConfig):
     """`[policy.parallelism]`: the mesh of the trainer; rows of a step are dealt to dp_replicate x dp_shard ranks."""
 
+    n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
+    """Copies of the mesh, each with `train_batch_per_replica` rows per step: the same as so many times the
+    `dp_replicate_size` and the rows, which is what it becomes."""
     tp_size: Ranks = 1
     """Tensor-parallel ranks, by the plan that the model carries (Cosmos-RL: 2 when left out)."""
     cp_size: Ranks = 1

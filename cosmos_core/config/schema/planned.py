@@ -13,11 +13,9 @@ from pydantic import ValidationInfo, field_validator
 
 from cosmos_core.config.schema.declared import TYPES, declared
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.parallelism import ParallelismConfig
-from cosmos_core.config.schema.table import say
 
 _TABLES = tomllib.loads(files("cosmos_core.config.schema").joinpath("planned.toml").read_text("utf-8"))
-TYPES |= {"LoraConfig": LoraConfig, "ParallelismConfig": ParallelismConfig}
+TYPES |= {"LoraConfig": LoraConfig}
 
 
 def _planned(title: str) -> Any:
@@ -58,37 +56,6 @@ class FP4Config(_planned("FP4Config")):  # type: ignore[misc]
 
 class DiffusersConfig(_planned("DiffusersConfig")):  # type: ignore[misc]
     """`[policy.diffusers]`"""
-
-
-class RolloutAsyncConfig(_planned("RolloutAsyncConfig")):  # type: ignore[misc]
-    """`[rollout.async_config]`: read with `rollout.mode = "async"`."""
-
-
-class DistillationConfig(_planned("DistillationConfig")):  # type: ignore[misc]
-    """`[distillation]`"""
-
-    @field_validator("top_k")
-    @classmethod
-    def _of_a_teacher(cls, top_k: int, info: ValidationInfo) -> int:
-        return top_k if info.data.get("enable") else 0
-
-    @field_validator("trainer_token_ids_from_teacher")
-    @classmethod
-    def _of_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
-        return is_from_teacher and info.data.get("top_k", 0) > 0
-
-
-class MultiTurnRolloutConfig(_planned("MultiTurnRolloutConfig")):  # type: ignore[misc]
-    """`[rollout.multi_turn_config]`"""
-
-    @field_validator("continue_final_message")
-    @classmethod
-    def _tools_end_messages(cls, goes_on: bool, info: ValidationInfo) -> bool:
-        if not (goes_on and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
-            return goes_on
-        say(info, "rollout.multi_turn_config.continue_final_message: false, because enable_tools and "
-            "add_generation_prompt are set")  # fmt: skip
-        return False
 
 
 class RewardFunctionConfig(_planned("RewardFunctionConfig")):  # type: ignore[misc]

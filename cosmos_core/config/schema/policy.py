@@ -56,12 +56,20 @@ class PolicyConfig(Table):
     enable_liger_fused_cross_entropy: bool = False
     """Liger's fused head and cross-entropy, which never holds all logits."""
     aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of mixtures of experts; 0: off."""
+    """Weight of the load-balancing loss of mixtures of experts (arXiv 2101.03961), added to whatever is trained: that
+    of each sequence, averaged over the tokens of an optimizer step, so that it does not depend on micro-batches; the
+    metric `model_loss`. 0: off."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         if self.enable_liger_kernel and stage.kind.has_mesh:
             yield from self.parallelism.only_data_parallel("policy.enable_liger_kernel = true")
+        for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains else ():
+            if (size := getattr(self.parallelism, axis)) > 1:
+                yield (
+                    f"policy.aux_loss_coeff = {self.aux_loss_coeff} excludes policy.parallelism.{axis} = {size} here: "
+                    f"routers must see whole sequences on one rank; set it to 1"
+                )
 
     @field_validator("model_name_or_path")
     @classmethod

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.logging import LoggingConfig
-from cosmos_core.config.schema.planned import DistillationConfig, ProfilerConfig, VLAConfig
+from cosmos_core.config.schema.planned import ProfilerConfig, VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
+
+if TYPE_CHECKING:
+    from cosmos_core.types import StageKind
 
 
 class Recipe(Table):
@@ -39,12 +43,31 @@ class Recipe(Table):
     """Free table for user code: stages, rewards, algorithms and engines get it. `dataset.annotation_path` names rows in
     the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
     their size."""
-    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "disaggregated"
-    """Where rollout engines run: on GPUs of their own, in the trainer's processes, or beside them on its GPUs."""
+    mode: Literal["disaggregated", "colocated", "colocated_separated"] = "colocated"
+    """Where rollout engines run. `colocated`: in the trainer's processes, in turns with it. `disaggregated` (what
+    Cosmos-RL does when it is left out): `rollout.parallelism.n_init_replicas` engines in processes and on GPUs of their
+    own, which generate while the ranks train. `colocated_separated`: in processes of their own on the trainer's GPUs,
+    in turns."""
     redis: str | int = ""
     """Port of the controller's Redis."""
     eth_ips: str = ""
     """Addresses of the controller, separated by `;`."""
+
+    @property
+    def engines_apart(self) -> int:
+        """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
+        return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
+
+    @property
+    def teacher(self) -> DistillationConfig | None:
+        """Return what is said of the model whose outputs the algorithm asks for beside the policy's; None: there is
+        none."""
+        is_asked = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
+        return self.distillation if is_asked else None
+
+    def teacher_of(self, kind: StageKind) -> DistillationConfig | None:
+        """Return what is said of the teacher of a stage of that kind; None: it has none."""
+        return self.teacher if kind.feed == "rollouts" else None
 
     @property
     def reward_constants(self) -> dict[str, Any]:
@@ -56,6 +79,24 @@ class Recipe(Table):
     def reward_env(self) -> tuple[str, ...]:
         """Return the variables of the environment that rewards see beyond those that any program needs."""
         return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+
+    @model_validator(mode="after")
+    def _replicas(self, info: ValidationInfo) -> Recipe:
+        """Replicas of the trainer are data-parallel ones of one mesh, each with the rows of a replica."""
+        mesh, train = self.policy.parallelism, self.train
+        count, policy = mesh.n_init_replicas, train.train_policy
+        if count == 1:
+            return self
+        replicas, rows = mesh.dp_replicate_size * count, train.train_batch_per_replica * count
+        say(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step has "
+            f"{rows} rows")  # fmt: skip
+        if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
+            policy = policy.derived(batch_size_per_optimize=policy.batch_size_per_optimize * count)
+        mesh = mesh.derived(n_init_replicas=1, dp_replicate_size=replicas)
+        return self.derived(
+            policy=self.policy.derived(parallelism=mesh),
+            train=train.derived(train_batch_per_replica=rows, train_policy=policy),
+        )
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:

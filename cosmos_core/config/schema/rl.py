@@ -51,23 +51,28 @@ class RlConfig(AlgorithmConfig):
     """What is asked of it."""
     filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ inside a group for it to be trained on; empty: the total
-    reward."""
+    reward. A reward of weight 0 in `reward_function` is called for that alone."""
     bypass_reward: bool = False
     """Every reward is 0 and no reward function is called."""
     group_reward_calculation: bool = False
-    """Call rewards once per group, with lists."""
+    """Call reward functions of your own once for all completions of a prompt, with lists, in validation too; ours judge
+    each completion by itself. A call that fails or takes too long makes them all invalid."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
     """What the reward `overlong` takes off long completions."""
     on_policy: bool = False
-    """Train only on rollouts of the newest weights."""
+    """With mode = 'disaggregated': train only on rollouts of the newest weights, as with `allowed_outdated_steps` = 0;
+    engines and trainer take turns then."""
     allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
-    """How many steps old the weights of a rollout may be."""
+    """With mode = 'disaggregated': how many steps old the weights of a rollout may be when it is trained on; engines
+    generate for so many steps ahead."""
     uncentralized_training: bool = False
     """Rollouts go straight to the trainer."""
     outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
-    """Prompts that are still handed out while generation waits; 0: none (DAPO: 128)."""
+    """With mode = 'disaggregated': prompts that engines get beyond those of `allowed_outdated_steps`; a group that is
+    too old when its step comes is generated again, and counted (`rollout/outdated`). 0: none (DAPO: 128, because of
+    the groups that will be dropped)."""
     max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
-    """Most waiting rollouts, in train steps; None: unlimited."""
+    """Most prompts in flight and waiting, in train steps; None: unlimited."""
     max_retry_for_on_policy: int = -1
     """With variant = 'dapo': most extra rounds of sampling in a train step; 0 or less: until the prompts end."""
     balance_dp_token: bool = False
@@ -92,6 +97,11 @@ class RlConfig(AlgorithmConfig):
         return {} if self.bypass_reward else self.reward_function
 
     @property
+    def rewards_by_group(self) -> bool:
+        """See `AlgorithmConfig.rewards_by_group`."""
+        return self.group_reward_calculation
+
+    @property
     def constants_of_rewards(self) -> dict[str, Any]:
         """See `AlgorithmConfig.constants_of_rewards`."""
         return {"overlong": self.overlong_reward.model_dump()}
@@ -99,9 +109,15 @@ class RlConfig(AlgorithmConfig):
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
         """See `AlgorithmConfig.dynamic_sampling`."""
-        if self.variant != "dapo":
+        if self.variant != "dapo" or self.bypass_reward:  # where all rewards are equal, every group would be dropped
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
+
+    @property
+    def lookahead(self) -> tuple[int, int, int | None]:
+        """See `AlgorithmConfig.lookahead`."""
+        beyond = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
+        return self.allowed_outdated_steps, beyond, self.max_inflight_steps
 
     @property
     def env_of_rewards(self) -> tuple[str, ...]:
@@ -115,6 +131,8 @@ class RlConfig(AlgorithmConfig):
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what Cosmos-RL accepts without a word, and what it means."""
+        if self.variant == "dapo" and self.bypass_reward and stage.kind.trains:
+            yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
         if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
             yield (

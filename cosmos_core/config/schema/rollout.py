@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
+from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where, registered
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.planned import MultiTurnRolloutConfig, RolloutAsyncConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import InStage, Table, say
 from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
@@ -42,16 +42,25 @@ class SamplingConfig(Table):
     """Sample with FlashInfer."""
 
 
+class RolloutAsyncConfig(Table):
+    """`[rollout.async_config]`: read with `rollout.mode = "async"`."""
+
+    max_concurrent_requests: Annotated[PositiveInt, Unit("prompts")] = 10
+    """Most prompts that one engine has at a time."""
+
+
 class RolloutConfig(Table):
     """`[rollout]`"""
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
     backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
-    """`vllm`; `hf`, a sampling loop on the trainer's own modules, which also takes the place of a vLLM that cannot be
-    imported, with a warning; or a class of your own, `path/file.py:Class`."""
+    """`vllm`, which Cosmos-RL's `trtllm` and `vllm_async` become; `hf`, a sampling loop on the trainer's own modules,
+    which also stands in for a vLLM that cannot be imported, with a warning; or a class of your own,
+    `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
-    """Scheduler of requests."""
+    """How many prompts an engine apart from the trainer has at a time: `batch_size`, or with `async`
+    `async_config.max_concurrent_requests`. One in the trainer's processes has `batch_size`."""
     max_response_length: Tokens = 2048
     """Longest completion."""
     n_generation: Completions = 16
@@ -59,11 +68,14 @@ class RolloutConfig(Table):
     n_generation_to_batch: bool = False
     """Repeat the prompt in place of asking for n completions."""
     n_generation_mini_batch: Completions | None = None
-    """Completions of one group that are generated at once; None: all."""
+    """Most completions of one prompt that are generated at once, which bounds memory and changes no token; None: all.
+    vLLM has `batch_size` times as many sequences at a time."""
     batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
     """Prompts per generation call; changes speed, not results."""
-    quantization: Literal["none", "fp8", "mxfp4"] = "none"
-    """Weights of the engine."""
+    quantization: Annotated[
+        Literal["none", "fp8", "mxfp4"], Only(("none", "fp8"), "not in this version; take 'fp8' or 'none'")
+    ] = "none"
+    """Weights that vLLM computes with on a GPU: those of the trainer, or these rounded to 8 bits at each sync."""
     seed: int | None = None
     """Sampling seed; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
@@ -82,18 +94,28 @@ class RolloutConfig(Table):
     probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
     """Every so many steps, and when an engine gets its first weights, log-probabilities of engine and trainer are
     compared; a difference beyond rounding ends the stage."""
+    engine_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), NoResult] = 600.0
+    """Engines apart from the trainer: one that has work and makes no forward pass for so long is ended, another one is
+    started, and its prompts go to others."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
     """Turns and tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
     """Read with `mode = "async"`."""
     async_r2r_sync: Literal["disabled", "generation", "inference"] = "disabled"
-    """Receive weights while generating, and swap at this boundary."""
+    """How weights reach engines apart from the trainer. `disabled`: bucket by bucket between two forward passes, and
+    completions go on with them. `inference`: all are received while the engine generates, then loaded between two
+    passes. `generation`: likewise, once what is in flight has ended, so that each completion is of one version."""
     prefetch_rollout: bool = False
     """Fetch the next prompts while generating."""
     prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), Needs("prefetch_rollout")] = 2
     """How many."""
     broadcast_all_params: bool = False
     """Send the weights that are not trained too."""
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Return how many prompts an engine in a process of its own has at a time."""
+        return self.async_config.max_concurrent_requests if self.mode == "async" else self.batch_size
 
     @property
     def changes_distribution(self) -> bool:
@@ -117,6 +139,13 @@ class RolloutConfig(Table):
                     f"rollout.max_response_length = {self.max_response_length} leaves no room for a prompt in "
                     f"policy.model_max_length = {policy.model_max_length}; lower it"
                 )
+        if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
+            yield from self._refusals_apart(stage)
+        if self.quantization != "none" and self.backend != "vllm":
+            yield (
+                f"rollout.quantization = {self.quantization!r}: backend {self.backend!r} computes with the trainer's "
+                f"weights; set it to 'none', or take backend = 'vllm'"
+            )
         if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
         ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
@@ -124,6 +153,21 @@ class RolloutConfig(Table):
             yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
         elif self.parallelism.tp_size > 1 and self.backend == "hf":
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
+
+    def _refusals_apart(self, stage: InStage) -> Iterator[str]:
+        """Yield what engines in processes of their own cannot do."""
+        mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
+        if self.parallelism.tp_size > 1:
+            yield (
+                f"{mode}: rollout.parallelism.tp_size = {self.parallelism.tp_size}: an engine apart from the trainer "
+                f"has one GPU in this version; set it to 1 and raise n_init_replicas, or take mode = 'colocated'"
+            )
+        if train.ema_enable and stage.recipe.validation.enable:
+            yield (
+                f"{mode}: validation measures the moving average of train.ema_enable, whose weights would reach "
+                f'completions in flight; set validation.enable = false and add a stage of kind "validate", or take '
+                f"mode = 'colocated'"
+            )
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what rollouts are that are not drawn from the policy."""
@@ -137,9 +181,17 @@ class RolloutConfig(Table):
             f"their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
         )
 
+    @field_validator("backend")
+    @classmethod
+    def _vllm_for_others(cls, name: str, info: ValidationInfo) -> str:
+        if name not in {"vllm_async", "trtllm"}:
+            return name
+        say(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
+        return "vllm"
+
     @model_validator(mode="after")
     def _mesh_of_an_engine(self) -> RolloutConfig:
-        if self.backend not in {"vllm", "vllm_async", "trtllm"}:
+        if self.backend != "vllm":
             return self
         for name, field in type(self.parallelism).model_fields.items():
             value = getattr(self.parallelism, name)

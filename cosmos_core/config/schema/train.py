@@ -138,7 +138,7 @@ class TrainConfig(Table):
     """Workers hold the data, the controller sends positions."""
 
     sync_weight_interval: Steps = 1
-    """Weights go to the rollout engines every N steps."""
+    """Weights go to the rollout engines every N steps, and when a training begins or is resumed."""
     train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
     """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
     coalesce_weight_sync: bool = False

@@ -51,7 +51,8 @@ class ValidationConfig(Table):
     repetition_penalty: PositiveFloat = 1.0
     """1: off."""
     n_generation: Completions = 1
-    """Completions per prompt; accuracy is averaged over them."""
+    """Completions per prompt; accuracy is averaged over them, and with 2 or more there is `validation/pass@2`, `@4`
+    and so on."""
     max_response_length: Tokens | None = None
     """None: as in `rollout`."""
     reward_function: RewardWeights = {}

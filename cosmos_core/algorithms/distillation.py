@@ -1,0 +1,151 @@
+"""On-policy distillation: a teacher judges the completions that the policy drew (arXiv 2306.13649).
+
+The loss is the expected divergence of policy and teacher over the policy's own completions, summed over tokens. Its
+gradient has two parts: how the divergence of a token's distribution changes at a given prefix, and how drawing a token
+changes the divergences that come after it. Both are here:
+
+- Of the drawn tokens alone (`top_k = 0`): -(log pi_old - log T) of a token is added to its advantage, and times
+  `kl_discount_factor`, its square, ... that of the tokens after it. With a factor of 1 the policy gradient is that of
+  the reverse KL of the completion; with 0 that of each token's reverse KL at its prefix.
+- Of K tokens (`top_k = K`): the generalised Jensen-Shannon divergence D of the two distributions is a term of the loss
+  with its own gradient; with a factor the advantage of a token falls by the D of those after it.
+
+Two things differ from Cosmos-RL, and its forms are not offered. There -D is the advantage of the drawn token, which
+pushes down whatever was drawn where the two differ, the teacher's favourite too, and is no gradient of D. And there
+the probabilities of the K tokens alone enter: they do not sum to 1, and such a D has its minimum elsewhere than at the
+teacher. Here all other tokens together are one more event, so that D is a divergence (a lower bound of that over the
+whole vocabulary, and equal to it where K is all of it).
+
+Shapes: B samples, S predicted tokens, K token ids, E = K + 1 events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
+from cosmos_core.algorithms.base import View
+from cosmos_core.config.schema.distillation import DistillationConfig
+from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.models.scorer import Wants
+from cosmos_core.models.teacher import TEACHER
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What a teacher adds to the loss of a micro-batch."""
+
+    advantages_BS: Tensor | None
+    """To be added to the advantage of each token; None: nothing is."""
+    loss_BS: Tensor | None
+    """To be added to the loss of each token, with gradient; None: nothing is."""
+    metrics: Metrics
+
+
+def distilled(
+    config: DistillationConfig, policy_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, drawn_BS: Tensor
+) -> Distilled:
+    """Return what is learned of a teacher.
+
+    Args:
+        config: weight, divergence and discount.
+        policy_BS: log-probabilities of the drawn tokens before the train step; with `top_k` BSK: of the chosen ids now,
+            with gradient.
+        teacher_BS: the teacher's, of the same shape.
+        mask_BS: 1 at learned tokens.
+        drawn_BS: 1 where the policy drew it; what nobody drew has its own penalty alone.
+    """
+    if not config.top_k:
+        penalty_BS = masked(policy_BS.detach() - teacher_BS, mask_BS)
+        metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
+        summed_BS = penalty_BS + masked(future(penalty_BS, config.kl_discount_factor), drawn_BS)
+        return Distilled(-config.kl_penalty_coef * summed_BS, None, metrics)
+    divergence_BS = masked(jensen_shannon(with_rest(policy_BS), with_rest(teacher_BS), config.jsd_beta), mask_BS)
+    metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
+    loss_BS = config.kl_penalty_coef * divergence_BS
+    if not config.kl_discount_factor:
+        return Distilled(None, loss_BS, metrics)
+    summed_BS = masked(future(divergence_BS.detach(), config.kl_discount_factor), drawn_BS)
+    return Distilled(-config.kl_penalty_coef * summed_BS, loss_BS, metrics)
+
+
+def future(values_BS: Tensor, discount: float) -> Tensor:
+    """Return of each token the sum of discount^n times the value n tokens later, n = 1, 2, ..."""
+    total_BS, reach = values_BS, 1
+    while discount and reach < values_BS.shape[1]:  # it covers `reach` tokens, then twice as many
+        total_BS = total_BS + discount**reach * pad(total_BS[:, reach:], (0, reach))
+        reach *= 2
+    return discount * pad(total_BS[:, 1:], (0, 1))
+
+
+def with_rest(logprobs_BSK: Tensor) -> Tensor:
+    """Return log-probabilities of K ids with that of all other tokens together: BSE, at least float32.
+
+    What the dtype cannot tell from 0 is its epsilon, without gradient.
+    """
+    wide_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
+    rest_BS1 = -wide_BSK.exp().sum(-1, keepdim=True)
+    return torch.cat([wide_BSK, rest_BS1.clamp(min=torch.finfo(wide_BSK.dtype).eps - 1).log1p()], dim=-1)
+
+
+def jensen_shannon(policy_BSE: Tensor, teacher_BSE: Tensor, beta: float) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence over the last dimension, of log-probabilities.
+
+    With M = (1 - beta) S + beta T of policy S and teacher T: beta KL(T | M) + (1 - beta) KL(S | M); for beta = 0 the
+    forward KL(T | S), for beta = 1 the reverse KL(S | T).
+    """
+    if beta == 0:
+        return _kl(teacher_BSE, policy_BSE)
+    if beta == 1:
+        return _kl(policy_BSE, teacher_BSE)
+    mixture_BSE = torch.logaddexp(policy_BSE + math.log1p(-beta), teacher_BSE + math.log(beta))
+    return beta * _kl(teacher_BSE, mixture_BSE) + (1 - beta) * _kl(policy_BSE, mixture_BSE)
+
+
+def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
+    return (one_BSE.exp() * (one_BSE - other_BSE)).sum(-1)
+
+
+def ask_teacher(
+    config: DistillationConfig, samples: Sequence[Sample], view: View, wants: Wants
+) -> tuple[list[Sample], list[Tensor]]:
+    """Return the samples with the ids that they are compared over, and the teacher's log-probabilities of each: of its
+    tokens, or with `top_k` of these ids."""
+    asked, budget = list(samples), config.max_token_len_per_mini_batch
+    size = config.mini_batch if budget is None else None
+    if not config.top_k:
+        rows = view.evaluate(within_budget(asked, budget), wants, weights=TEACHER, size=size)
+        return asked, [row["logprobs"] for row in rows]
+    wants = replace(wants, entropy="", top_k=config.top_k)
+    if not config.trainer_token_ids_from_teacher:
+        asked = _with_ids(asked, view.evaluate(asked, wants))
+    rows = view.evaluate(within_budget(asked, budget), wants, weights=TEACHER, size=size)
+    if config.trainer_token_ids_from_teacher:
+        asked = _with_ids(asked, rows)
+    return asked, [row["top_logprobs"] for row in rows]
+
+
+def including_prompt(sample: Sample, num_prompt: int) -> Sample:
+    """Return the sample with all tokens of its prompt learned that have a token before them; nobody drew them."""
+    mask = sample.loss_mask.copy()
+    mask[1:num_prompt] = 1
+    rollout = sample.rollout_logprobs
+    if rollout is not None:
+        unknown = np.full(max(0, num_prompt - 1), np.nan, dtype=rollout.dtype)
+        rollout = np.concatenate([unknown, rollout])
+    return replace(sample, loss_mask=mask, rollout_logprobs=rollout)
+
+
+def _with_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
+    """Return the samples with the `top_ids` of rows, which have one for every predicted token."""
+    return [
+        replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
+        for sample, row in zip(samples, rows, strict=True)
+    ]

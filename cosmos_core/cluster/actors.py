@@ -1,0 +1,111 @@
+"""Objects beside the ranks, each a Ray actor: started by the process that starts the ranks, and again when it dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+logger = logging.getLogger(__name__)
+
+SHARED = 0.5
+"""Of a GPU, for a rank and an actor on it each."""
+_CALLS_AT_ONCE = 32
+"""Some calls wait for others to end."""
+
+
+@dataclass(frozen=True)
+class ActorGroup:
+    """What there is beside the ranks of a group."""
+
+    make: Callable[[], Any]
+    """Called in each actor's process, and again when it died; picklable."""
+    wanted: Callable[[], int]
+    """How many there should be now."""
+    name: str = "Actor"
+    """What processes are called: `ray::NAME`."""
+    shares_gpus: bool = False
+    """Each is on the GPU of a rank, of which either may take a half; otherwise on one of its own."""
+
+
+class _Host:
+    """An object in a process of its own."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._object = make()
+
+    def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
+        """Call a method of the object."""
+        return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
+
+
+@dataclass(frozen=True)
+class ActorHandle:
+    """How the object in an actor is reached, from any process of the cluster."""
+
+    actor: Any
+
+    def __hash__(self) -> int:
+        return hash(self.actor._actor_id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActorHandle) and self.actor._actor_id == other.actor._actor_id
+
+    def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+        """Call a method; a `ConnectionError` says that the process has died. `shared`: what `put` returned, handed
+        over as the last argument."""
+        reply: Future[Any] = Future()
+
+        def tell(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                reply.set_result(done.result())
+            elif isinstance(error, RayActorError):
+                reply.set_exception(ConnectionError(str(error).strip().splitlines()[0]))
+            else:
+                reply.set_exception(error.cause if isinstance(error, RayTaskError) else error)
+
+        self.actor.call.remote(method, arguments, keywords, shared).future().add_done_callback(tell)
+        return reply
+
+    def put(self, value: Any) -> Any:
+        """Put a value where all actors find it: those of this machine read its arrays without a copy."""
+        return ray.put(value)
+
+    def kill(self) -> None:
+        """End the process; another one takes its place."""
+        ray.kill(self.actor, no_restart=False)
+
+
+class Actors:
+    """The actors of a group, as the process that starts them has them."""
+
+    def __init__(self, group: ActorGroup, *, is_embedded: bool) -> None:
+        self._group = group
+        gpus = 0.0
+        if ray.cluster_resources().get("GPU", 0):
+            gpus = SHARED if group.shares_gpus else 1.0
+        remote: Any = ray.remote  # its types know functions alone
+        # Of the cluster that this process starts, cores are not counted: there may be more actors later.
+        self._actor = remote(
+            num_cpus=0 if is_embedded else 1, num_gpus=gpus, max_concurrency=_CALLS_AT_ONCE, max_restarts=-1
+        )(type(group.name, (_Host,), {}))
+        self.handles: list[ActorHandle] = []
+        self.adjust()
+
+    def adjust(self) -> bool:
+        """Start or end actors until there are as many as wanted; return whether that changed anything."""
+        wanted, before = max(0, self._group.wanted()), len(self.handles)
+        while len(self.handles) < wanted:
+            self.handles.append(ActorHandle(self._actor.remote(self._group.make)))
+        for handle in self.handles[wanted:]:
+            ray.kill(handle.actor, no_restart=True)
+        del self.handles[wanted:]
+        if before not in {0, wanted}:
+            logger.info("%d processes beside the ranks in place of %d", wanted, before)
+        return before != wanted

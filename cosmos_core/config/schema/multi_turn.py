@@ -1,0 +1,77 @@
+"""`[rollout.multi_turn_config]`: conversations of several turns, and the tools that are called between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where
+from cosmos_core.config.schema.table import InStage, Table, say
+from cosmos_core.config.schema.values import Names, PositiveFloat, PositiveInt, Thing
+
+_KEY = "rollout.multi_turn_config"
+
+
+class MultiTurnRolloutConfig(Table):
+    """`[rollout.multi_turn_config]`"""
+
+    switch: ClassVar[str] = "enable"
+
+    enable: bool = False
+    """Completions may have more than one assistant turn, and prompts are rendered as this table says."""
+    enable_tools: bool = False
+    """The calls that an assistant turn ends with, written as Hermes writes them (`<tool_call>{...}</tool_call>`), are
+    made, and what they gave is put before the next turn."""
+    tools: Annotated[tuple[Thing, ...], Field(strict=False), Needs("enable_tools"), Where.CODE] = ()
+    """Functions decorated with `@tool` of `cosmos_core.tools.base`, as `path/file.py:function` or `module:function`;
+    prompts whose row has a column `tools` are told that one in place of these."""
+    tool_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), Needs("enable_tools")] = 10.0
+    """A call that takes longer is killed, and the policy is told so."""
+    tool_env: Annotated[Names, NoResult, Needs("enable_tools")] = ()
+    """Environment variables that tools see, such as the key of a service, beyond those that any program needs; their
+    values are masked in logs."""
+    enable_thinking: bool = False
+    """What the chat template is told as `enable_thinking`."""
+    custom_chat_template_path: Annotated[str | None, NoResult, Where.PATH] = None
+    """Jinja file that prompts and tool results are rendered with; None: the tokenizer's own template. Exports keep the
+    tokenizer's own."""
+    max_assistant_turns: Annotated[PositiveInt, Unit("turns")] = 5
+    """A conversation is cut off behind so many turns."""
+    add_generation_prompt: bool = True
+    """Begin the assistant's turn behind a prompt and behind tool results; false: the policy writes how it begins."""
+    continue_final_message: bool = False
+    """Leave the last message of a prompt open, for the policy to go on with; one of the assistant stays in the prompt.
+    Off with tools and a generation prompt."""
+
+    @property
+    def called_tools(self) -> tuple[str, ...]:
+        """Return the tools that may be called."""
+        return self.tools if self.enable and self.enable_tools else ()
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _tools_end_messages(cls, goes_on: bool, info: ValidationInfo) -> bool:
+        if not (goes_on and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
+            return goes_on
+        say(info, f"{_KEY}.continue_final_message: false, because enable_tools and add_generation_prompt are set")
+        return False
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if self.continue_final_message and self.add_generation_prompt:
+            yield f"{_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
+        tp_size = stage.recipe.rollout.parallelism.tp_size
+        if self.called_tools and tp_size > 1:
+            yield (
+                f"{_KEY}.tools: with rollout.parallelism.tp_size = {tp_size} each rank of an engine would call them; "
+                f"set it to 1"
+            )
+
+    def notices(self, stage: InStage) -> Iterator[str]:
+        """Yield what ends every conversation after its first turn, or lets every call fail."""
+        if not self.enable_tools:
+            yield f"{_KEY}.enable: without enable_tools every conversation ends with its first assistant turn"
+        elif not self.tools:
+            yield f"{_KEY}.enable_tools: every call fails, because no function is named in {_KEY}.tools"

@@ -1,0 +1,205 @@
+"""How prompts to complete and what tools say are rendered: the tools, the chat template and its flags.
+
+What a sampled turn and the text behind it are made of is `rollout/turns.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
+from cosmos_core.data.bounds import bounded
+from cosmos_core.data.messages import Message
+from cosmos_core.errors import DataError, ModelError
+from cosmos_core.tools.base import ToolResult
+from cosmos_core.tools.runner import ToolRunner
+
+_KEY = "rollout.multi_turn_config"
+_USER = {"role": "user", "content": "?"}
+_FORMS: tuple[Message, ...] = (
+    {"role": "assistant", "content": ""},
+    {"role": "assistant", "content": "", "reasoning_content": "."},  # Qwen3 writes thoughts of the last turn alone
+    {"role": "assistant", "content": "."},
+)
+"""Assistant turns of which a template may keep what it has written when a tool result follows."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How prompts to complete are rendered."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the template is told of the tools that may be called."""
+    template: str | None = None
+    """None: the tokenizer's own."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    enable_thinking: bool | None = None
+    """None: the template is not told."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what the template is told beyond messages, tools and the generation prompt."""
+        given = {
+            "chat_template": self.template,
+            "continue_final_message": self.continue_final_message or None,
+            "enable_thinking": self.enable_thinking,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+PLAIN = Chat()
+"""As the tokenizer has it, with a generation prompt and without tools."""
+
+
+def chat_of(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None) -> Chat:
+    """Return how a recipe has prompts rendered; `tools`: None to describe those that the recipe names.
+
+    Raises:
+        ConfigError: a tool cannot be called.
+        DataError: the file of the template cannot be read.
+    """
+    if not config.enable:
+        return PLAIN
+    if tools is None:
+        tools = _described(config)
+    return Chat(
+        tuple(tools),
+        _template(config.custom_chat_template_path),
+        config.add_generation_prompt,
+        config.continue_final_message,
+        config.enable_thinking,
+    )
+
+
+def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -> ToolRunner:
+    """Return what calls the tools of a recipe, not yet entered."""
+    return ToolRunner(
+        config.called_tools,
+        timeout_seconds=config.tool_timeout_seconds,
+        env=config.tool_env,
+        num_workers=num_workers,
+    )
+
+
+def _described(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
+    if not config.called_tools:
+        return []
+    with open_tools(config, num_workers=1) as runner:
+        return runner.schemas()
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
+
+
+def is_told_of_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
+    """Return whether the chat template looks at the tools that it is given."""
+    template = chat.template or tokenizer.get_chat_template(tools=list(chat.tools))
+    return "tools" in str(template)
+
+
+class ToolText:
+    """What the chat template writes between the end of an assistant's turn and the beginning of the next.
+
+    Only that is tokenised: the tokens before it are those that were drawn, whatever a template would make of them.
+
+    Raises:
+        ModelError: the template does not keep what it has written when a tool result follows, or leaves that out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: Chat, end_ids: Sequence[int]) -> None:
+        """`end_ids`: tokens that end an assistant's turn."""
+        self._tokenizer, self._chat = tokenizer, chat
+        self._ends = {str(tokenizer.decode([token])): token for token in end_ids}
+        marks = [token for token in tokenizer.all_special_tokens if len(token) > 2]
+        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
+        self._form: Message | None = None
+        with bounded(f"{_KEY}: the chat template"):
+            self._form = self._kept_form()
+
+    def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
+        """Return the tokens of results, each with the name of its tool, behind a turn that ended with an end token.
+
+        Raises:
+            ModelError: as above.
+        """
+        assert self._form is not None
+        found = self._between(self._form, results)
+        if found is None:
+            raise _not_kept(self._tokenizer)
+        end, text = found
+        # Some tokenizers put a blank before the first word of a text, so the text does not begin with one.
+        ids = list(self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"])
+        if ids[:1] != [self._ends[end]]:
+            return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(ids[1:])
+
+    def _kept_form(self) -> Message:
+        reason = ""
+        for form in _FORMS:
+            try:
+                found = self._between(form, [("tool", ToolResult("forty-two"))])
+            except (TemplateError, ValueError, TypeError) as error:
+                reason = f" ({' '.join(str(error).split())})"
+                continue
+            if found is not None and "forty-two" not in found[1]:
+                reason = " (it leaves out what a tool says)"
+            elif found is not None:
+                return form
+        raise _not_kept(self._tokenizer, reason)
+
+    def _between(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
+        """Return the end token of the assistant's turn and the text behind it; None: the turn is rendered otherwise
+        when results follow."""
+        ids = [f"call{number:05d}" for number in range(len(results))]  # nine characters, as Mistral wants them
+        called = [
+            {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}}
+            for id_, (name, _) in zip(ids, results, strict=True)
+        ]
+        turn = form if form["content"] else {**form, "tool_calls": called}
+        replies = [
+            {"role": "tool", "name": name, "tool_call_id": id_, "content": self._harmless(result.text)}
+            for id_, (name, result) in zip(ids, results, strict=True)
+        ]
+        without = self._rendered([_USER, turn], add_generation_prompt=False)
+        full = self._rendered([_USER, turn, *replies], add_generation_prompt=self._chat.add_generation_prompt)
+        for end in self._ends:
+            stop = without.rfind(end) + len(end)
+            if end in without and not without[stop:].strip() and full.startswith(without[:stop]):
+                return end, full[stop:]
+        return None
+
+    def _rendered(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        options = {name: value for name, value in self._chat.options.items() if name != "continue_final_message"}
+        text: Any = self._tokenizer.apply_chat_template(
+            messages,
+            tools=list(self._chat.tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **options,
+        )
+        return str(text)
+
+    def _harmless(self, text: str) -> str:
+        """Return what a tool says without tokens that would end its turn, or begin another."""
+        return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if self._marks else text
+
+
+def _not_kept(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
+    return ModelError(
+        f"{_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an assistant's "
+        f"turn, up to its end token, when a tool result follows{reason}; give another with custom_chat_template_path"
+    )

@@ -1,0 +1,96 @@
+"""The load-balancing loss of mixtures of experts (Switch Transformer, arXiv 2101.03961), of each sequence.
+
+Of a sequence it is E sum_e f_e P_e: f_e the share of its tokens that go to expert e, P_e the mean probability that the
+router gives e, both over all layers together, as transformers' `load_balancing_loss_func` of that sequence alone. The
+loss of an update is the mean over its sequences, weighted by their tokens. It could be asked of all tokens of an update
+together, but f has to be known before the first backward pass then, and that of a micro-batch would depend on how an
+update was split; that of a sequence does not.
+
+Shapes: M tokens of a micro-batch, padding included, R sequences, E experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cosmos_core.errors import ConfigError
+
+KEY = "policy.aux_loss_coeff"
+SEQUENCES = "sequence_of_token"
+"""The input of a scorer that says of each token to which sequence it belongs; R: to none, it is padding."""
+NUM_SEQUENCES = "num_sequences"
+"""The input that says how many there are."""
+OUTPUT = "balance"
+"""The output of a scorer: the loss, summed over sequences with their tokens as weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """What the loss of a model's routers needs to know."""
+
+    coefficient: float
+    num_experts: int
+    num_chosen: int
+    """Experts that a token goes to."""
+
+
+def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
+    """Return what the loss of a model's routers needs to know; None: it is off.
+
+    Raises:
+        ConfigError: transformers knows no such loss for the model.
+    """
+    if not coefficient:
+        return None
+    config: Any = model.config.get_text_config()
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    num_chosen = getattr(config, "num_experts_per_tok", None)
+    is_known = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    if not (is_known and num_experts and num_chosen):
+        raise ConfigError(
+            f"{KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, which hands "
+            f"out no logits of routers; leave it out"
+        )
+    return Balance(coefficient, int(num_experts), int(num_chosen))
+
+
+def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return what a scorer is told of the sequences in the `inputs` of a model, padded or packed."""
+    numbers = torch.arange(len(lengths))
+    if "attention_mask" in inputs:
+        of_token_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
+        return {SEQUENCES: of_token_BT.flatten(), NUM_SEQUENCES: len(lengths)}
+    of_token_P = torch.full((inputs["input_ids"].numel(),), len(lengths))
+    of_token_P[: sum(lengths)] = numbers.repeat_interleave(torch.tensor(lengths))
+    return {SEQUENCES: of_token_P, NUM_SEQUENCES: len(lengths)}
+
+
+def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int) -> Tensor:
+    """Return the loss of a micro-batch: its sequences summed with their tokens as weights, times the coefficient.
+
+    `logits`: of each layer's router, ME. `sequence_of_M`: the sequence of each token, `num_sequences` of padding.
+    """
+    shape = (num_sequences + 1, balance.num_experts)
+    logits = [logits_ME.flatten(0, -2) for logits_ME in logits]
+    chosen_RE, probability_RE = (logits[0].new_zeros(shape, dtype=_wide(logits[0])) for _ in range(2))
+    for logits_ME in logits:
+        probability_ME = logits_ME.softmax(-1, dtype=chosen_RE.dtype)
+        chosen_MK = probability_ME.detach().topk(balance.num_chosen, dim=-1).indices
+        chosen_ME = torch.zeros_like(probability_ME.detach()).scatter_(-1, chosen_MK, 1.0)
+        chosen_RE = chosen_RE.index_add(0, sequence_of_M, chosen_ME)
+        probability_RE = probability_RE.index_add(0, sequence_of_M, probability_ME)
+    tokens_R = torch.bincount(sequence_of_M, minlength=num_sequences + 1)[:num_sequences]
+    rows_R = (len(logits) * tokens_R).clamp(min=1)
+    products_R = (chosen_RE * probability_RE).sum(-1)[:num_sequences] / rows_R.square()
+    return balance.coefficient * balance.num_experts * (tokens_R * products_R).sum()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

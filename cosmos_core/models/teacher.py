@@ -1,0 +1,117 @@
+"""A teacher: another causal language model, which is asked about the policy's samples and never trained.
+
+Its weights are split over the policy's mesh. It may be of another architecture; its tokens must be the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.distillation import DistillationConfig
+from cosmos_core.config.schema.precision import FP8Config
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.base import ModelAdapter
+from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer
+from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.models.source import KEY, check_weights
+from cosmos_core.parallel.fsdp import move_buffers
+
+TEACHER = "teacher"
+"""The name under which an algorithm asks for its outputs."""
+
+TEACHER_KEY = "distillation.model_name_or_path"
+
+
+def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapter) -> CausalLM:
+    """Load the teacher, split over the mesh of the policy.
+
+    Raises:
+        ModelError: it cannot be loaded, or its tokens are not the policy's.
+        ConfigError: it takes shorter rows than the recipe has.
+    """
+    check_vocabulary(teacher, policy.tokenizer)
+    train = computing(teacher, recipe.train)
+    with told_of_teacher():
+        load = init_on_meta if policy.mesh else load_model
+        model = load(
+            teacher.model_name_or_path,
+            revision=teacher.model_revision,
+            dtype=getattr(torch, train.master_dtype),
+            device=torch.device("cpu") if train.fsdp_offload else policy.device,
+        )
+        move_buffers(model, policy.device)
+        model.requires_grad_(False)
+        check_row_length(model.config, recipe.policy.model_max_length)
+        tokenizer = policy.tokenizer
+        reading = Reading(int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer))
+        return CausalLM(model, train, reading, policy.mesh)
+
+
+def look_at_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what `cosmos check` says of the teacher, without reading its weights.
+
+    Raises:
+        ModelError, ConfigError: as `open_teacher`.
+    """
+    check_vocabulary(teacher, tokenizer)
+    with told_of_teacher():
+        config = load_config(teacher.model_name_or_path, teacher.model_revision)
+        check_row_length(config, recipe.policy.model_max_length)
+        check_weights(teacher.model_name_or_path)
+    return f"teacher {(config.architectures or [type(config).__name__])[0]}"
+
+
+def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure that every token of the policy's is the teacher's of the same id; it may have more.
+
+    Raises:
+        ModelError: one is not, or the teacher's tokenizer cannot be loaded.
+    """
+    with told_of_teacher():
+        theirs = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
+    ours = tokenizer.get_vocab()
+    other = [token for token, number in ours.items() if theirs.get(token) != number]
+    if other:
+        first = min(other, key=lambda token: ours[token])
+        is_at = f"is {theirs[first]}" if first in theirs else "does not exist"
+        raise ModelError(
+            f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(other)} of {len(ours)} tokens of the policy have "
+            f"another id in its tokenizer or none: {first!r} is {ours[first]} here and {is_at} there; take a teacher "
+            f"of the policy's family"
+        )
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of ids up to the last one that a token has; a head may have more rows."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def computing(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
+    """Return the settings of a training as they are for its teacher, which is not trained."""
+    return train.derived(
+        master_dtype=teacher.master_dtype,
+        param_dtype=teacher.param_dtype,
+        logprob_dtype=teacher.logprob_dtype,
+        fsdp_offload=teacher.fsdp_offload,
+        fsdp_reshard_after_forward=teacher.fsdp_reshard_after_forward,
+        sequence_packing=teacher.sequence_packing,
+        fp8=FP8Config(),
+        compile=False,
+    )
+
+
+@contextmanager
+def told_of_teacher() -> Iterator[None]:
+    """Name the teacher's key where loading says what is wrong with a model."""
+    try:
+        yield
+    except (ModelError, ConfigError) as error:
+        text = str(error).replace(KEY, TEACHER_KEY)
+        raise type(error)(text if TEACHER_KEY in text else f"{TEACHER_KEY}: {text}") from error

@@ -1,0 +1,218 @@
+"""Groups of engines that run ahead of the training, no further than the recipe allows.
+
+Each train step has prompts of its own, in the order of the data, and waits for those. So which step a prompt is trained
+in depends on no clock, no prompt is lost or trained twice whoever dies, and long completions are trained on as often as
+the policy draws them. Prompts of step N are handed to engines once their weights are at most `allowed` steps older than
+N, so no group can be older when it is trained. What was generated ahead and not trained when a training ends is
+generated again by the next, with the same seeds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.rewards.runner import ScoreGroups
+from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.groups import Filter, filtered_metrics, group_metrics
+from cosmos_core.run.progress import Progress
+from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
+
+_POLL_SECONDS = 0.5
+
+Status = Literal["waiting", "stale", "whole"]
+
+
+@dataclass
+class Ahead:
+    """A `GroupSource` whose groups are generated while others are trained on. All ranks call it together."""
+
+    fleet: Fleet
+    take: Callable[[int, int], Sequence[Prompt]]
+    """Gives so many prompts from a position on, over all epochs; fewer where they end."""
+    score: ScoreGroups
+    """Called on the first rank alone, in a thread."""
+    sampling: Sampling
+    progress: Progress
+    num_groups: int
+    """Of a train step."""
+    allowed: int
+    """Steps that the weights of a group may be older than the step that trains on it."""
+    resync: Callable[[int], object]
+    """Sends the present weights, as the version of a step, to engines that have none."""
+    between: Callable[[int], None] = lambda step: None
+    """Called with the step while it waits; may raise to stop."""
+    beyond: int = 0
+    """Prompts that engines get beyond those of the allowed steps, so that they do not wait; of those that turn out too
+    old the groups are generated again."""
+    most_steps: int | None = None
+    """Train steps of prompts in flight and waiting together; None: no bound of its own."""
+    filter: Filter | None = None
+    """What drops groups of no use, for which others are taken; None: all are trained on."""
+    _position: int = 0
+    """Of the first prompt that no step has taken."""
+    _step: int = 0
+    """The train step that will take it."""
+    _next: int = 0
+    """Of the first prompt that was not handed out."""
+    _pending: dict[int, Future[Group]] = field(default_factory=dict)
+    _scored: dict[int, ScoredGroup] = field(default_factory=dict)
+    _ready: threading.Condition = field(default_factory=threading.Condition)
+    _problem: BaseException | None = None
+    _is_running: bool = False
+    _num_outdated: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no prompt is left."""
+        return self.filter is not None and not self.take(self._position, 1)
+
+    def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """Return the groups of train step `step`, and wait for them if they are not there yet."""
+        began, outdated, restarts = time.perf_counter(), self._num_outdated, self.fleet.num_restarts
+        with self._ready:
+            self._step = step
+            if self.filter is None:
+                self._position = step * self.num_groups
+        self._start()
+        self.progress.phase("generate")
+        status: Status = "waiting"
+        kept: list[ScoredGroup] = []
+        sampled: list[ScoredGroup] = []
+        while status != "whole":
+            status, kept, sampled = broadcast_object(self._looked_at(step) if is_first() else None)  # type: ignore[misc]
+            if status == "stale":
+                self.resync(step)
+            if status != "whole":
+                self.progress.beat()
+                self.between(step)
+        with self._ready:
+            for position in range(self._position, self._position + len(sampled)):
+                self._scored.pop(position, None)
+            self._position, self._step = self._position + len(sampled), step + 1
+        if not sampled:
+            return [], {}
+        lags = [step - scored.group.version for scored in kept or sampled]
+        return kept, {
+            **group_metrics(sampled),
+            **(filtered_metrics(self.filter, sampled) if self.filter else {}),
+            "time/wait": time.perf_counter() - began,
+            "rollout/version_lag": float(max(lags)),
+            "rollout/version_lag_mean": float(np.mean(lags)),
+            "rollout/outdated": float(self._num_outdated - outdated),
+            "rollout/restarts": float(self.fleet.num_restarts - restarts),
+        }
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        """Return how many prompts were taken."""
+        return {"drawn": self._position}
+
+    def load_state_dict(self, state: dict[str, JsonValue]) -> None:
+        """Go on behind them."""
+        self._position = self._next = int(str(state.get("drawn", 0)))
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._is_running = False
+
+    # What follows runs on the first rank.
+
+    def _start(self) -> None:
+        if not self._is_running and is_first():
+            self._is_running, self._next = True, self._position
+            threading.Thread(target=self._run, daemon=True, name="rollouts").start()
+
+    def _looked_at(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
+        """Say whether the step's groups are there, and give those that are trained and all that were sampled."""
+        with self._ready:
+            self._ready.wait_for(lambda: self._groups_of(step) or self._problem or self.fleet.is_stale, _POLL_SECONDS)
+            if self._problem is not None:
+                raise self._problem
+            found = self._groups_of(step)
+        self.fleet.check()
+        if found is None:
+            return "stale" if self.fleet.is_stale else "waiting", [], []
+        return "whole", *found
+
+    def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
+        """Return the kept and the sampled groups of a step; None: not all are there."""
+        kept: list[ScoredGroup] = []
+        sampled: list[ScoredGroup] = []
+        most = self.filter.most_sampled(self.num_groups) if self.filter else self.num_groups
+        while len(kept) < self.num_groups and len(sampled) < most:
+            position = self._position + len(sampled)
+            scored = self._scored.get(position)
+            if scored is None:
+                return None if position in self._pending or self.take(position, 1) else (kept, sampled)
+            if step - scored.group.version > self.allowed:
+                del self._scored[position]
+                self._num_outdated += 1
+                self._pending[position] = self._asked(position, scored.group.prompt)
+                return None
+            sampled.append(scored)
+            if self.filter is None or self.filter.keeps(scored):
+                kept.append(scored)
+        return kept, sampled
+
+    def _asked(self, position: int, prompt: Prompt) -> Future[Group]:
+        """Ask for the group at a position; its seeds are those of the step that would take it if none were dropped."""
+        return self.fleet.request(prompt, self.sampling, position // self.num_groups)
+
+    def _run(self) -> None:
+        try:
+            while self._is_running:
+                self._hand_out()
+                self._score_done()
+        except BaseException as error:  # noqa: BLE001 - the training waits for this thread
+            with self._ready:
+                self._problem = error
+                self._ready.notify_all()
+
+    def _hand_out(self) -> None:
+        """Give the engines all prompts that their weights are new enough for."""
+        with self._ready:
+            newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
+            end = self._position + (newest_step - self._step + 1) * self.num_groups + self.beyond
+            if self.most_steps is not None:
+                end = min(end, self._position + self.most_steps * self.num_groups)
+            for prompt in self.take(self._next, max(0, end - self._next)):
+                self._pending[self._next] = self._asked(self._next, prompt)
+                self._next += 1
+
+    def _score_done(self) -> None:
+        """Score what has come from the engines, as soon as anything has."""
+        with self._ready:
+            pending = dict(self._pending)
+        if not pending:
+            time.sleep(0.02)
+            return
+        wait(pending.values(), timeout=0.05, return_when=FIRST_COMPLETED)
+        done = {position: reply.result() for position, reply in pending.items() if reply.done()}
+        if not done:
+            return
+        scored = self.score(list(done.values()))
+        with self._ready:
+            for position, group in zip(done, scored, strict=True):
+                del self._pending[position]
+                self._scored[position] = group
+            self._ready.notify_all()
+
+
+def steps_of(order: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int) -> Callable[[int, int], list[Any]]:
+    """Return what gives prompts by position where each step has its own: `order` gives those of a step."""
+
+    def take(start: int, count: int) -> list[Any]:
+        end = min(start + count, num_steps * num_groups)
+        steps = range(start // num_groups, -(-end // num_groups)) if end > start else range(0)
+        found = [prompt for step in steps for prompt in order(step)]
+        first = start // num_groups * num_groups
+        return found[start - first : end - first]
+
+    return take

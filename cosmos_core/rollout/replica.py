@@ -1,0 +1,232 @@
+"""A rollout engine in a process of its own: it generates while others train, and takes weights between two passes.
+
+Whoever has it calls its methods from any thread; the engine itself is touched by one thread alone, which generates
+until it is told something else. Nothing here knows how the process came to be, or who calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.rollout.base import Bucket, Engine, Loaded, WeightFormat
+from cosmos_core.types import Group, Prompt, Sampling
+
+logger = logging.getLogger(__name__)
+
+_LOAD_SECONDS = 600.0
+"""Until the next bucket of a load comes; the trainer may be gone."""
+
+
+class Description(NamedTuple):
+    """What a replica says of itself."""
+
+    name: str
+    weight_format: WeightFormat
+    pid: int
+
+
+class Packed(NamedTuple):
+    """A bucket as one array, which processes share without a copy."""
+
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    layout: list[tuple[str, str, tuple[int, ...], int, int]]
+    """Of each tensor its name, dtype, shape, first and last byte."""
+
+
+_ABANDONED = Packed(np.empty(0, np.uint8), [])
+"""In the place of a bucket that will not come."""
+_ALIGNMENT = 16  # bytes; a tensor that is seen in an array of bytes begins at a multiple of its element's
+
+
+@dataclass
+class _Load:
+    """Weights on their way."""
+
+    buckets: queue.Queue[Packed | None]
+    """None: there are no more."""
+    done: Future[Loaded]
+
+
+class Replica:
+    """An engine and the thread that it runs on."""
+
+    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+        self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
+        self._ended = threading.Condition()
+        self._groups: list[Group] = []
+        self._session = ""
+        self._passes = 0
+        self._in_flight = 0
+        self._load: _Load | None = None
+        self._opened: Future[Description] = Future()
+        threading.Thread(target=self._run, args=(open_engine,), daemon=True).start()
+
+    def begin(self, session: str) -> Description:
+        """Wait until the engine is open; from now on only this session is served, and what others have submitted is
+        forgotten.
+
+        Raises:
+            CosmosError: the engine cannot be opened.
+        """
+        description = self._opened.result()
+
+        def forget(engine: Engine) -> None:
+            if hasattr(engine, "abort"):
+                engine.abort()
+                self._in_flight = 0
+            while self._in_flight:
+                self._generate(engine.completed)
+            with self._ended:
+                self._session, self._groups = session, []
+
+        if self._load is not None and not self._load.done.done():
+            self._load.buckets.put(_ABANDONED, timeout=_LOAD_SECONDS)  # by a trainer that has died
+        self._do(forget)
+        return description
+
+    def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """See `Engine.submit`; refused prompts raise here."""
+
+        def submit(engine: Engine) -> None:
+            engine.submit(prompts, sampling, step)
+            self._in_flight += len(prompts)
+
+        if session == self._session:
+            self._do(submit)
+
+    def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
+        """Return the groups that are done, waiting at most so long for one, and the passes that the engine has made,
+        which tell one that works from one that hangs."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._groups or session != self._session, seconds)
+            groups, self._groups = (self._groups, []) if session == self._session else ([], self._groups)
+        return groups, self._passes
+
+    def begin_load(self, version: int, *, background: bool) -> None:
+        """Expect the buckets of a version; `background`: generate until the last has come, and load them at once."""
+        assert self._load is None or self._load.done.done(), "one load at a time"
+        self._load = load = _Load(queue.Queue(0 if background else 1), Future())
+        if not background:
+            self._commands.put(lambda engine: self._take(engine, load, version))
+
+    def bucket(self, packed: Packed) -> None:
+        """Take the next bucket."""
+        assert self._load is not None
+        self._load.buckets.put(packed, timeout=_LOAD_SECONDS)
+
+    def end_load(self, version: int, *, background: bool, waits: bool) -> Loaded:
+        """Say that the last bucket has come, and wait until all are loaded; `waits`: until nothing is in flight first.
+
+        Raises:
+            StageFailed: see `Engine.load_weights`.
+        """
+        assert self._load is not None
+        load = self._load
+        load.buckets.put(None, timeout=_LOAD_SECONDS)
+        if background:
+            self._commands.put(lambda engine: self._take(engine, load, version, drained=waits))
+        return load.done.result()
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`."""
+        return self._do(lambda engine: engine.logprobs(token_ids))
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self._do(lambda engine: engine.sleep())
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._do(lambda engine: engine.wake())
+
+    def _do(self, call: Callable[[Engine], Any]) -> Any:
+        """Return what a call gives between two passes of the engine."""
+        done: Future[Any] = Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                done.set_result(call(engine))
+            except Exception as error:  # noqa: BLE001 - whoever asked has to know, whatever it is
+                done.set_exception(error)
+
+        self._commands.put(run)
+        return done.result()
+
+    def _run(self, open_engine: Callable[[], Engine]) -> None:
+        try:
+            engine = open_engine()
+        except Exception as error:  # noqa: BLE001 - see `_do`
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(Description(engine.name, engine.weight_format, os.getpid()))
+        step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
+        while True:
+            while self._in_flight == 0 or not self._commands.empty():
+                self._commands.get()(engine)
+            self._generate(step)
+
+    def _generate(self, step: Callable[[], list[Group]]) -> None:
+        """Run the engine once; a pass that fails takes the process down, and with it what is in flight."""
+        try:
+            groups = step()
+        except Exception:
+            logger.exception("the engine failed")
+            os._exit(1)
+        self._passes += 1
+        self._in_flight -= len(groups)
+        if groups:
+            with self._ended:
+                self._groups += groups
+                self._ended.notify_all()
+
+    def _take(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
+        """Load what comes; `drained`: once nothing is in flight."""
+        while drained and self._in_flight:
+            self._generate(engine.completed)
+        try:
+            load.done.set_result(engine.load_weights(version, _buckets(load.buckets)))
+        except Exception as error:  # noqa: BLE001 - see `_do`
+            load.done.set_exception(error)
+
+
+def packed(bucket: Bucket) -> Packed:
+    """Return a bucket as one array on the host."""
+    index, start = [], 0
+    for name, tensor in bucket:
+        end = start + tensor.numel() * tensor.element_size()
+        index.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, end))
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+    found = Packed(np.empty(start, np.uint8), index)
+    for (_, tensor), (_, own) in zip(bucket, unpacked(found), strict=True):
+        own.copy_(tensor.detach())
+    return found
+
+
+def unpacked(bucket: Packed) -> Bucket:
+    """Return the tensors of a bucket, which share its memory and are not to be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        flat = torch.from_numpy(bucket.data)
+    return [
+        (name, flat[start:end].view(getattr(torch, dtype)).reshape(shape))
+        for name, dtype, shape, start, end in bucket.layout
+    ]
+
+
+def _buckets(coming: queue.Queue[Packed | None]) -> Iterator[Bucket]:
+    while (bucket := coming.get(timeout=_LOAD_SECONDS)) is not None:
+        if bucket.data is _ABANDONED.data:
+            raise StageFailed("weight sync: the trainer has gone")
+        yield unpacked(bucket)

@@ -1,0 +1,228 @@
+"""Conversations of several turns: the policy calls tools, reads what they say and goes on, until it calls none.
+
+`Turns` is an engine around another, which draws the tokens. What was drawn is kept as it is: the next turn's prompt are
+the ids so far and those of the tools' text, never a rendering of the conversation. The tools of the turns that an inner
+engine gives back together are called beside each other, and what it still draws waits for them: a turn's neighbours in
+a batch do not depend on how fast a tool is, so a resumed run draws the same tokens.
+
+A sampled turn is a segment with mask 1, the tools' text one with mask 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from cosmos_core.data.chat import ToolText, chat_of, open_tools
+from cosmos_core.parallel.mesh import num_ranks
+from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, stop_token_ids
+from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
+
+
+@dataclass
+class _Unfinished:
+    """A group of which some conversations go on."""
+
+    prompt: Prompt
+    sampling: Sampling
+    step: int
+    done: dict[int, Completion] = field(default_factory=dict)
+
+    def whole(self) -> Group | None:
+        """Return the group when all its conversations have ended."""
+        if len(self.done) < self.sampling.num_completions:
+            return None
+        return Group(self.prompt, tuple(self.done[k] for k in range(self.sampling.num_completions)), self.step)
+
+
+@dataclass
+class _Conversation:
+    """Completion `k` of a group, so far."""
+
+    group: _Unfinished
+    k: int
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    num_turns: int = 0
+    """Of the policy."""
+    calls: list[ToolCall] = field(default_factory=list)
+    """Of the newest of them."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return all tokens behind the prompt."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def room(self) -> int:
+        """Return how many tokens it may still have."""
+        return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
+
+    def end(self, reason: Literal["stop", "length"]) -> None:
+        """Hand the completion over to its group."""
+        text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
+        self.group.done[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
+
+
+class Turns:
+    """An `Engine` of conversations, with `step` and `abort` where the inner engine has them."""
+
+    def __init__(self, inner: Any, settings: EngineSettings) -> None:
+        self._inner: Engine = inner
+        self.name, self.weight_format = inner.name, inner.weight_format
+        self.ranks_per_engine = inner.ranks_per_engine
+        config = settings.rollout.multi_turn_config
+        self._tokenizer, self._max_model_len = settings.tokenizer, settings.max_model_len
+        self._max_turns, self._has_tools = config.max_assistant_turns, config.enable_tools
+        self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._first: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
+        self._continued: dict[int, _Conversation] = {}
+        if hasattr(inner, "step"):
+            self.step: Callable[[], list[Group]] = lambda: self._gone_on(inner.step())
+        if hasattr(inner, "abort"):
+            self.abort = self._abort
+        self._runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
+        if self._has_tools:
+            chat = chat_of(config, self._runner.schemas())
+            self._text = ToolText(settings.tokenizer, chat, self._stop_ids)
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """See `Engine.submit`; the first turns of a group are asked for together."""
+        self._inner.submit(prompts, sampling, step)
+        for prompt in prompts:
+            self._first[prompt.id, step].append(sampling)
+
+    def completed(self) -> list[Group]:
+        """See `Engine.completed`."""
+        while groups := self._inner.completed():
+            if done := self._gone_on(groups):
+                return done
+        return []
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """See `Engine.load_weights`; conversations go on with the new weights, in the middle of a turn too."""
+        return self._inner.load_weights(version, buckets)
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`."""
+        return self._inner.logprobs(token_ids)
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """See `Engine.sleep`."""
+        self._inner.sleep(level)
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._inner.wake()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._runner.close()
+        self._inner.close()
+
+    def _gone_on(self, groups: Sequence[Group]) -> list[Group]:
+        """Go on with the conversations of turns that have ended; return the groups that are done."""
+        ended = [pair for group in groups for pair in self._taken(group)]
+        unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
+        self._go_on([conversation for conversation, is_over in ended if not is_over])
+        return [whole for group in unfinished.values() if (whole := group.whole()) is not None]
+
+    def _abort(self) -> None:
+        """Forget what is in flight."""
+        inner: Any = self._inner
+        inner.abort()
+        self._first.clear()
+        self._continued.clear()
+
+    def _taken(self, group: Group) -> list[tuple[_Conversation, bool]]:
+        """Return the conversations of turns that have ended, with these turns, and whether they are over."""
+        conversation = self._continued.pop(group.prompt.id, None)
+        if conversation is not None:
+            return [(conversation, self._add(conversation, group.completions[0]))]
+        samplings = self._first[group.prompt.id, group.step]
+        unfinished = _Unfinished(group.prompt, samplings.pop(0), group.step)
+        if not samplings:
+            del self._first[group.prompt.id, group.step]
+        started = [_Conversation(unfinished, k) for k in range(len(group.completions))]
+        return [(each, self._add(each, turn)) for each, turn in zip(started, group.completions, strict=True)]
+
+    def _add(self, conversation: _Conversation, turn: Completion) -> bool:
+        """Add a turn of the policy; return whether the conversation is over."""
+        room = conversation.room
+        is_cut = turn.finish_reason == "length" or turn.num_sampled > room
+        segments = _first_tokens(turn.segments, room)
+        text = turn.text
+        if turn.num_sampled > room:  # its neighbours had more
+            ids = [token for segment in segments for token in segment.token_ids]
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        conversation.segments += segments
+        conversation.turns.append(Turn("assistant", text))
+        conversation.num_turns += 1
+        conversation.calls = self._calls(segments) if self._has_tools and not is_cut else []
+        if conversation.calls and conversation.num_turns < self._max_turns:
+            return False
+        conversation.end("length" if is_cut or conversation.calls else "stop")
+        return True
+
+    def _calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
+        """Return the calls of a turn; some tokenizers take the marks of calls for special tokens."""
+        ids = [token for segment in turn for token in segment.token_ids]
+        return parse_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
+
+    def _go_on(self, conversations: Sequence[_Conversation]) -> None:
+        """Call the tools of these conversations, and ask for their next turns."""
+        results = iter(self._runner.results([call for each in conversations for call in each.calls]))
+        asked: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
+        for conversation in conversations:
+            told = [(call.name or "unknown", next(results)) for call in conversation.calls]
+            if (prompt := self._next_prompt(conversation, told)) is None:
+                conversation.end("length")
+                continue
+            self._continued[prompt.id] = conversation
+            asked[conversation.group.sampling, conversation.group.step].append((prompt, conversation.room))
+        for (sampling, step), prompts in asked.items():
+            # One submission for all, since it may be one batch; who has less room is cut when the turn comes back.
+            longest = max(room for _, room in prompts)
+            each = replace(sampling, num_completions=1, max_tokens=longest)
+            self._inner.submit([prompt for prompt, _ in prompts], each, step)
+
+    def _next_prompt(self, conversation: _Conversation, told: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
+        """Add what tools said, and return what the next turn completes; None: that leaves no room for a turn."""
+        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in told]
+        ids = self._text.ids(told)
+        group = conversation.group
+        so_far = (*group.prompt.token_ids, *conversation.token_ids, *ids)
+        if len(ids) >= conversation.room or len(so_far) >= self._max_model_len:
+            return None
+        version = conversation.segments[-1].version
+        conversation.segments.append(Segment(ids, False, (), version))
+        number, attempt = conversation.num_turns, 0
+        while (id_ := turn_id(group.prompt.id, group.step, conversation.k, number, attempt)) in self._continued:
+            attempt += 1
+        return replace(group.prompt, id=id_, token_ids=so_far)
+
+
+def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
+    """Return what a turn after the first is called in the inner engine: its seeds are made of it (`request_seed`), so
+    they are a function of run seed, step, prompt, completion and turn.
+
+    `attempt`: how many of that name are in flight, as when a prompt is submitted twice for one step.
+    """
+    digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _first_tokens(segments: Sequence[Segment], count: int) -> list[Segment]:
+    """Return the first so many tokens of sampled segments."""
+    found = []
+    for segment in segments:
+        ids = segment.token_ids[: max(0, count)]
+        count -= len(ids)
+        if ids:
+            found.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
+    return found

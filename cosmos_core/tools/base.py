@@ -1,0 +1,142 @@
+"""What a tool is: a decorated function of the user that the policy may call, and how the policy writes a call.
+
+    @tool
+    def add(a: int, b: int) -> int:
+        \"\"\"Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        \"\"\"
+        return a + b
+
+The signature and the docstring are what the policy is told of it, in the form that transformers' `get_json_schema`
+makes. Calls are written as Hermes writes them: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
+Not here: processes and deadlines (runner.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.registry import import_user_code
+
+KEY = "rollout.multi_turn_config.tools"
+_MARK = "is_tool_of_a_policy"
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_THOUGHT = "</think>"
+_LONGEST_NAME = 60
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def tool(function: FunctionT) -> FunctionT:
+    """Mark a function as one that a policy may call; `async def` is taken too."""
+    setattr(function, _MARK, True)
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the policy wrote it."""
+
+    name: str
+    """Empty where none could be read."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """Why it cannot be made, one line; empty: it can be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the policy is told of a call."""
+
+    text: str
+    is_error: bool = False
+
+
+def load_tool(path: str) -> Callable[..., Any]:
+    """Return the tool of a user's `module:function` or `path/file.py:function`.
+
+    Raises:
+        ConfigError: it is not there, cannot be imported or is not marked with `@tool`.
+    """
+    try:
+        function = import_user_code(path)
+    except ConfigError as error:
+        raise ConfigError(f"{KEY}: {error}") from error
+    if not callable(function) or not getattr(function, _MARK, False):
+        raise ConfigError(f"{KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
+    return function  # type: ignore[no-any-return]
+
+
+def tool_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return the import path of each tool by the name that a policy calls it by: its function's.
+
+    Raises:
+        ConfigError: two have one name.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        name = path.rpartition(":")[2]
+        if name in found:
+            raise ConfigError(f"{KEY}: {found[name]!r} and {path!r} have one name; rename a function")
+        found[name] = path
+    return found
+
+
+def parse_calls(text: str) -> list[ToolCall]:
+    """Return the tool calls of an assistant's turn in their order; what was only thought of is none.
+
+    A call that cannot be read is in the list with its error, so that the policy is told.
+    """
+    found = []
+    position = max(0, text.rfind(_THOUGHT))
+    while (begin := text.find(_BEGIN, position)) >= 0:
+        begin += len(_BEGIN)
+        call, position = _read(text, begin)
+        found.append(call)
+    return found
+
+
+def _read(text: str, begin: int) -> tuple[ToolCall, int]:
+    """Return the call that begins at a character, and where it ends.
+
+    JSON says itself where it ends: a string inside it may hold the end mark.
+    """
+    start = begin + len(text[begin:]) - len(text[begin:].lstrip())
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        after = end + len(text[end:]) - len(text[end:].lstrip())
+        if not text.startswith(_END, after):
+            raise ValueError(f"no {_END} behind it" if _END not in text[after:] else "more than one JSON value")
+        return _call(value), after + len(_END)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        end = text.find(_END, begin)
+        position = len(text) if end < 0 else end + len(_END)
+        return ToolCall("", error=f"the tool call cannot be read: {reason}"), position
+
+
+def _call(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
+    name, arguments = value["name"][:_LONGEST_NAME], value.get("arguments")
+    if isinstance(arguments, str):  # as OpenAI writes them
+        arguments = _DECODER.decode(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return ToolCall(name, error=f"arguments is a {type(arguments).__name__}; write an object")
+    return ToolCall(name, arguments)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

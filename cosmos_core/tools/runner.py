@@ -1,0 +1,202 @@
+"""Calls tools in worker processes that can be killed, so that no tool can hang, crash or end a run.
+
+A tool that raises, ends its process or overruns the deadline gives the policy the text of the error; it is never tried
+again, because it may have done something in the world. The processes are those that rewards run in
+(`rewards/process.py`): spawned, without torch, in groups of their own, with an environment that holds no secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from cosmos_core.environment import masked
+from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.rewards.base import one_line
+from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
+from cosmos_core.tools.base import KEY, ToolCall, ToolResult, load_tool, tool_names
+
+log = logging.getLogger(__name__)
+
+_LONGEST_RESULT = 1 << 16
+"""Characters of a result that a policy is shown."""
+_MOST_PROCESSES = 16
+_MOST_BREAKS = 3  # of the pool during one call of `results`: processes that died while they had no work
+
+
+class ToolRunner:
+    """Call tools by the names of their functions; a context manager that owns its worker processes.
+
+    `timeout_seconds` is the deadline of each call; the processes see of the environment what any program needs, and the
+    variables in `env`. Use it from one thread at a time.
+
+    Raises:
+        ConfigError: a tool does not exist, cannot be imported or is not one (on entering).
+        StageFailed: a process ended while it loaded them.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        timeout_seconds: float,
+        env: Sequence[str] = (),
+        num_workers: int | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`num_workers`: None for one per core, at most 16; `beat` is called while it waits."""
+        self._paths = tool_names(paths)
+        self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
+        self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        self._pool: ProcessPool | None = None
+
+    def __enter__(self) -> ToolRunner:
+        self._open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes and all that they started."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+        self._pool = None
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return what a chat template is told of each tool.
+
+        Raises:
+            ConfigError: a signature or a docstring says too little.
+        """
+        if not self._paths:
+            return []
+        found: list[dict[str, Any]] = self._loaded(_schemas)
+        return found
+
+    def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Return what each call gave, in order; calls run beside each other."""
+        found = [self._refused(call) for call in calls]
+        waiting = [i for i, result in enumerate(found) if result is None]
+        for _ in range(_MOST_BREAKS if waiting else 0):
+            pool = self._pool if self._pool is not None and self._pool.active else self._open()
+            futures = [
+                pool.schedule(_result, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
+                for i in waiting
+            ]
+            if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
+                self.close()  # a call that was lost with its process, or no process that would start
+            for i, future in zip(waiting, futures, strict=True):
+                found[i] = self._ended(calls[i].name, future)
+            waiting = [i for i in waiting if found[i] is None]
+            if not waiting:
+                break
+        return [result or _error("its process ended") for result in found]
+
+    def _refused(self, call: ToolCall) -> ToolResult | None:
+        """Return what is said of a call that cannot be made; None: it can be tried."""
+        if call.error:
+            return _error(call.error)
+        if call.name not in self._paths:
+            return _error(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
+        return None
+
+    def _ended(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
+        """Return what a call gave; None: it was not begun, because its pool broke."""
+        try:
+            return future.result(timeout=0)
+        except BrokenProcessPool:
+            return None
+        except (ProcessExpired, TimeoutError) as error:
+            reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
+            log.warning("tool %s: %s", name, reason)
+            return _error(reason)
+        except Exception as error:  # noqa: BLE001 - arguments that no pipe takes; the text goes to the policy
+            return _error(one_line(error))
+
+    def _open(self) -> ProcessPool:
+        """Start the processes and wait until the first of them has loaded the tools."""
+        self.close()
+        self._pool = ProcessPool(
+            self._num_workers,
+            initializer=_start,
+            initargs=(list(self._paths.values()), self._env, os.getpid()),
+            context=RewardContext(self._env),
+        )
+        self._loaded(_load)
+        return self._pool
+
+    def _loaded(self, function: Callable[[list[str]], Any]) -> Any:
+        pool = self._pool or self._open()
+        try:
+            future = pool.schedule(function, args=(list(self._paths.values()),))
+            if not wait_for([future], START_SECONDS, self._beat):
+                raise StageFailed(f"{KEY}: the tools were not loaded in {START_SECONDS:g} s")
+            return future.result()
+        except (BrokenProcessPool, ProcessExpired) as error:
+            self.close()
+            raise StageFailed(f"{KEY}: a process ended while it loaded the tools") from error
+        except BaseException:
+            self.close()
+            raise
+
+
+def _error(text: str) -> ToolResult:
+    return ToolResult(f"Error: {text}", is_error=True)
+
+
+# What follows runs in the worker processes.
+
+
+def _start(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
+    """Prepare a worker process; what a user's module does wrong is told by `_load`."""
+    begin(env, parent_pid)
+    with suppress(ConfigError):
+        _load(paths)
+
+
+def _load(paths: Sequence[str]) -> None:
+    for path in paths:
+        _tool(path)
+
+
+@cache
+def _tool(path: str) -> Callable[..., Any]:
+    return load_tool(path)
+
+
+def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
+    from transformers.utils.chat_template_utils import get_json_schema  # half a second, and one process needs it
+
+    found = []
+    for path in paths:
+        try:
+            found.append(get_json_schema(_tool(path)))
+        except Exception as error:  # it says what is missing where
+            raise ConfigError(f"{KEY}: {path!r} cannot be described: {one_line(error)}") from error
+    return found
+
+
+def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
+    try:
+        value = _tool(path)(**arguments)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        is_error = False
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the policy is told
+        text, is_error = f"Error: {one_line(error)}", True
+    text = masked(text).encode(errors="replace").decode()  # no tokenizer takes half a character
+    return ToolResult(text if len(text) <= _LONGEST_RESULT else text[:_LONGEST_RESULT] + "...", is_error)

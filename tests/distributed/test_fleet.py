@@ -1,0 +1,160 @@
+"""Engines in processes of their own beside the ranks: the training is that of engines inside, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import arithmetic, prepare
+from cosmos_core.run.files import write_json
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import ENGINES, Stage, load_stage
+from cosmos_core.train.setup import run
+from tasks.kinds import all_kinds
+
+REWARD = f"{Path(__file__).with_name('reward.py')}:variety"
+STEPS = 6
+SECONDS = 240
+
+
+def recipe(engines: int, *, ranks: int = 1, **policy: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "mode": "disaggregated" if engines else "colocated",
+            "policy": {"model_max_length": 32, "parallelism": {"dp_shard_size": ranks}},
+            "train": {
+                "param_dtype": "float32", "compile": False, "optm_lr": 1e-3, "train_batch_per_replica": 12,
+                "max_num_steps": STEPS, "epoch": 9, "ckpt": {"enable_checkpoint": True, "save_freq": 1},
+                "train_policy": {
+                    "type": "grpo", "mini_batch": 3, "reward_function": REWARD, "allowed_outdated_steps": 0, **policy
+                },
+            },
+            "rollout": {
+                "backend": "hf", "n_generation": 4, "batch_size": 2, "max_response_length": 5,
+                "parallelism": {"n_init_replicas": max(1, engines)},
+            },
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that learns, and prompts for it."""
+    folder = tmp_path_factory.mktemp("task")
+
+    def stage(name: str, kind: str, config: Recipe, model: str = "") -> Stage:
+        (folder / name).mkdir()
+        data = folder / "task/data" if model else None
+        config_ = StageConfig(name=name, kind=kind)
+        return Stage(folder / name, config_, config, model, data, {}, "f" * 64, kind=all_kinds()[kind])
+
+    arithmetic.make(stage("task", "custom", recipe(0)), train_rows=64, heldout_rows=8, hidden_size=64, layers=2)
+    prepare.run(stage("prompts", "prepare", recipe(0), str(folder / "task/model")))
+    return folder
+
+
+def rl(task: Path, path: Path, config: Recipe) -> Stage:
+    path.mkdir(parents=True)
+    stage = Stage(
+        path, StageConfig(name="rl", kind="rl"), config, str(task / "task/model"), task / "prompts/data", {}, "f" * 64,
+        kind=all_kinds()["rl"],
+    )  # fmt: skip
+    stage.save()
+    return load_stage(path)
+
+
+@pytest.fixture(scope="module")
+def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    """The same training with the engine inside, in this process."""
+    done = rl(task, tmp_path_factory.mktemp("alone") / "rl", recipe(0))
+    run(done)
+    return done
+
+
+def worker(stage: Stage, disturb: Mapping[int, Callable[[psutil.Process], None]]) -> str:
+    """Run the stage's worker and disturb it once a step is done; return its log. Nothing may be left of it."""
+    with open(stage.path / "log", "w") as log:
+        command = [sys.executable, "-m", "cosmos_core.worker", str(stage.path)]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+    tree = psutil.Process(process.pid)
+    left, deadline, family = dict(disturb), time.monotonic() + SECONDS, set[psutil.Process]()
+    while process.poll() is None and time.monotonic() < deadline:
+        step = max((line["step"] for line in metrics(stage)), default=0)
+        for due in [at for at in left if at <= step]:
+            left.pop(due)(tree)
+        try:
+            family |= set(tree.children(recursive=True))
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.05)
+    text = (stage.path / "log").read_text()
+    if process.poll() is None:
+        process.kill()
+    assert process.wait() == 0, text[-6000:]
+    assert not left, f"never disturbed at {left}"
+    psutil.wait_procs(list(family), timeout=20)
+    assert [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
+    return text
+
+
+def metrics(stage: Stage) -> list[dict[str, Any]]:
+    path = stage.path / "metrics.jsonl"
+    return list(read_metrics(path)) if path.exists() else []
+
+
+def actors(tree: psutil.Process, name: str) -> list[psutil.Process]:
+    """The processes of Ray that run an actor of this name."""
+    return [each for each in tree.children(recursive=True) if f"ray::{name}" in " ".join(each.cmdline())]
+
+
+def kill(name: str) -> Callable[[psutil.Process], None]:
+    return lambda tree: os.kill(actors(tree, name)[0].pid, signal.SIGKILL)
+
+
+def trained(stage: Stage) -> dict[str, Any]:
+    return load_file(stage.path / f"safetensors/step_{STEPS}/model.safetensors")
+
+
+def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_with_the_engine_inside(
+    task: Path, alone: Stage, tmp_path: Path
+) -> None:
+    stage = rl(task, tmp_path / "rl", recipe(2))
+    engines: list[int] = []
+
+    def kill_rank(tree: psutil.Process) -> None:
+        engines.extend(each.pid for each in actors(tree, "RolloutEngine"))
+        kill("Rank")(tree)
+
+    def end_engines(tree: psutil.Process) -> None:
+        assert {each.pid for each in actors(tree, "RolloutEngine")} & set(engines), (
+            "the engines did not outlive the rank"
+        )
+        write_json(stage.path / ENGINES, 1)
+
+    log = worker(stage, {1: kill("RolloutEngine"), 3: kill_rank, 4: end_engines})
+    assert "an engine died" in log and "the ranks start again from their newest checkpoint" in log
+    expected, found = trained(alone), trained(stage)
+    assert all((expected[name] == found[name]).all() for name in expected)
+    same = ("step", "loss", "reward/mean", "tokens")
+    assert [[m[k] for k in same] for m in metrics(stage)] == [[m[k] for k in same] for m in metrics(alone)]
+
+
+def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: Path, tmp_path: Path) -> None:
+    stage = rl(task, tmp_path / "rl", recipe(2, ranks=2, allowed_outdated_steps=2))
+    worker(stage, {2: kill("RolloutEngine")})
+    found = metrics(stage)
+    assert [m["step"] for m in found] == list(range(1, STEPS + 1))
+    assert {m["rollout/version_lag"] for m in found} <= {0.0, 1.0, 2.0} and found[-1]["rollout/version_lag"] > 0
+    assert all(m["rollout/outdated"] == 0 for m in found)

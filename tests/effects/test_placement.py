@@ -1,0 +1,96 @@
+"""Keys of engines in processes of their own: how many, how far they run ahead, and when weights reach them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cosmos_core import worker
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.prepared import Prompts
+from cosmos_core.rollout.ahead import Ahead
+from cosmos_core.train import generation, setup
+from cosmos_core.train.feeds import PromptOrder
+from cosmos_core.train.loop import Loop
+from tests.effects.change import GRPO, Change, changes, stage_of
+
+APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}
+DAPO = {**APART, "train.train_policy.variant": "dapo"}
+
+
+def ahead(recipe: Recipe, folder: Path) -> Ahead:
+    """What the training of a recipe takes its groups from."""
+    rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
+    made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: None, resync=None)
+    found: Any = setup._ahead(stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made)
+    return found
+
+
+@changes(
+    (Change("train.train_policy.on_policy", True, APART), {"allowed": (4, 0)}),
+    (Change("train.train_policy.allowed_outdated_steps", 2, APART), {"allowed": (4, 2)}),
+    (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, APART), {"beyond": (0, 7)}),
+    (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, DAPO), {"beyond": (128, 7)}),
+    (Change("train.train_policy.max_inflight_steps", 9, APART), {"most_steps": (None, 9)}),
+    (Change("mode", "colocated_separated", APART), {"allowed": (4, 0)}),
+)
+def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
+    before, after = ahead(change.before, tmp_path / "before"), ahead(change.after, tmp_path / "after")
+    [(name, values)] = expected.items()
+    assert (getattr(before, name), getattr(after, name)) == values
+
+
+@changes(
+    (Change("mode", "disaggregated", GRPO), (0, 1)),
+    (Change("rollout.parallelism.n_init_replicas", 3, APART), (1, 3)),
+)
+def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple[int, int], tmp_path: Path) -> None:
+    def count(recipe: Recipe, folder: Path) -> int:
+        group = worker._engines(stage_of(folder, recipe, kind="rl"))
+        return 0 if group is None else group.wanted()
+
+    assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
+
+
+@changes(
+    (Change("rollout.mode", "async", APART), {"most_groups": (1, 10)}),
+    (Change("rollout.batch_size", 5, APART), {"most_groups": (1, 5)}),
+    (
+        Change("rollout.async_config.max_concurrent_requests", 3, {**APART, "rollout.mode": "async"}),
+        {"most_groups": (10, 3)},
+    ),
+    (Change("rollout.async_r2r_sync", "generation", APART), {"swap": ("disabled", "generation")}),
+    (Change("rollout.engine_timeout_seconds", 5.0, APART), {"patience": (600.0, 5.0)}),
+)
+def test_it_changes_what_engines_get_and_when(
+    change: Change, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(generation, "Fleet", lambda handles, **settings: made.append(settings))
+    for recipe in (change.before, change.after):
+        generation._fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
+    [(name, values)] = expected.items()
+    assert (made[0][name], made[1][name]) == values
+
+
+@changes(Change("train.sync_weight_interval", 3, GRPO))
+def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sent(recipe: Recipe) -> list[int]:
+        """The steps after which a training of seven sends weights."""
+        steps: list[int] = []
+        parts: Any = SimpleNamespace(adapter=SimpleNamespace(prove=lambda: None))
+        feed: Any = SimpleNamespace(total_steps=7, steps_per_epoch=7)
+        saver: Any = SimpleNamespace(latest=lambda: 7, wait=lambda: None)
+        stage = stage_of(tmp_path / "stage", recipe, kind="rl")
+        loop = Loop(stage, parts, feed, parts, saver, publish=lambda step: steps.append(step) or {},
+                    publish_every=recipe.train.sync_weight_interval)  # fmt: skip
+        monkeypatch.setattr(loop, "_restore", lambda: 0)
+        monkeypatch.setattr(loop, "_save", lambda: None)
+        monkeypatch.setattr(loop, "_step", lambda: {} if loop.step < 7 else None)
+        loop.run()
+        return steps
+
+    assert sent(change.before) == list(range(8)) and sent(change.after) == [0, 3, 6]
