@@ -11,7 +11,7 @@ from pathlib import Path
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of
@@ -62,6 +62,8 @@ def look_at_rows(pipeline: Pipeline) -> None:
             look(pipeline, stage, _FIRST_ROWS, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+        except StageFailed:  # a crash of the look says nothing about the rows, which the stage itself will read
+            continue
 
 
 def _is_made(pipeline: Pipeline, stage: StageConfig) -> bool:

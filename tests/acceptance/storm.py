@@ -117,6 +117,8 @@ class Storms:
     def _finish(self, storm: Storm, scene: Scene) -> None:
         """Go on until the run is complete: at once, or after what a command named as damaged is as it was."""
         scene.shim.calm()
+        for path in [path for path in scene.kept if path.name == "pipeline.toml"]:
+            path.write_bytes(scene.kept.pop(path))  # what is still valid there is an edit, which is followed
         for _ in range(_MOST_ENDINGS):
             command = scene.commands.next()
             code = scene.commands.follow(command)

@@ -7,6 +7,7 @@ import platform
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import uuid
 from contextlib import suppress
@@ -18,6 +19,7 @@ import pytest
 
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
+from cosmos_core.launch.check import look_at_rows
 from cosmos_core.launch.processes import ATTEMPT, make_scratch, scratch_of, sweep
 from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.files import read_json
@@ -25,6 +27,7 @@ from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.conftest import PROGRAMS, processes_below
+from tests.unit.run_folder import load_recipe, make_inputs
 
 
 def make_run(folder: Path, function: str, settings: str = "") -> Run:
@@ -135,6 +138,18 @@ def test_what_a_worker_leaves_behind_is_killed_even_in_a_session_of_its_own(tmp_
     finally:
         del os.environ["COSMOS_WORKSPACE"]
     assert not processes_below(tmp_path)
+
+
+def test_a_first_look_at_the_rows_that_crashes_stops_no_run(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no conversation"):
+        look_at_rows(load_recipe(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in *cosmos_core.worker*) kill -9 $$;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    look_at_rows(load_recipe(tmp_path, f"pipeline.python={python}"))
 
 
 def working_in(folder: Path) -> list[int]:
