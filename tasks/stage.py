@@ -46,7 +46,7 @@ from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 from cosmos_core.run.lineage import origin
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import Lock, stage_lock
 from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
@@ -156,7 +156,7 @@ def perform(
         CosmosError: as `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
-    with _stage_lock(run, name) as lock:
+    with stage_lock(run.path, name) as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
             is_finished = read_state(path).state in FINISHED
@@ -181,19 +181,6 @@ def perform(
                 failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
             _record_failure(path, failure)
             raise failure from error
-
-
-def _stage_lock(run: Run, name: str) -> Lock:
-    """Open the lock of a stage.
-
-    Raises:
-        StageFailed: its file cannot be made.
-    """
-    path = run.path / "locks" / f"{name}.lock"
-    try:
-        return Lock(path)
-    except OSError as error:
-        raise disk_full(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
 
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:

@@ -208,7 +208,7 @@ class HfEngine:
 
 def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return which prompts are one batch: those of text; of those with images such as need no padding, among which a
-    model could not position its images."""
+    model could not tell the positions of its images."""
     batches: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
         key = (len(prompt.images), len(prompt.token_ids) if prompt.images else 0)

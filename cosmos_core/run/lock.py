@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from cosmos_core.errors import StageFailed
+from cosmos_core.run.files import disk_full
+
 _POLL_SECONDS = 0.2
 
 
@@ -47,3 +50,16 @@ class Lock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def stage_lock(run: Path, name: str) -> Lock:
+    """Open the lock of a stage of the run in a folder.
+
+    Raises:
+        StageFailed: its file cannot be made.
+    """
+    path = run / "locks" / f"{name}.lock"
+    try:
+        return Lock(path)
+    except OSError as error:
+        raise disk_full(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
