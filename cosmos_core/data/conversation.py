@@ -156,7 +156,7 @@ def tokenize_prompt(
     )  # fmt: skip
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest response")
+        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest completion")
     return ids, text
 
 

@@ -83,6 +83,7 @@ class Ahead:
                 self._position = step * self.num_groups
         self._start()
         self.progress.phase("generate")
+        self.fleet.wake()
         status: Status = "waiting"
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
@@ -93,6 +94,7 @@ class Ahead:
             if status != "whole":
                 self.progress.beat()
                 self.between(step)
+        self.fleet.sleep()
         with self._ready:
             for position in range(self._position, self._position + len(sampled)):
                 self._scored.pop(position, None)

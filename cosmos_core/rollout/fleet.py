@@ -96,15 +96,17 @@ class Fleet:
         most_groups: int,
         patience: float,
         swap: Literal["disabled", "generation", "inference"] = "disabled",
+        takes_turns: bool = False,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`swap`: see `rollout.async_r2r_sync`.
+        """`swap`: see `rollout.async_r2r_sync`. `takes_turns`: engines sleep while nobody asks for groups, because they
+        are on the trainer's GPUs.
 
         Raises:
             CosmosError: an engine cannot be opened.
         """
         self._handles, self._most_groups, self._patience, self._swap = handles, most_groups, patience, swap
-        self._beat = beat
+        self._takes_turns, self._beat = takes_turns, beat
         self._session = uuid.uuid4().hex
         self._members: dict[Handle, _Member] = {}
         self._waiting: deque[_Request] = deque()
@@ -206,15 +208,24 @@ class Fleet:
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `Engine.sleep`; engines that generate while others train stay awake."""
+        self._tell_all("sleep")
 
     def wake(self) -> None:
         """See `Engine.wake`."""
+        self._tell_all("wake")
 
     def close(self) -> None:
         """See `Engine.close`; the processes are left to who started them."""
         self._is_closed = True
 
     # What follows runs on the first rank.
+
+    def _tell_all(self, method: str) -> None:
+        if not (self._takes_turns and is_first()):
+            return
+        with self._lock:
+            members = [member for member in self._members.values() if member.version is not None]
+        self._replied(members, [member.handle.ask(method) for member in members])
 
     def _first_description(self) -> Any:
         while self._problem is None:

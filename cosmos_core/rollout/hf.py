@@ -35,7 +35,7 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
-from cosmos_core.types import Group, Prompt, Sampling
+from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 
 class HfEngine:
@@ -54,6 +54,7 @@ class HfEngine:
         self._dtype = settings.dtype
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._vision = settings.vision
+        self._most_of_group = settings.rollout.n_generation_mini_batch
         self._version = 0
         self._receiver = Receiver()
         self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
@@ -76,9 +77,15 @@ class HfEngine:
         return [found[i] for i in range(len(prompts))]
 
     def _completed(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Return the groups of prompts that are one batch."""
+        """Return the groups of prompts that are one batch, or of each as many completions at a time as may be."""
+        count, most = sampling.num_completions, self._most_of_group or sampling.num_completions
+        chunks = [self._rows(prompts, sampling, step, range(k, min(k + most, count))) for k in range(0, count, most)]
+        return [Group(p, tuple(row for chunk in chunks for row in chunk[i]), step) for i, p in enumerate(prompts)]
+
+    def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> list[list[Completion]]:
+        """Return completions `ks` of each prompt."""
         with self._inference():
-            tokens_BT, logprobs_BT, lengths_B = self._sample(prompts, sampling, step)
+            tokens_BT, logprobs_BT, lengths_B = self._sample(prompts, sampling, step, ks)
         rows = []
         for tokens, logprobs, length in zip(tokens_BT.tolist(), logprobs_BT.tolist(), lengths_B.tolist(), strict=True):
             is_stopped = tokens[length - 1] in self._stop_ids
@@ -92,8 +99,7 @@ class HfEngine:
                     vision=self._vision,
                 )
             )
-        k = sampling.num_completions
-        return [Group(p, tuple(rows[i * k : (i + 1) * k]), step) for i, p in enumerate(prompts)]
+        return [rows[i : i + len(ks)] for i in range(0, len(rows), len(ks))]
 
     def abort(self) -> None:
         """Forget what is in flight."""
@@ -140,12 +146,14 @@ class HfEngine:
         finally:
             model.train(was_training)
 
-    def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens and log-probabilities BT, of which those beyond each row's length B mean nothing."""
-        device, k = self._model.device, sampling.num_completions
+        device, k = self._model.device, len(ks)
         input_ids_PT, mask_PT = self._left_padded(prompts)
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
-        uniforms_BT = _uniforms(prompts, sampling, step).to(device)
+        uniforms_BT = _uniforms(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         shown = self._shown(prompts, input_ids_PT)
         cache = DynamicCache(config=self._model.config)
@@ -256,11 +264,11 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)
 
 
-def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Tensor:
+def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
     """Draw one uniform number per token, from a generator of each completion's own: BT, float64."""
     rows = []
     for prompt in prompts:
-        for k in range(sampling.num_completions):
+        for k in ks:
             generator = torch.Generator().manual_seed(request_seed(sampling.seed, step, prompt.id, k))
             rows.append(torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64))
     return torch.stack(rows)

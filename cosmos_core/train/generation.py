@@ -121,6 +121,7 @@ def _fleet(stage: Stage) -> Fleet:
         most_groups=rollout.groups_in_flight,
         patience=rollout.engine_timeout_seconds,
         swap=rollout.async_r2r_sync,
+        takes_turns=stage.recipe.mode == "colocated_separated",
         beat=stage.progress.beat,
     )
 

@@ -267,7 +267,7 @@ def test_prompts_too_long_to_answer_are_left_out_and_counted(tmp_path, model):
     outcome = run(make_stage(tmp_path / "s", model, grpo(rows)))
     assert outcome.metrics["data/train_skipped_rows"] == 2.0
     assert outcome.info["notices"] == [
-        "train: 2 of 5 rows skipped: 1 with a prompt longer than policy.model_max_length less the longest response "
+        "train: 2 of 5 rows skipped: 1 with a prompt longer than policy.model_max_length less the longest completion "
         "(first: a.jsonl:3), 1 with half a character (a lone surrogate) (first: a.jsonl:4)"
     ]
     assert [(p.id, p.reference) for p in open_prompts(tmp_path / "s" / "data", "train")][2] == (2, "a")

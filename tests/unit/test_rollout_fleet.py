@@ -39,6 +39,7 @@ class Drawing:
         self.waiting: list[tuple[Prompt, Sampling, int]] = []
         self.hangs = threading.Event()
         self.seen: list[int] = []
+        self.calls: list[str] = []
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         if any(prompt.text == "refused" for prompt in prompts):
@@ -63,9 +64,11 @@ class Drawing:
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return [float(self.weights["a"].flatten()[0])] * (len(token_ids) - 1)
 
-    def sleep(self, level: int = 1) -> None: ...
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append("sleep")
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.calls.append("wake")
 
     def close(self) -> None: ...
 
@@ -309,6 +312,19 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_go
     assert whole == list(range(1, 40, 2)) and end == {"drawn": 40}
     first, state = run(0, None, 2)
     assert first + run(2, state, 3)[0] == whole
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_engines_on_the_gpus_of_the_trainer_sleep_while_it_trains(takes_turns: bool, tmp_path: Path) -> None:
+    handle = Threaded()
+    with fleet_of(handle, takes_turns=takes_turns) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, allowed=0)
+        for step in range(2):
+            source.next(step)
+            fleet.load_weights(step + 1, weights(step + 1))
+        assert handle.engine.calls == ["wake", "sleep"] * 2 * takes_turns
+        source.close()
 
 
 def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:

@@ -88,6 +88,24 @@ def test_answers_depend_on_seed_and_step_alone_not_on_the_batch(engine: HfEngine
     assert len(set(tokens(everything))) == len(PROMPTS) * SAMPLED.num_completions
 
 
+def test_a_group_may_be_generated_in_several_batches(engine: HfEngine, model: PreTrainedModel, folder: Path) -> None:
+    forward, sizes = model.forward, []
+
+    def counted(**inputs: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        return forward(**inputs)
+
+    settings = EngineSettings(model, load_tokenizer(str(folder)), str(folder), RolloutConfig(n_generation_mini_batch=2),
+                              64, torch.float32)  # fmt: skip
+    model.forward = counted  # type: ignore[method-assign]
+    try:
+        found = generate(HfEngine(settings), PROMPTS, SAMPLED, 3)
+    finally:
+        model.forward = forward  # type: ignore[method-assign]
+    assert tokens(found) == tokens(generate(engine, PROMPTS, SAMPLED, 3))
+    assert max(sizes) == 2 * len(PROMPTS)
+
+
 def test_an_answer_ends_with_its_end_token_or_at_the_limit(engine: HfEngine, folder: Path) -> None:
     eos = load_tokenizer(str(folder)).eos_token_id
     answers = [
