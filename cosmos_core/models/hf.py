@@ -149,7 +149,7 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     for settings in [rope] if "rope_type" in rope else rope.values():
         limit = settings.get("original_max_position_embeddings") or text.max_position_embeddings
-        if settings.get("rope_type") in {"longrope", "dynamic"} and max_length > limit:
+        if settings.get("rope_type") in ("longrope", "dynamic") and max_length > limit:
             raise ModelError(
                 f"policy.model_max_length = {max_length}: the model's {settings['rope_type']!r} positions change for "
                 f"every row of a batch that has one of more than {limit} tokens, so a loss would depend on its "

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from cosmos_core.config.load import printable
 from cosmos_core.errors import CosmosError, ModelError
 from cosmos_core.run.content import leaves_folder
 
@@ -166,7 +167,7 @@ def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
             f"has no {what} of that name; give a local folder or download the model first"
         )
     text = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
-    reason = " ".join(text.split())[:300] or type(error).__name__
+    reason = printable(text)[:300] or type(error).__name__
     return ModelError(f"{KEY} = {model!r}: cannot load the {what}: {reason}")
 
 

@@ -85,7 +85,7 @@ def replaced(make: Damage) -> Damage:
 def line(call: Callable[[], object]) -> str:
     with pytest.raises(ModelError) as caught:
         call()
-    assert caught.value.exit_code == EXIT_USAGE and "\n" not in str(caught.value)
+    assert caught.value.exit_code == EXIT_USAGE and str(caught.value).isprintable()
     return str(caught.value)
 
 
@@ -112,6 +112,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "cannot load the quantized weights: .*pip install optimum",
     ),
+    "half a character for the model": (config(model_type="\ud800"), r"cannot load the config\.json: .*\\ud800"),
     "a number for the classes": (config(architectures=5), "has architectures = 5, .* no model for"),
     "a number for a class": (config(architectures=[3]), r"has architectures = \[3\], .* no model for"),
     "no list of classes": (config(architectures="Qwen3ForCausalLM"), "architectures = 'Qwen3ForCausalLM', .* no model"),
@@ -173,6 +174,12 @@ def test_nothing_is_said_of_a_model_that_is_right(folders: Path, tmp_path: Path,
     assert check.run(stage).info["found"] == "Qwen3ForCausalLM, vocabulary of 259"
     whole, other = (load_model(str(folders / each), dtype=torch.float32) for each in ("single", kind))
     assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_a_table_for_the_kind_of_rope_is_no_crash(folders: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
+    config(rope_parameters={"rope_type": {"a": 1}, "rope_theta": 1e4})(folder)
+    line(lambda: check.run(make_stage(tmp_path / "stage", "sft", recipe(SFT), folder)))
 
 
 @pytest.mark.parametrize("names", [None, [], ["QWen3LMHeadModel"]])
