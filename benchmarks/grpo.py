@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-VARIANTS = ("ours colocated", "ours asynchronous", "TRL default")
+VARIANTS = ("ours asynchronous", "ours colocated", "TRL default")
 WARM_UP = 3
 GROUP, PROMPTS = 8, 8
 """Completions of a prompt, and prompts of a step."""

@@ -225,6 +225,10 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
     if not is_embedded:
         ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
+        if beside is not None and not beside.shares_gpus:
+            # All compute at the same time, and threads beyond the cores wait for each other; processes inherit it.
+            threads = torch.get_num_threads() // (size + beside.wanted())
+            os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
         ray.init(
             address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
             logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
