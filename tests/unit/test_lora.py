@@ -33,7 +33,7 @@ from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.train.setup import run, train
 from cosmos_core.types import Prompt, Sampling
-from tests.unit.test_train import GRPO, SFT, _StopsAt, curve, make_stage, recipe
+from tests.unit.test_train import GRPO, SFT, StopsAt, curve, make_stage, recipe
 from tests.unit.tiny_families import save_family
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, score_in, sft, trainer_of
@@ -295,7 +295,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(task: Path, tmp_path: Path,
     whole = make_stage(tmp_path / "whole", kind, config, model, data)
     expected = train(whole)
     base = make_stage(tmp_path / "cut", kind, config, model, data)
-    stage = _StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
+    stage = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
     stage.stop_at = 2
     with pytest.raises(Preempted, match="checkpoint saved"):
         train(stage)
