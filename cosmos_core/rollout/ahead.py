@@ -66,7 +66,8 @@ class Ahead:
     _scored: dict[int, ScoredGroup] = field(default_factory=dict)
     _ready: threading.Condition = field(default_factory=threading.Condition)
     _problem: BaseException | None = None
-    _is_running: bool = False
+    _thread: threading.Thread | None = None
+    _is_closed: bool = False
     _num_outdated: int = 0
 
     @property
@@ -121,15 +122,18 @@ class Ahead:
         self._position = self._next = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
-        """Let the thread end."""
-        self._is_running = False
+        """Let the thread end: nothing is scored after this."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.join()
 
     # What follows runs on the first rank.
 
     def _start(self) -> None:
-        if not self._is_running and is_first():
-            self._is_running, self._next = True, self._position
-            threading.Thread(target=self._run, daemon=True, name="rollouts").start()
+        if self._thread is None and is_first():
+            self._next = self._position
+            self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
+            self._thread.start()
 
     def _looked_at(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
         """Say whether the step's groups are there, and give those that are trained and all that were sampled."""
@@ -169,7 +173,7 @@ class Ahead:
 
     def _run(self) -> None:
         try:
-            while self._is_running:
+            while not self._is_closed:
                 self._hand_out()
                 self._score_done()
         except BaseException as error:  # noqa: BLE001 - the training waits for this thread

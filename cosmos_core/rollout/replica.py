@@ -70,6 +70,7 @@ class Replica:
         self._passes = 0
         self._in_flight = 0
         self._load: _Load | None = None
+        self._version: int | None = None
         self._opened: Future[Description] = Future()
         threading.Thread(target=self._run, args=(open_engine,), daemon=True).start()
 
@@ -123,8 +124,7 @@ class Replica:
 
     def bucket(self, packed: Packed) -> None:
         """Take the next bucket."""
-        assert self._load is not None
-        self._load.buckets.put(packed, timeout=_LOAD_SECONDS)
+        self._begun().buckets.put(packed, timeout=_LOAD_SECONDS)
 
     def end_load(self, version: int, *, background: bool, waits: bool) -> Loaded:
         """Say that the last bucket has come, and wait until all are loaded; `waits`: until nothing is in flight first.
@@ -132,15 +132,30 @@ class Replica:
         Raises:
             StageFailed: see `Engine.load_weights`.
         """
-        assert self._load is not None
-        load = self._load
+        load = self._begun()
         load.buckets.put(None, timeout=_LOAD_SECONDS)
         if background:
             self._commands.put(lambda engine: self._take(engine, load, version, drained=waits))
         return load.done.result()
 
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`."""
+    def _begun(self) -> _Load:
+        """Return the load that has begun.
+
+        Raises:
+            ConnectionError: it began in another process, which has died.
+        """
+        if self._load is None:
+            raise ConnectionError("the process in which the load began has died")
+        return self._load
+
+    def logprobs(self, version: int, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`.
+
+        Raises:
+            ConnectionError: the engine has not the weights of that version, because it is a new one.
+        """
+        if version != self._version:
+            raise ConnectionError(f"the engine has weights of version {self._version}")
         return self._do(lambda engine: engine.logprobs(token_ids))
 
     def sleep(self) -> None:
@@ -196,7 +211,9 @@ class Replica:
         while drained and self._in_flight:
             self._generate(engine.completed)
         try:
-            load.done.set_result(engine.load_weights(version, _buckets(load.buckets)))
+            loaded = engine.load_weights(version, _buckets(load.buckets))
+            self._version = version
+            load.done.set_result(loaded)
         except Exception as error:  # noqa: BLE001 - see `_do`
             load.done.set_exception(error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -86,6 +86,10 @@ class Generation:
         if key not in self._scores:
             self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights))
         return self._scores[key]
+
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Have something closed before what it generates and scores with."""
+        self._stack.callback(close)
 
     def resync(self, version: int) -> dict[str, float]:
         """Send the present weights, as `version`, to the engines of a fleet that have none, and probe them."""

@@ -148,7 +148,7 @@ def _ahead(stage: Stage, prompts: Prompts, order: PromptOrder, generation: Gener
     recipe, policy, size = stage.recipe, stage.recipe.train.train_policy, rows_per_step(stage.recipe)
     chosen, allowed, beyond, most_steps = group_filter(recipe), *policy.lookahead
     num_steps = total_steps(recipe, size, len(prompts))
-    return Ahead(
+    source = Ahead(
         generation.fleet,
         order.take if chosen else steps_of(order, size, num_steps),
         generation.score_here(policy.rewards),
@@ -162,6 +162,8 @@ def _ahead(stage: Stage, prompts: Prompts, order: PromptOrder, generation: Gener
         most_steps=most_steps,
         filter=chosen,
     )
+    generation.close_with(source.close)
+    return source
 
 
 def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> Measure | None:

@@ -24,7 +24,7 @@ DAPO = {**APART, "train.train_policy.variant": "dapo"}
 def ahead(recipe: Recipe, folder: Path) -> Ahead:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
-    made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: None, resync=None)
+    made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: None, resync=None, close_with=print)
     found: Any = setup._ahead(stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made)
     return found
 

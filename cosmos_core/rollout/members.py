@@ -1,0 +1,255 @@
+"""The engines of a fleet, as the first rank knows them, and the thread that talks to them.
+
+It hands prompts to the engines that have least to do, collects groups, ends what hangs, and gives others what a dead
+engine had in flight. Who started the processes starts them again; one that is new gets no prompts until it has weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.rollout.replica import Description
+from cosmos_core.types import Group, Prompt, Sampling
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+_OPEN_SECONDS = 1200.0
+"""Until an engine is open: a large model is read from a slow disk."""
+_MOST_DEATHS = 3
+"""Of one engine, with no group between them; more are no accident."""
+
+
+class Handle(Protocol):
+    """How a replica is reached; see `Replica` for the methods."""
+
+    def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+        """Call a method of the replica; a `ConnectionError` says that its process has died. `shared`: what `put`
+        returned, handed over as the last argument."""
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Return what stands for a value in `ask`, so that it is sent once and not to each replica."""
+        ...
+
+    def kill(self) -> None:
+        """End the process; another one takes its place."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A group that somebody waits for."""
+
+    prompt: Prompt
+    sampling: Sampling
+    step: int
+    group: Future[Group] = field(compare=False)
+
+
+@dataclass
+class Member:
+    """An engine, as the first rank knows it."""
+
+    handle: Handle
+    description: Description | None = None
+    """None: it is not open yet."""
+    version: int | None = None
+    """Of its weights; None: not one that was sent."""
+    num_deaths: int = 0
+    """Since it last gave a group."""
+    in_flight: list[_Request] = field(default_factory=list)
+    reply: Future[Any] | None = None
+    """Of the question that it is asked now: what it is, or what is done."""
+    passes: int = 0
+    moved: float = 0.0
+    """When it was last seen to do something."""
+
+
+class Members:
+    """The engines of a fleet. `most_groups` is what one gets at a time; what makes no pass for `patience` seconds is
+    ended; `beat` is called while somebody waits."""
+
+    def __init__(
+        self,
+        handles: Callable[[], Sequence[Handle]],
+        most_groups: int,
+        patience: float,
+        beat: Callable[[], None],
+    ) -> None:
+        self._handles, self._most_groups, self._patience, self._beat = handles, most_groups, patience, beat
+        self._session = uuid.uuid4().hex
+        self._waiting: deque[_Request] = deque()
+        self._problem: Exception | None = None
+        self.lock = threading.RLock()
+        self.known: dict[Handle, Member] = {}
+        self.is_loading = False
+        """Engines get weights, and make no passes."""
+        self.is_closed = False
+        self.num_restarts = 0
+        """Engines that died or hung since the start."""
+
+    def start(self) -> None:
+        """Begin to talk to the engines."""
+        threading.Thread(target=self._run, daemon=True, name="fleet").start()
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._problem is not None:
+            raise self._problem
+
+    def request(self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool) -> Future[Group]:
+        """Ask for one group, before all others or behind them; from any thread."""
+        asked = _Request(prompt, sampling, step, Future())
+        with self.lock:
+            (self._waiting.appendleft if is_urgent else self._waiting.append)(asked)
+        return asked.group
+
+    def opened(self) -> list[Member]:
+        """Return those that are open."""
+        with self.lock:
+            return [member for member in self.known.values() if member.description]
+
+    def ready(self) -> list[Member]:
+        """Return those that have weights."""
+        with self.lock:
+            return [member for member in self.known.values() if member.version is not None]
+
+    def awaited(self, reply: Future[Any], member: Member | None = None) -> Any:
+        """Return the reply, saying meanwhile that we are alive; a member that does not reply is ended."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            self.check()
+            try:
+                return reply.result(timeout=POLL_SECONDS)
+            except TimeoutError:
+                if reply.done():
+                    raise
+                self._beat()
+            if member is not None and time.monotonic() > deadline:
+                logger.warning("an engine did not reply for %.0f s; it is ended and started again", self._patience)
+                member.handle.kill()
+                deadline = time.monotonic() + self._patience
+
+    def _run(self) -> None:
+        try:
+            while not self.is_closed:
+                with self.lock:
+                    self._adopt()
+                    for member in list(self.known.values()):
+                        self._listen(member)
+                    self._hand_out()
+                time.sleep(0.005)
+        except Exception as error:
+            logger.exception("the thread that talks to the engines has ended")
+            self._problem = error
+
+    def _adopt(self) -> None:
+        """Begin to talk to engines that are new, and forget those that were taken away."""
+        present = list(self._handles())
+        for handle in present:
+            if handle not in self.known:
+                member = self.known[handle] = Member(handle, moved=time.monotonic())
+                self._open(member)
+        for handle in [handle for handle in self.known if handle not in present]:
+            self._put_back(self.known.pop(handle))
+
+    def _open(self, member: Member) -> None:
+        member.description, member.version, member.passes = None, None, 0
+        member.moved = time.monotonic()
+        member.reply = member.handle.ask("begin", self._session)
+
+    def _put_back(self, member: Member) -> None:
+        """Let others have what a member had in flight, before everything else."""
+        self._waiting.extendleft(reversed(member.in_flight))
+        member.in_flight = []
+
+    def _listen(self, member: Member) -> None:
+        assert member.reply is not None
+        now = time.monotonic()
+        if not member.reply.done():
+            is_working = member.in_flight and not self.is_loading
+            patience = _OPEN_SECONDS if member.description is None else self._patience if is_working else None
+            if patience is not None and now - member.moved > patience:
+                logger.warning("an engine did nothing for %.0f s; it is ended and started again", patience)
+                member.handle.kill()
+                member.moved = now
+            return
+        try:
+            found = member.reply.result()
+        except ConnectionError as error:
+            self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
+            if member.num_deaths > _MOST_DEATHS:
+                raise StageFailed(
+                    f"an engine died {member.num_deaths} times and gave nothing: {_one_line(error)}"
+                ) from error
+            logger.warning("an engine died (%s); its %d groups go to others", _one_line(error), len(member.in_flight))
+            self._put_back(member)
+            self._open(member)
+            return
+        if member.description is None:
+            member.description, member.moved = found, now
+            logger.info("rollout engine %s, process %d, is open", found.name, found.pid)
+        else:
+            groups, passes = found
+            if passes != member.passes or groups or not member.in_flight:
+                member.passes, member.moved = passes, now
+            elif now - member.moved > self._patience:
+                member.handle.kill()
+            for group in groups:
+                self._deliver(member, group)
+        member.reply = member.handle.ask("completed", self._session, POLL_SECONDS)
+
+    def _deliver(self, member: Member, group: Group) -> None:
+        for i, request in enumerate(member.in_flight):
+            if (request.step, request.prompt) == (group.step, group.prompt):
+                del member.in_flight[i]
+                member.num_deaths = 0
+                request.group.set_result(group)
+                return
+
+    def _hand_out(self) -> None:
+        """Give waiting prompts to the engines that have least to do."""
+        ready = self.ready()
+        while self._waiting and ready:
+            member = min(ready, key=lambda member: len(member.in_flight))
+            if len(member.in_flight) >= self._most_groups:
+                return
+            batch = self._batch(min(self._most_groups - len(member.in_flight), -(-len(self._waiting) // len(ready))))
+            if not member.in_flight:
+                member.moved = time.monotonic()
+            member.in_flight += batch
+            prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
+            refused = member.handle.ask("submit", self._session, prompts, sampling, step)
+            refused.add_done_callback(partial(_refuse, batch))
+
+    def _batch(self, most: int) -> list[_Request]:
+        """Take requests that can be submitted together: some engines generate together what they get together."""
+        batch = [self._waiting.popleft()]
+        while self._waiting and len(batch) < most:
+            following = self._waiting[0]
+            if (following.step, following.sampling) != (batch[0].step, batch[0].sampling):
+                break
+            batch.append(self._waiting.popleft())
+        return batch
+
+
+def _refuse(batch: Sequence[_Request], reply: Future[Any]) -> None:
+    error = reply.exception()
+    for request in batch if error is not None and not isinstance(error, ConnectionError) else ():
+        if not request.group.done():
+            request.group.set_exception(error)
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

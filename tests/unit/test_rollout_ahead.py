@@ -1,0 +1,143 @@
+"""Groups ahead of the training: none too old, none lost, none trained twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.rollout.groups import Filter
+from cosmos_core.types import Group, Prompt, ScoredGroup
+from tests.unit.replicas import (
+    PROMPTS,
+    Threaded,
+    fleet_of,
+    ids,
+    score,
+    score_slowly,
+    source_of,
+    weights,
+)
+
+
+def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
+    handle = Threaded()
+    with fleet_of(handle, patience=0.5) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
+        assert ids(source.next(0)[0]) == [0, 1, 2, 3]
+        fleet.load_weights(1, weights(1))
+        handle.engine.hangs.set()
+        seen = [ids(source.next(step)[0]) for step in range(1, 4)]
+        assert seen == [list(range(4 * step, 4 * step + 4)) for step in range(1, 4)] and handle.deaths == 1
+        source.close()
+
+
+@pytest.mark.parametrize("scores", [score, score_slowly])
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
+    allowed: int, scores: Any, tmp_path: Path
+) -> None:
+    with fleet_of(Threaded(), Threaded()) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, allowed=allowed, score=scores)
+        lags, trained, outdated = [], [], 0.0
+        for step in range(10):
+            groups, metrics = source.next(step)
+            trained += ids(groups)
+            lags.append(metrics["rollout/version_lag"])
+            outdated += metrics["rollout/outdated"]
+            time.sleep(0.05 if step % 2 else 0.0)  # a train step, in which engines go on
+            fleet.load_weights(step + 1, weights(step + 1))
+        assert trained == list(range(40))
+        assert max(lags) == allowed and outdated == 0
+        source.close()
+
+
+def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> None:
+    with fleet_of(Threaded(), most_groups=40) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, allowed=1, beyond=8)
+        trained, outdated = [], 0.0
+        for step in range(10):
+            groups, metrics = source.next(step)
+            assert metrics["rollout/version_lag"] <= 1
+            trained += ids(groups)
+            outdated += metrics["rollout/outdated"]
+            time.sleep(0.1)
+            fleet.load_weights(step + 1, weights(step + 1))
+        assert trained == list(range(40)) and outdated > 0
+        source.close()
+
+
+def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
+    handle = Threaded()
+    with fleet_of(handle, most_groups=40) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, allowed=1, beyond=30, most_steps=3)
+        source.next(0)
+        time.sleep(0.3)
+        assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
+        source.close()
+
+
+def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_goes_on(
+    tmp_path: Path,
+) -> None:
+    def take(start: int, count: int) -> list[Prompt]:
+        return PROMPTS[start : start + count]
+
+    def run(start: int, state: dict[str, Any] | None, steps: int) -> tuple[list[int], dict[str, Any]]:
+        trained: list[int] = []
+        with fleet_of(Threaded(), Threaded()) as fleet:
+            fleet.load_weights(start, weights(start))
+            source = source_of(fleet, tmp_path, take=take, filter=Filter())
+            if state:
+                source.load_state_dict(state)
+            for step in range(start, start + steps):
+                groups, metrics = source.next(step)
+                trained += ids(groups)
+                assert metrics["rollout/sampled_groups"] == 2 * len(groups)
+                fleet.load_weights(step + 1, weights(step + 1))
+            assert source.is_over == (trained[-1] == 39)
+            source.close()
+            return trained, source.state_dict()
+
+    whole, end = run(0, None, 5)
+    assert whole == list(range(1, 40, 2)) and end == {"drawn": 40}
+    first, state = run(0, None, 2)
+    assert first + run(2, state, 3)[0] == whole
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_engines_on_the_gpus_of_the_trainer_sleep_while_it_trains(takes_turns: bool, tmp_path: Path) -> None:
+    handle = Threaded()
+    with fleet_of(handle, takes_turns=takes_turns) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, allowed=0)
+        for step in range(2):
+            source.next(step)
+            fleet.load_weights(step + 1, weights(step + 1))
+        assert handle.engine.calls == ["wake", "sleep"] * 2 * takes_turns
+        source.close()
+
+
+def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
+    scored: list[int] = []
+
+    def counting(groups: Sequence[Group]) -> list[ScoredGroup]:
+        time.sleep(0.05)
+        scored.append(len(groups))
+        return score(groups)
+
+    with fleet_of(Threaded()) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, score=counting, allowed=8)
+        source.next(0)
+        source.close()
+        before = list(scored)
+        time.sleep(0.3)
+        assert scored == before and sum(scored) < 36
