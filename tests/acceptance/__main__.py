@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import colours, distilled, fuzz, kills, load, page, ranks, seeds, tools
+from tests.acceptance import apart, colours, distilled, fuzz, kills, load, page, ranks, seeds, tools
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ PARTS = {
     "tools": tools.prove,
     "colours": colours.prove,
     "fuzz": fuzz.prove,
+    "apart": apart.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

@@ -51,8 +51,11 @@ def recipe(engines: int, *, ranks: int = 1, **policy: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that learns, and prompts for it."""
-    folder = tmp_path_factory.mktemp("task")
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def make_task(folder: Path) -> Path:
+    """Make the model that learns, and prompts for it."""
 
     def stage(name: str, kind: str, config: Recipe, model: str = "") -> Stage:
         (folder / name).mkdir()
