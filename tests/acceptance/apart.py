@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,7 +40,8 @@ def ranks(tree: psutil.Process) -> list[psutil.Process]:
 
 def rewards(tree: psutil.Process) -> list[psutil.Process]:
     """A process that rewards run in."""
-    return [child for rank in actors(tree, "Rank") for child in rank.children() if "spawn" in " ".join(child.cmdline())]
+    children = [child for rank in actors(tree, "Rank") for child in rank.children()]
+    return [child for child in children if "spawn" in " ".join(child.cmdline())][:1]
 
 
 def driver(tree: psutil.Process) -> list[psutil.Process]:
@@ -83,10 +85,11 @@ def prove(folder: Path) -> Proof:
         title="Kills of a training with engines apart",
         is_met=met,
         claim=(
-            f"GRPO of {STEPS} steps on two ranks, with two engines in processes of their own and allowed_outdated_steps "
-            f"= 0. At a random moment (seed {SEED}) one process is killed with SIGKILL; a worker that ends is started "
-            f"again, as the launcher does, and what a dead worker has left is ended first, as its supervisor does. The weights have the sha256 of an undisturbed training, which they could not "
-            f"have if a prompt had been left out or trained twice, and no process is left."
+            f"GRPO of {STEPS} steps on two ranks, with two engines in processes of their own and "
+            f"allowed_outdated_steps = 0. At a random moment (seed {SEED}) one process is killed with SIGKILL; a worker "
+            f"that ends is started again, as the launcher does, and what a dead worker has left is ended first, as its "
+            f"supervisor does. The weights have the sha256 of an undisturbed training, which they could not have if a "
+            f"prompt had been left out or trained twice, and no process is left."
         ),
         commands=["python -m tests.acceptance apart"],
         body=table(["killed", "times", "longest, s", "result"], rows),
@@ -94,40 +97,41 @@ def prove(folder: Path) -> Proof:
     )
 
 
-def _run(
-    stage: Stage, victims: Callable[[psutil.Process], list[psutil.Process]] | None, step: int, delay: float = 0.0
-) -> tuple[int, int]:
+Victims = Callable[[psutil.Process], list[psutil.Process]]
+
+
+def _run(stage: Stage, victims: Victims | None, step: int, delay: float = 0.0) -> tuple[int, int]:
     """Run the worker until it has done its work; return how often it was started, and how many processes are left."""
     family: set[psutil.Process] = set()
+    is_due = victims is not None
     for attempt in range(1, MOST_ATTEMPTS + 1):
         with open(stage.path / f"log_{attempt}", "w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "cosmos_core.worker", str(stage.path)],
-                stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2],
-            )  # fmt: skip
+            command = [sys.executable, "-m", "cosmos_core.worker", str(stage.path)]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
         tree = psutil.Process(process.pid)
         while process.poll() is None:
-            try:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 family |= set(tree.children(recursive=True))
-                if victims is not None and max((m["step"] for m in metrics(stage)), default=0) >= step:
+                if is_due and victims is not None and max((m["step"] for m in metrics(stage)), default=0) >= step:
                     time.sleep(delay)
-                    if found := victims(tree):
-                        for victim in found:
-                            os.kill(victim.pid, signal.SIGKILL)
-                        victims = None
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                continue
+                    is_due = not _killed(victims(tree))
             time.sleep(0.05)
         if process.returncode == 0:
             break
-        # What a dead worker leaves is ended by its supervisor, which is not there: its processes are ended here.
-        for each in family:
-            if each.is_running():
-                each.kill()
+        # What a dead worker leaves is ended by its supervisor, which is not there.
+        _killed([each for each in family if each.is_running()])
     psutil.wait_procs(list(family), timeout=20)
     left = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    assert victims is None, "the training ended before the moment came"
+    assert not is_due, "the training ended before the moment came"
     return attempt, len(left)
+
+
+def _killed(processes: list[psutil.Process]) -> bool:
+    """Kill them; return whether there were any."""
+    for each in processes:
+        with suppress(ProcessLookupError):
+            os.kill(each.pid, signal.SIGKILL)
+    return bool(processes)
 
 
 def _digest(stage: Stage) -> str:
