@@ -66,9 +66,11 @@ def make_scratch(attempt: str) -> int:
     Launcher and supervisor hold it: once both are gone, however they died, `sweep` may have the folder.
     """
     folder = scratch_of(attempt)
-    folder.mkdir(mode=0o700)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    unlocked = folder.with_name(f".{folder.name}")  # a name that no `sweep` looks at
+    unlocked.mkdir(mode=0o700)
+    descriptor = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+    unlocked.rename(folder)
     return descriptor
 
 

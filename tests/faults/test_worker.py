@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -184,6 +185,23 @@ def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed
         file.touch()
     claim(run).release()
     assert (gone.exists(), mine.exists()) == (False, True)
+
+
+def test_an_attempt_that_just_begins_is_nobody_s_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, lock = uuid.uuid4().hex, fcntl.flock
+
+    def slow_lock(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH:
+            sweep()  # of another run, which begins at the same moment
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow_lock)
+    held = make_scratch(mark)
+    sweep()
+    assert scratch_of(mark).is_dir()
+    os.close(held)
+    sweep()
+    assert not scratch_of(mark).exists()
 
 
 def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_by_the_next_run() -> None:
