@@ -88,8 +88,8 @@ def prove(folder: Path) -> Proof:
             f"GRPO of {STEPS} steps on two ranks, with two engines in processes of their own and "
             f"allowed_outdated_steps = 0. At a random moment (seed {SEED}) one process is killed with SIGKILL; a "
             f"worker that ends is started again, as the launcher does, and what a dead worker has left is ended first, "
-            f"as its supervisor does. The weights have the sha256 of an undisturbed training, which they could not have "
-            f"if a prompt had been left out or trained twice, and no process is left."
+            f"as its supervisor does. The weights have the sha256 of an undisturbed training, which they "
+            f"could not have if a prompt had been left out or trained twice, and no process is left."
         ),
         commands=["python -m tests.acceptance apart"],
         body=table(["killed", "times", "longest, s", "result"], rows),
