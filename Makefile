@@ -20,6 +20,8 @@ ifeq ($(HAS_GPU),)
 else
 	$(PIP) --editable ".[dev,vllm]"
 endif
+	# asks for the OpenCV that needs a display, which would lie over the one without
+	$(PIP) --no-deps rapidocr-onnxruntime==1.4.4
 	touch $@
 
 demo: $(INSTALLED)

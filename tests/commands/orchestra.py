@@ -85,8 +85,17 @@ class Orchestra:
         return re.search(r"UUID: ([0-9a-f-]{36})", said)[1]  # type: ignore[index]
 
     def ask(self, what: str, **filters: Any) -> Any:
-        answer = httpx.post(f"{self.url}/{what}", json=filters, timeout=30)
-        answer.raise_for_status()
+        return self.post(what, filters)
+
+    def post(self, what: str, value: Any) -> Any:
+        """Post JSON as Prefect's own client does: once more where a busy server says 503."""
+        deadline = time.monotonic() + 60
+        while True:
+            answer = httpx.post(f"{self.url}/{what}", json=value, timeout=30)
+            if answer.status_code != 503 or time.monotonic() > deadline:
+                break
+            time.sleep(1)
+        assert answer.is_success, f"{answer.status_code}: {answer.text}"
         return answer.json()
 
     def flow_run(self, flow_run: str) -> dict[str, Any]:

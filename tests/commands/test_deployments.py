@@ -185,8 +185,7 @@ def test_a_schedule_fires(orchestra: Orchestra, place: Workspace) -> None:
     orchestra.ensure_worker()
     deployment = httpx.get(f"{orchestra.url}/deployments/name/post-train/local", timeout=30).json()["id"]
     wanted = [{"schedule": {"interval": 30}, "active": True, "parameters": {"config": config}}]
-    made = httpx.post(f"{orchestra.url}/deployments/{deployment}/schedules", json=wanted, timeout=30)
-    assert made.status_code == 201, made.text
+    orchestra.post(f"deployments/{deployment}/schedules", wanted)
     try:
         wait_until(lambda: scheduled(orchestra, config), 60, "the scheduler made a run")
         orchestra.wait_for(scheduled(orchestra, config)[0]["id"], "COMPLETED", 120)
@@ -284,7 +283,7 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
     wait_until(lambda: min(step(place, "lost", "left"), step(place, "lost", "right")) >= 5, 90, "both at step 5")
     worker = orchestra.ensure_worker()
     worker.send_signal(signal.SIGTERM)
-    worker.wait(timeout=60)
+    worker.wait(timeout=180)
     expect_gone(flow_run, 60)
     stages = place.path / "outputs" / "lost" / "stages"
     saved = {name: json.loads((stages / name / "checkpoint.json").read_text())["step"] for name in ("left", "right")}
@@ -305,7 +304,7 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(orchestra: Orchestra, p
     wait_until(lambda: min(step(place, "alone", "left"), step(place, "alone", "right")) >= 5, 90, "both at step 5")
     worker = orchestra.ensure_worker()
     worker.kill()
-    worker.wait(timeout=60)
+    worker.wait(timeout=180)
     for name in ("left", "right"):
         (place.path / "outputs" / f"go-{name}").touch()
     assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_type"] == "COMPLETED"
