@@ -72,7 +72,7 @@ def _unpickled(path: Path) -> np.ndarray:
     try:
         with open(path, "rb") as file:
             value = _Arrays(file).load()
-    except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle raises whatever it likes
         raise DataError(f"{path.name}: {first_line(error)}") from error
     while isinstance(value, list) and len(value) == 1:
         value = value[0]

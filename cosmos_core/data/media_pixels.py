@@ -80,7 +80,7 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
         return image[None] if framing.num_frames else image
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 - decoders raise whatever they like over a file that anybody may have written
+    except Exception as error:  # decoders raise whatever they like over a damaged file
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
 
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.formats import Located, first_line
-from cosmos_core.data.prompt_sets import metadata_of, named_set, prompt_files
+from cosmos_core.config.prompt_sets import metadata_of, named_set, prompt_files
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError
 
@@ -65,7 +65,7 @@ class Content:
     def open(self) -> BinaryIO:
         """Open the file where the bytes begin."""
         assert self.path is not None
-        file = open(self.path, "rb")
+        file = open(self.path, "rb")  # noqa: SIM115 - the caller closes it
         file.seek(self.offset)
         return file
 
@@ -116,7 +116,7 @@ def open_items(dataset: DatasetConfig, key: str) -> Items:
         raise DataError(f"{key}.local_dir and {key}.name are empty; give a folder of prompts and media, or prompts")
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
-        path = named_set(name, key) or path
+        path = named_set(name, f"{key}.name") or path
     readers = [_reader(path, split, dataset, key) for split in dataset.split]
     return lambda: (item for reader in readers for item in reader())
 
@@ -131,7 +131,7 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _metas(path)
     if tars := _tars(path):
-        return lambda: _members(tars)
+        return lambda: (item for path in tars for item in _members(path))
     if path.is_dir() and _is_media_folder(path):
         return lambda: _pairs(path)
     rows = load_rows(dataset.derived(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
@@ -214,28 +214,27 @@ def _tars(path: Path) -> list[Path]:
     return [path] if path.suffix == ".tar" else []
 
 
-def _members(tars: Iterable[Path]) -> Iterator[Item]:
-    """Yield the items of webdataset shards: members that follow one another with one name up to its first dot."""
-    for path in tars:
-        group: dict[str, tarfile.TarInfo] = {}
-        name, end = "", 0
-        try:
-            with tarfile.open(path, "r:") as archive:
-                for member in filter(tarfile.TarInfo.isfile, archive):
-                    folder, _, base = member.name.rpartition("/")
-                    stem, _, suffix = base.partition(".")
-                    if group and f"{folder}/{stem}" != name:
-                        yield _item_of_members(archive, path, group)
-                        group = {}
-                    name = f"{folder}/{stem}"
-                    group[suffix.lower()] = member
-                    end = member.offset_data + member.size
-                if group:
+def _members(path: Path) -> Iterator[Item]:
+    """Yield the items of a webdataset shard: members that follow one another with one name up to its first dot."""
+    group: dict[str, tarfile.TarInfo] = {}
+    name, end = "", 0
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in filter(tarfile.TarInfo.isfile, archive):
+                folder, _, base = member.name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                if group and f"{folder}/{stem}" != name:
                     yield _item_of_members(archive, path, group)
-            if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a block of zeros is behind the last member
-                raise tarfile.ReadError("unexpected end of data")
-        except (tarfile.TarError, OSError) as error:
-            yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
+                    group = {}
+                name = f"{folder}/{stem}"
+                group[suffix.lower()] = member
+                end = member.offset_data + member.size
+            if group:
+                yield _item_of_members(archive, path, group)
+        if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a block of zeros is behind the last member
+            raise tarfile.ReadError("unexpected end of data")
+    except (tarfile.TarError, OSError) as error:
+        yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
 
 
 def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:

@@ -122,7 +122,7 @@ def test_public_prompt_sets_are_read_with_what_their_rewards_compare_with(test_d
 
 def test_a_prompt_set_that_is_not_here_is_told_with_where_it_comes_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="pickscore.*not on this machine; download https://"):
+    with pytest.raises(DataError, match=r"pickscore.*not on this machine; download https://"):
         items_of("pickscore")
     (tmp_path / "data" / "prompts" / "pickscore").mkdir(parents=True)
     (tmp_path / "data" / "prompts" / "pickscore" / "train.txt").write_text("a dog\n\na cat\n")
@@ -135,7 +135,7 @@ def test_an_image_is_scaled_to_cover_its_size_and_cropped_around_the_middle(tmp_
     image.save(tmp_path / "1.png")
     pixels = pixels_of(Content(False, tmp_path / "1.png"), Framing((10, 10)), 0.0)
     assert pixels.shape == (10, 10, 3)
-    assert (pixels[:, 2:8] == RED).all()
+    assert (pixels[:, 3:7] == RED).all()
 
 
 def test_buckets_keep_the_area_and_take_the_nearest_aspect_ratio():
@@ -164,7 +164,7 @@ def test_the_frames_of_a_clip_are_those_that_the_sampling_says(tmp_path):
     held = Content(True, held=(tmp_path / "1.mp4").read_bytes())
     first = Framing((32, 32), num_frames=5, sampling="first")
     assert (pixels_of(held, first, 0.0) == pixels_of(content, first, 0.0)).all()
-    with pytest.raises(DataError, match="it has 12 frames, and policy.diffusers.train_frames = 13 are needed"):
+    with pytest.raises(DataError, match=r"it has 12 frames, and policy\.diffusers.train_frames = 13 are needed"):
         pixels_of(content, Framing((32, 32), num_frames=13), 0.0)
     with pytest.raises(DataError, match="it is a video"):
         pixels_of(content, Framing((32, 32)), 0.0)

@@ -87,7 +87,7 @@ def stage_path(runs: Path, run_id: int = 1) -> Path:
 
 
 def test_each_row_has_the_embedding_of_its_prompt_and_the_latent_of_its_image(tmp_path, runs):
-    outcome, encoders = prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5))
+    outcome, _ = prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5))
     rows = open_media(stage_path(runs) / "data", "train")
     assert outcome.metrics == {
         "data/train_rows": 5.0, "data/train_skipped_rows": 0.0, "data/encoded_texts": 6.0, "data/encoded_media": 5.0,
@@ -186,9 +186,11 @@ def test_media_that_cannot_be_decoded_are_named_counted_and_skipped_up_to_a_shar
     source = write_pairs(tmp_path / "pairs", 4)
     (source / "0001.png").write_bytes(png()[:40])
     (source / "0002.png").unlink()
-    with pytest.raises(DataError, match="2 of 4 rows of train cannot be used, more than dataset.max_skipped_fraction"):
+    with pytest.raises(
+        DataError, match=r"2 of 4 rows of train cannot be used, more than dataset\.max_skipped_fraction"
+    ):
         prepared(stage_path(runs), source)
-    outcome, encoders = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
+    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
     assert outcome.metrics["data/train_skipped_rows"] == 2
     assert "0001.json: it cannot be decoded" in outcome.info["notices"][0]
     assert "0002.json: there is no image or video beside it" in outcome.info["notices"][0]
@@ -221,7 +223,7 @@ def test_clips_of_a_video_model_are_encoded_with_their_frames(tmp_path, runs):
 def test_prompts_alone_and_held_out_prompts(tmp_path, runs):
     (tmp_path / "prompts.txt").write_text("a dog\na cat\n")
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a cow", "count": 2}) + "\n")
-    outcome, encoders = prepared(
+    _, encoders = prepared(
         stage_path(runs), tmp_path / "prompts.txt", rows="media_prompts",
         validation={"dataset": {"name": str(tmp_path / "held.jsonl")}},
     )  # fmt: skip
@@ -239,4 +241,4 @@ def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
     train, held_out = (open_media(stage_path(runs) / "data", split) for split in ("train", "validation"))
     prompts = [[rows[i].prompt for i in range(len(rows))] for rows in (train, held_out)]
     assert [len(each) for each in prompts] == [3, 2]
-    assert sorted(sum(prompts, [])) == [f"number {i}" for i in range(5)]
+    assert sorted(prompts[0] + prompts[1]) == [f"number {i}" for i in range(5)]

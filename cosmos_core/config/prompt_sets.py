@@ -38,7 +38,7 @@ def named_set(name: str, key: str) -> Path | None:
         if found.exists():
             return found
     raise DataError(
-        f"{key}.name = {name!r} is a known prompt set and not on this machine; download {SETS[name]} to "
+        f"{key} = {name!r} is a known prompt set and not on this machine; download {SETS[name]} to "
         f"{FOLDER / name}, or give the path of a folder or a file"
     )
 
