@@ -74,7 +74,7 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
     try:
         if content.is_video:
             if not framing.num_frames:
-                raise DataError("it is a video, and policy.diffusers.is_video = false")
+                raise DataError("it is a video, and the model makes images")
             return _clip(content, framing, draw)
         image = _framed(_image(content), framing)
         return image[None] if framing.num_frames else image

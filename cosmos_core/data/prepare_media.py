@@ -34,7 +34,10 @@ from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content, Item, Items, open_items
 from cosmos_core.data.order import shuffled
 from cosmos_core.data.prepared import SCHEMAS, RowKind, split_path
-from cosmos_core.errors import DataError, Preempted
+from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.models.families import open_family
+from cosmos_core.run.content import files_of_encoders
+from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import SHARED, replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -64,20 +67,16 @@ class Encoders(Protocol):
         ...
 
 
-@dataclass
-class Sources:
-    """What the encoders are, by digest, and how to have them."""
+@dataclass(frozen=True)
+class Source:
+    """Encoders, which load their weights when they are first asked for, and what is known of them before."""
 
-    open: Callable[[], Encoders]
+    encoders: Encoders
     digest: str
     """Of their weights and of all settings that decide what they give for a text or for pixels."""
     multiple: int = 16
     """What height and width have to be divisible by."""
-
-    @cached_property
-    def encoders(self) -> Encoders:
-        """Return the encoders, which are loaded when they are asked for."""
-        return self.open()
+    is_video: bool = False
 
 
 class _Row(NamedTuple):
@@ -105,7 +104,33 @@ class _Split(NamedTuple):
         return [row for row in self.rows if row is not None]
 
 
-def run(stage: Stage, sources: Sources) -> Outcome:
+def run(stage: Stage) -> Outcome:
+    """Encode the rows of a stage with the encoders of its model.
+
+    Raises:
+        ModelError: the model is no pipeline that is known.
+        DataError, Preempted: as `prepare`.
+    """
+    return prepare(stage, source_of(stage))
+
+
+def source_of(stage: Stage) -> Source:
+    """Return the encoders of a stage's model, of which no weight is loaded yet.
+
+    Raises:
+        ModelError: the model is no pipeline that is known.
+    """
+    policy = stage.recipe.policy
+    family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    folder = family.folder.path
+    weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
+    settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
+    return Source(
+        family, digest_of(weights, type(family).__name__, settings), family.size_multiple, family.is_video
+    )
+
+
+def prepare(stage: Stage, source: Source) -> Outcome:
     """Encode the training rows, and the held-out rows where there are any.
 
     Raises:
@@ -114,8 +139,8 @@ def run(stage: Stage, sources: Sources) -> Outcome:
     """
     stage.progress.phase("prepare")
     kind: RowKind = stage.recipe.train.train_policy.rows
-    splits = _splits(stage, kind)
-    work = _Work(stage, sources, kind)
+    splits = _splits(stage, source, kind)
+    work = _Work(stage, source, kind)
     with replaced_folder(stage.path / "data") as folder:
         (folder / TENSORS).mkdir()
         null = work.texts([Keyed(digest_of("text", ""), "")], folder)
@@ -135,14 +160,20 @@ def run(stage: Stage, sources: Sources) -> Outcome:
     )
 
 
-def framing_of(recipe: Recipe, dataset: DatasetConfig, multiple: int) -> Framing:
-    """Return how media of a data set become pixels."""
+def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framing:
+    """Return how media of a data set become pixels.
+
+    Raises:
+        ConfigError: the model cannot take such a size.
+    """
     diffusers = recipe.policy.diffusers
-    height, width = diffusers.inference_size
+    for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
+        if size % source.multiple:
+            raise ConfigError(f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}")
     return Framing(
-        (height, width),
-        diffusers.train_frames if diffusers.is_video else 0,
-        multiple,
+        diffusers.inference_size,
+        diffusers.train_frames if source.is_video else 0,
+        source.multiple,
         dataset.aspect_ratio_buckets,
         dataset.frame_sampling,
     )
@@ -151,9 +182,9 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, multiple: int) -> Framing
 class _Work:
     """Encodes what the cache does not have, and writes what it has."""
 
-    def __init__(self, stage: Stage, sources: Sources, kind: RowKind) -> None:
-        self._stage, self._sources, self._kind = stage, sources, kind
-        self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, sources.digest)
+    def __init__(self, stage: Stage, source: Source, kind: RowKind) -> None:
+        self._stage, self._source, self._kind = stage, source, kind
+        self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, source.digest)
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
 
@@ -194,7 +225,7 @@ class _Work:
         chosen = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         entries = _Entries({}, {}, {})
         if is_media:
-            framing = framing_of(self._stage.recipe, split.config, self._sources.multiple)
+            framing = framing_of(self._stage.recipe, split.config, self._source)
             encode: Any = lambda items: self._encode_media(items, framing)  # noqa: E731
             keyed: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in chosen)
         else:
@@ -232,7 +263,7 @@ class _Work:
         made: list[Entry] = []
         for start in range(0, len(prompts), _TEXTS_AT_ONCE):
             with torch.no_grad():
-                batch = self._sources.encoders.text_embedding(prompts[start : start + _TEXTS_AT_ONCE])
+                batch = self._source.encoders.text_embedding(prompts[start : start + _TEXTS_AT_ONCE])
             size = len(prompts[start : start + _TEXTS_AT_ONCE])
             made += [{name: values[i] for name, values in batch.items()} for i in range(size)]
         encoded = iter(made)
@@ -247,7 +278,7 @@ class _Work:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         with torch.no_grad():
-            return tuple(self._sources.encoders.text_embedding([""]))
+            return tuple(self._source.encoders.text_embedding([""]))
 
     def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
         """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
@@ -269,7 +300,7 @@ class _Work:
     def _latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Entry | str]:
         pixels = torch.from_numpy(np.stack([each for _, each in batch])).float().div_(127.5).sub_(1)
         with torch.no_grad():
-            mean, logvar = self._sources.encoders.visual_embedding(pixels.movedim(-1, 1).contiguous())
+            mean, logvar = self._source.encoders.visual_embedding(pixels.movedim(-1, 1).contiguous())
         latents: dict[int, Entry | str] = {}
         for b, (index, _) in enumerate(batch):
             latents[index] = {"mean": mean[b]} | ({} if logvar is None else {"logvar": logvar[b]})
@@ -282,17 +313,17 @@ class _Entries(NamedTuple):
     refused: dict[str, str]
 
 
-def _splits(stage: Stage, kind: RowKind) -> dict[str, _Split]:
+def _splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, _Split]:
     """Return the rows to train on, and the held-out rows where there are any, none of which is encoded."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _looked_at(stage, config, key, needs_media=kind == "media")
+    train = _looked_at(stage, source, config, key, needs_media=kind == "media")
     if validation.dataset.name or validation.dataset.local_dir:
-        held_out = _looked_at(stage, validation.dataset, "validation.dataset", needs_media=False)
+        held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
         return {_TRAIN: train, _VALIDATION: held_out}
     if stage.data is not None and ((stage.data / _VALIDATION).is_dir() or any(stage.data.glob(f"{_VALIDATION}.*"))):
-        held_out = _looked_at(stage, config.derived(split=(_VALIDATION,)), key, needs_media=False)
+        held_out = _looked_at(stage, source, config.derived(split=(_VALIDATION,)), key, needs_media=False)
         return {_TRAIN: train, _VALIDATION: held_out}
     size = policy.dataset.test_size
     if size is None:
@@ -308,10 +339,10 @@ def _splits(stage: Stage, kind: RowKind) -> dict[str, _Split]:
     return {_TRAIN: train, _VALIDATION: held_out}
 
 
-def _looked_at(stage: Stage, config: DatasetConfig, key: str, *, needs_media: bool) -> _Split:
+def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> _Split:
     """Read a data set once, for the keys of its texts and media."""
     items = open_items(config, key)
-    framing = framing_of(stage.recipe, config, 1)
+    framing = framing_of(stage.recipe, config, source)
     rows: list[_Row | None] = []
     skipped: list[str] = []
     for item, found in _in_threads(lambda item: (item, _row_of(item, framing, needs_media)), items()):

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
 from cosmos_core.data.media_rows import open_media, open_media_prompts
-from cosmos_core.data.prepare_media import CACHE, Sources, run
+from cosmos_core.data.prepare_media import CACHE, Source, prepare
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.run.files import SHARED, files_below, sha256
 from cosmos_core.run.stage import Stage
@@ -65,16 +65,11 @@ def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage
 
 
 def prepared(path: Path, source: Path, encoders=None, **recipe):
-    """Return the outcome, and the encoders or None where nobody asked for them."""
-    asked = []
-
-    def open_encoders():
-        asked.append(encoders or FakeEncoders())
-        return asked[0]
-
+    """Return the outcome, and the encoders."""
+    encoders = encoders or FakeEncoders()
     stage = make_stage(path, source, **recipe)
-    outcome = run(stage, Sources(open_encoders, "encoders", multiple=4))
-    return outcome, (asked[0] if asked else None)
+    is_video = recipe.get("diffusers", {}).get("is_video", False)
+    return prepare(stage, Source(encoders, "encoders", multiple=4, is_video=is_video)), encoders
 
 
 @pytest.fixture
@@ -107,7 +102,7 @@ def test_with_a_complete_cache_no_encoder_is_opened_and_the_files_are_the_same(t
     source = write_pairs(tmp_path / "pairs", 40)
     prepared(stage_path(runs, 1), source)
     outcome, encoders = prepared(stage_path(runs, 2), source)
-    assert encoders is None
+    assert (encoders.texts, encoders.media) == ([], 0)
     assert outcome.metrics["data/encoded_media"] == 0
     digests = [
         {
@@ -161,7 +156,7 @@ def test_a_stop_request_ends_between_shards(tmp_path, runs):
     stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 3))
     stage.stop_requested = True
     with pytest.raises(Preempted, match="they stay encoded"):
-        run(stage, Sources(FakeEncoders, "encoders"))
+        prepare(stage, Source(FakeEncoders(), "encoders", multiple=4))
 
 
 def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
