@@ -22,7 +22,8 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.models.base import Wants as AnyWants
+from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Sampling, ScoredGroup
 
 
@@ -47,8 +48,9 @@ class Update:
     samples: Sequence[Any]
     loss: LossFunction
     """Knows its denominator, which was fixed over all samples before the first backward."""
-    wants: Wants = LOGPROBS
-    """What the model computes for the loss."""
+    wants: AnyWants = None
+    """What the model computes for the loss, in the adapter's own type; None: log-probabilities of a token model, the
+    velocity of a diffusion model."""
     has_constant_gradient: bool = False
     """Whether the derivative of the loss by each log-probability is the same whatever the log-probabilities are: it
     saves a second run of the head."""
@@ -60,7 +62,7 @@ class View(Protocol):
     """What an algorithm may ask the trainer for."""
 
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], wants: AnyWants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the wanted outputs of each sample under named weights, without gradient and dropout.
 

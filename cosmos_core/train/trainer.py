@@ -20,8 +20,7 @@ from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.models.base import MicroBatch, ModelAdapter
-from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
@@ -92,7 +91,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], wants: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the wanted outputs of each sample under named weights or another model, without dropout; all ranks
         get those of all samples. `size` samples per forward pass; None: `mini_batch`."""
@@ -155,15 +154,15 @@ class Trainer:
             outputs = adapter.joined(batch, outputs)
             if batch.samples:
                 return consume(adapter.micro_batch(batch, outputs))
-            return sum(
-                (v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), outputs["logprobs"].new_zeros(())
-            )
+            zero = next(iter(outputs.values())).new_zeros(())
+            return sum((v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), zero)
 
         def collate(plan: Plan) -> Any:
             self._progress.beat()
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.filler])
             return adapter.expect(batch, known) if known and batch.samples else batch
 
+        wants = adapter.usual_wants if wants is None else wants
         most = size or self._train.train_policy.mini_batch
         plans = self._plans(adapter, samples, adapter.runner.rows(most), is_planned=size is None)
         empty = Plan((), _cheapest(adapter, samples, range(len(samples))))
@@ -184,7 +183,7 @@ class Trainer:
             batches = list(together.values())
         else:
             is_planned, batches = False, [[i] for i in ordered]
-        groups: dict[int, list[list[int]]] = {}
+        groups: dict[Any, list[list[int]]] = {}
         for batch in batches:
             groups.setdefault(adapter.group(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.marks import NoResult, Unit
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Rows
 
-RowKind = Literal["sequences", "pairs", "prompts"]
+RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
 
 REWARD_TIMEOUT_SECONDS = 10.0
 
@@ -27,7 +27,8 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """The `trainer_type` that means this table."""
     rows: ClassVar[RowKind]
-    """What `prepare` makes: token sequences, pairs of them, or prompts to complete."""
+    """What `prepare` makes: token sequences, pairs of them, or prompts to complete; of a diffusion model images and clips
+    with their prompts (`media`), or prompts alone (`media_prompts`)."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
     scores_rows_once: ClassVar[bool] = False

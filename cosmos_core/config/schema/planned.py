@@ -54,10 +54,6 @@ class FP4Config(_planned("FP4Config")):  # type: ignore[misc]
     """`[train.fp4]`"""
 
 
-class DiffusersConfig(_planned("DiffusersConfig")):  # type: ignore[misc]
-    """`[policy.diffusers]`"""
-
-
 class RewardFunctionConfig(_planned("RewardFunctionConfig")):  # type: ignore[misc]
     """`[[...remote_reward.reward_fns]]`: one function of the service."""
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Where
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
-from cosmos_core.config.schema.planned import DiffusersConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
 
