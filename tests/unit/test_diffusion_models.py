@@ -111,7 +111,7 @@ def test_encoding_is_what_decoding_takes_back(family: DiffusionModel) -> None:
         assert torch.allclose(family.decode(mean), vae.decode(raw, return_dict=False)[0], atol=1e-5)
     if logvar is not None:
         scale = family.folder.settings("vae")["scaling_factor"]
-        drawn = (posterior.latent_dist.mean + posterior.latent_dist.std - family.folder.settings("vae")["shift_factor"])
+        drawn = posterior.latent_dist.mean + posterior.latent_dist.std - family.folder.settings("vae")["shift_factor"]
         assert torch.allclose(mean + torch.exp(0.5 * logvar), drawn * scale, atol=1e-5)
 
 
@@ -142,7 +142,7 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
         velocity = family.predict(family.load_denoiser(torch.float32), noisy, sigma_B, text, given_B)
     assert velocity[1, :, :2].abs().max() == 0
     assert velocity[1, :, 2].abs().max() > 0
-    assert all(value.abs().max() == 0 for value in family.null_embedding().values())
+    assert all(value.abs().max() == 0 for value in family.dropped_text(text).values())
     assert torch.equal(family.guided(latents, noise, 0.0), latents)
 
 
