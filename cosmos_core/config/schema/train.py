@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, kinds
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
+from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
@@ -37,7 +38,10 @@ _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every chil
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
-    Annotated[SftConfig, Tag("sft")] | Annotated[DpoConfig, Tag("dpo")] | Annotated[GrpoConfig, Tag("grpo")],
+    Annotated[SftConfig, Tag("sft")]
+    | Annotated[DiffusionSftConfig, Tag("diffusion_sft")]
+    | Annotated[DpoConfig, Tag("dpo")]
+    | Annotated[GrpoConfig, Tag("grpo")],
     Discriminator(algorithm_of),
 ]
 
