@@ -132,15 +132,15 @@ def _trained_vae() -> tuple[Any, float]:
     return vae.eval().requires_grad_(False), error.item()
 
 
-def likeness(prompt: str, image: Any) -> float:
+def likeness(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
     """Return how likely the image shows the digit that the prompt names, to a logistic regression: a reward."""
-    return float(_classifier().predict_proba(_features(image))[0, _label(prompt)])
+    return float(_classifier().predict_proba(_features(media))[0, _label(prompt)])
 
 
-def judge(prompt: str, image: Any) -> float:
+def judge(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
     """Return 1 where a support vector machine sees the digit that the prompt names, else 0: for validation. It has
     learned from the digits that `likeness` has not."""
-    return float(_judge().predict(_features(image))[0] == _label(prompt))
+    return float(_judge().predict(_features(media))[0] == _label(prompt))
 
 
 @lru_cache(maxsize=1)
