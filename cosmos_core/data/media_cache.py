@@ -15,10 +15,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -86,13 +87,20 @@ class MediaCache:
         self._record(shard).unlink(missing_ok=True)
         return False
 
-    def write(self, shard: str, entries: Mapping[str, Entry]) -> None:
-        """Write a shard: its tensors, then the record that says it is whole."""
+    def refused(self, shard: str) -> dict[str, str]:
+        """Return the items of a shard that could not be encoded, by key, and why."""
+        record = read_json(self._record(shard))
+        return dict(record.get("refused", {})) if isinstance(record, dict) else {}
+
+    def write(self, shard: str, entries: Mapping[str, Entry | str]) -> None:
+        """Write a shard: its tensors, then the record that says it is whole; a text in place of an entry says why the
+        item could not be encoded."""
         path = self.path(shard)
         building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        encoded = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
         tensors = {
             f"{key}.{name}": value.detach().cpu().clone()
-            for key, entry in entries.items()
+            for key, entry in encoded.items()
             for name, value in entry.items()
         }
         save_file(tensors, building)
@@ -101,11 +109,22 @@ class MediaCache:
         size = building.stat().st_size
         building.replace(path)
         sync_folder(path.parent)
-        write_json(self._record(shard), {"size": size, "sha256": digest})
+        refused = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
+        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refused})
 
-    def place(self, shard: str, folder: Path) -> None:
-        """Put a shard into a folder: without a copy where the file system can share its blocks."""
-        copy_file(self.path(shard), folder / f"{shard}.safetensors")
+    def place(self, shard: str, target: Path) -> None:
+        """Copy a shard: its blocks are shared where the file system can."""
+        copy_file(self.path(shard), target)
+
+    def shapes(self, shard: str, name: str) -> dict[str, list[int]]:
+        """Return the shape of one tensor of each entry of a shard, by key, from the head of its file."""
+        found = {}
+        with safe_open(str(self.path(shard)), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                entry, _, tensor = key.partition(".")
+                if tensor == name:
+                    found[entry] = list(file.get_slice(key).get_shape())
+        return found
 
     def path(self, shard: str) -> Path:
         """Return where the tensors of a shard lie."""
@@ -113,30 +132,3 @@ class MediaCache:
 
     def _record(self, shard: str) -> Path:
         return self.folder / f"{shard}.json"
-
-
-def encode_missing(
-    cache: MediaCache,
-    shards: Sequence[Sequence[Keyed[ItemT]]],
-    encode: Callable[[Sequence[ItemT]], Sequence[Entry]],
-    between: Callable[[int], None] = lambda count: None,
-) -> int:
-    """Encode the shards that the cache does not have; return how many entries that were.
-
-    Args:
-        cache: where they are kept.
-        shards: what is to be there.
-        encode: takes the items of one shard; called with nothing that is there already.
-        between: called with the number of shards that are done; it may raise to stop, and what is done stays.
-    """
-    num_encoded = 0
-    for done, shard in enumerate(shards):
-        between(done)
-        keys = [each.key for each in shard]
-        name = cache.key_of(keys)
-        if not cache.has(name):
-            entries = encode([each.item for each in shard])
-            cache.write(name, dict(zip(keys, entries, strict=True)))
-            num_encoded += len(keys)
-    between(len(shards))
-    return num_encoded

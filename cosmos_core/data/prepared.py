@@ -20,6 +20,8 @@ from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef, Prompt
 
 RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
+MEDIA: tuple[RowKind, ...] = ("media", "media_prompts")
+"""The kinds of rows that are of diffusion models."""
 
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 

@@ -31,8 +31,8 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """The `trainer_type` that means this table."""
     rows: ClassVar[RowKind]
-    """What `prepare` makes: token sequences, pairs of them, or prompts to complete; of a diffusion model images and clips
-    with their prompts (`media`), or prompts alone (`media_prompts`)."""
+    """What `prepare` makes: token sequences, pairs of them, or prompts to complete; of a diffusion model images and
+    clips with their prompts (`media`), or prompts alone (`media_prompts`)."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
     has_rollouts: ClassVar[bool] = False
