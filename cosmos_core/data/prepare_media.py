@@ -125,9 +125,7 @@ def source_of(stage: Stage) -> Source:
     folder = family.folder.path
     weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
-    return Source(
-        family, digest_of(weights, type(family).__name__, settings), family.size_multiple, family.is_video
-    )
+    return Source(family, digest_of(weights, type(family).__name__, settings), family.size_multiple, family.is_video)
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
@@ -169,7 +167,9 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
     diffusers = recipe.policy.diffusers
     for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
         if size % source.multiple:
-            raise ConfigError(f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}")
+            raise ConfigError(
+                f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
+            )
     return Framing(
         diffusers.inference_size,
         diffusers.train_frames if source.is_video else 0,

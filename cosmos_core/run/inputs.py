@@ -118,7 +118,10 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
             continue
         path = existing(name, Path.cwd()) or (named_set(name, key) if recipe.policy.is_diffusers else None)
         if path is None and (
-            key in {"data", annotations} or key.endswith(".local_dir") or _looks_like_path(name) or Path(name).suffix in _DATA_SUFFIXES
+            key in {"data", annotations}
+            or key.endswith(".local_dir")
+            or _looks_like_path(name)
+            or Path(name).suffix in _DATA_SUFFIXES
         ):
             raise DataError(f"{key} = {name!r}: no such file or folder")
         if path is not None and not (path.is_file() or path.is_dir()):

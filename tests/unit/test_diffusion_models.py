@@ -111,7 +111,7 @@ def test_encoding_is_what_decoding_takes_back(family: DiffusionModel) -> None:
         assert torch.allclose(family.decode(mean), vae.decode(raw, return_dict=False)[0], atol=1e-5)
     if logvar is not None:
         scale = family.folder.settings("vae")["scaling_factor"]
-        drawn = (posterior.latent_dist.mean + posterior.latent_dist.std - family.folder.settings("vae")["shift_factor"])
+        drawn = posterior.latent_dist.mean + posterior.latent_dist.std - family.folder.settings("vae")["shift_factor"]
         assert torch.allclose(mean + torch.exp(0.5 * logvar), drawn * scale, atol=1e-5)
 
 
