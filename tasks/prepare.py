@@ -58,5 +58,5 @@ KIND = StageKind(
         "custom.vision",
     ),
     reports=("data/*",),
-    libraries=(*ROWS, "av", "datasets", "diffusers", "pyarrow", "safetensors"),
+    libraries=(*ROWS, "av", "datasets", "diffusers", "pyarrow"),
 )

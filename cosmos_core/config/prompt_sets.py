@@ -44,7 +44,7 @@ def named_set(name: str, key: str) -> Path | None:
 
 
 def prompt_files(path: Path, split: str) -> list[Path]:
-    """Return the files of prompts at a path, one a line: of a folder those of the split; none: it has other rows."""
+    """Return the files of prompts at a path, a line each: of a folder those of the split; none: it has other rows."""
     if path.is_file():
         return [path] if path.suffix == ".txt" else []
     if not path.is_dir():

@@ -76,6 +76,6 @@ def _unpickled(path: Path) -> np.ndarray:
         raise DataError(f"{path.name}: {first_line(error)}") from error
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating):
         raise DataError(f"{path.name}: it holds {type(value).__name__}, not one array of floating-point numbers")
     return value

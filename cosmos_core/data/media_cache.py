@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -99,7 +100,7 @@ class MediaCache:
         building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         encoded = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
         tensors = {
-            f"{key}.{name}": value.detach().cpu().clone()
+            f"{key}.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
             for key, entry in encoded.items()
             for name, value in entry.items()
         }
@@ -112,7 +113,7 @@ class MediaCache:
         refused = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
         write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refused})
 
-    def place(self, shard: str, target: Path) -> None:
+    def copy(self, shard: str, target: Path) -> None:
         """Copy a shard: its blocks are shared where the file system can."""
         copy_file(self.path(shard), target)
 

@@ -4,7 +4,7 @@
     metas/NAME.txt + videos/NAME.mp4                and perhaps t5_xxl/NAME.safetensors, the embedding of the text
     SHARD.tar                                       webdataset: members of one name, `json` or `txt` beside the media
     rows with a column of images                    a `save_to_disk` folder, parquet, or a data set on the Hub
-    prompts alone                                   one a line (.txt), or rows with `prompt`
+    prompts alone                                   a line each (.txt), or rows with `prompt`
 
 Pixels are `media_pixels.py`; which rows are for training and which are held out is `prepare_media.py`.
 """
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from cosmos_core.config.prompt_sets import metadata_of, named_set, prompt_files
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.formats import Located, first_line
-from cosmos_core.config.prompt_sets import metadata_of, named_set, prompt_files
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError
 
@@ -262,7 +262,7 @@ def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
-    """Yield the prompts of text files, one a line; blank lines are left out."""
+    """Yield the prompts of text files, a line each; blank lines are left out."""
     for file in files:
         with open(file, encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):

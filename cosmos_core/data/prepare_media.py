@@ -33,7 +33,7 @@ from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content, Item, Items, open_items
 from cosmos_core.data.order import shuffled
-from cosmos_core.data.prepared import SCHEMAS, RowKind, split_path
+from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.run.content import files_of_encoders
@@ -51,7 +51,8 @@ _TEXTS_AT_ONCE = 32
 _DECODERS = 4  # threads, for which Pillow and PyAV let go of the interpreter
 _MOST_NAMED = 5
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Encoders(Protocol):
@@ -183,7 +184,7 @@ class _Work:
     """Encodes what the cache does not have, and writes what it has."""
 
     def __init__(self, stage: Stage, source: Source, kind: RowKind) -> None:
-        self._stage, self._source, self._kind = stage, source, kind
+        self._stage, self._source, self._learns = stage, source, kind == MEDIA[0]
         self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, source.digest)
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
@@ -194,7 +195,7 @@ class _Work:
         Raises:
             DataError: too many rows cannot be used, or none is left.
         """
-        is_media = self._kind == "media" and (name == _TRAIN or all(row.media for row in split.kept))
+        is_media = self._learns and (name == _TRAIN or all(row.media for row in split.kept))
         texts = self._entries(split, is_media=False, folder=folder)
         media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
         skipped = list(split.skipped)
@@ -253,7 +254,7 @@ class _Work:
             self._cache.write(name, dict(zip(keys, entries, strict=True)))
             self.num_encoded[which] += len(keys)
         if not (target := folder / TENSORS / f"{name}.safetensors").exists():
-            self._cache.place(name, target)
+            self._cache.copy(name, target)
         self._stage.progress.beat()
         return name
 
@@ -284,7 +285,7 @@ class _Work:
         """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
         found: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        for index, pixels in enumerate(_in_threads(lambda item: _decoded(*item, framing), items)):
+        for index, pixels in enumerate(_in_threads(lambda item: _decoded(item[0], item[1], framing), items)):
             self._stage.progress.beat()
             if isinstance(pixels, str):
                 found[index] = pixels
@@ -318,7 +319,7 @@ def _splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, _Split]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _looked_at(stage, source, config, key, needs_media=kind == "media")
+    train = _looked_at(stage, source, config, key, needs_media=kind == MEDIA[0])
     if validation.dataset.name or validation.dataset.local_dir:
         held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
         return {_TRAIN: train, _VALIDATION: held_out}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cosmos_core.models.diffusion import Text
+from cosmos_core.models.diffusion import DiffusionModel, Text
 from cosmos_core.models.sana_video import SanaVideo, video_compression
 
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
@@ -53,9 +53,9 @@ class CosmosPredict(SanaVideo):
             rows = [self._encoded(prompt) for prompt in prompts]
         return {"prompt_embeds": torch.cat(rows)}
 
-    def null_embedding(self) -> Text:
-        """See `DiffusionModel.null_embedding`: zeros, as those who made the model drop prompts."""
-        return {name: torch.zeros_like(value) for name, value in self.text_embedding([""]).items()}
+    def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
+        """See `DiffusionModel.dropped_text`: zeros, as those who made the model drop prompts."""
+        return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
@@ -74,6 +74,10 @@ class CosmosPredict(SanaVideo):
             "encoder_hidden_states": text["prompt_embeds"],
             "padding_mask": latents.new_zeros(1, 1, height * in_space, width * in_space),
         }
+
+    def probe(self) -> dict[str, Any]:
+        """See `DiffusionModel.probe`."""
+        return DiffusionModel.probe(self)
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """See `DiffusionModel.guided`: here 0 is none."""
@@ -94,8 +98,10 @@ class CosmosPredict(SanaVideo):
         """See `DiffusionModel.num_channels`: the network takes the mask of given frames as one more."""
         return super().num_channels - 1
 
-    def stand_ins(self) -> dict[str, Any]:
-        """See `DiffusionModel.stand_ins`."""
+    @classmethod
+    def stand_ins(cls) -> dict[str, Any]:
+        """See `DiffusionModel.stand_ins`; where torchvision is missing the network gets what it calls of it too."""
+        stand_in_for_torchvision()
         return {"safety_checker": Unguarded()}
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:

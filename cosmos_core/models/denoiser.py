@@ -18,6 +18,10 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.export_pipeline import export_pipeline
+from cosmos_core.models.lora import FOLDER as ADAPTER
+from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.prove_pipeline import prove_pipeline
 from cosmos_core.models.sequential import Sequential, forward_context
 from cosmos_core.parallel.fsdp import apply_fsdp, fill, without_weights
 from cosmos_core.parallel.mesh import Mesh
@@ -44,6 +48,9 @@ class FlowBatch(Batch):
 
 class Denoiser:
     """A `models.base.ModelAdapter`: the denoiser of a pipeline, replicated or sharded over the mesh."""
+
+    model_class: str | None = None
+    """The user's own family, as the recipe names it; None: one of ours."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
         """`model` is the denoiser that `family.load_denoiser` gave, with its adapter."""
@@ -100,7 +107,12 @@ class Denoiser:
 
     def export(self, target: Path) -> Export | None:
         """See `ModelAdapter.export`."""
-        raise NotImplementedError
+        model = self.whole_model()
+        if model is None:
+            return None
+        export_pipeline(self.family, model, target)
+        checks = prove_pipeline(self.family, model, target, model_class=self.model_class)
+        return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def cost(self, sample: FlowSample) -> int:
         """See `ModelAdapter.cost`: positions of the latent."""

@@ -78,9 +78,9 @@ class DiffusionModel:
             pixels: Tensor = vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
             return pixels
 
-    def null_embedding(self) -> Text:
-        """Return what stands for a dropped prompt: that of the empty one."""
-        return self.text_embedding([""])
+    def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
+        """Return what stands for a dropped prompt, of the embedding of the empty prompt: that itself."""
+        return dict(empty)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         """Return the noise levels of a sampler, `num_steps` + 1 of them from noise to 0, as the scheduler of the
@@ -230,7 +230,8 @@ class DiffusionModel:
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def stand_ins(self) -> dict[str, Any]:
+    @classmethod
+    def stand_ins(cls) -> dict[str, Any]:
         """Return components that the pipeline cannot be made without, though nothing here uses them."""
         return {}
 
@@ -243,6 +244,25 @@ class DiffusionModel:
         """Free text encoders and VAE; they are loaded again when they are needed again."""
         self.__dict__.pop("pipeline", None)
         gc.collect()
+
+    @classmethod
+    def load_pipeline(cls, folder: PipelineFolder, dtypes: Mapping[str, torch.dtype]) -> Any:
+        """Return a whole pipeline as any user loads it, with nothing of ours but what it cannot do without; `dtypes` by
+        component, `default` for the others."""
+        absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
+        pipeline = folder.pipeline_class.from_pretrained(
+            str(folder.path), torch_dtype=dict(dtypes), local_files_only=True, **absent | cls.stand_ins()
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def probe(self) -> dict[str, Any]:
+        """Return the arguments of a small and quick call of the pipeline, without those that say what to draw."""
+        in_time = self.pixels_per_latent[0]
+        side = self.size_multiple * 2
+        frames = {"num_frames": in_time + 1} if self.is_video else {}
+        return {"height": side, "width": side, "num_inference_steps": 2, "guidance_scale": 1.0,
+                "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
         """Return the denoiser with its weights on the CPU."""

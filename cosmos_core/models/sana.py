@@ -59,6 +59,10 @@ class Sana(DiffusionModel):
             "encoder_attention_mask": text["prompt_attention_mask"],
         }
 
+    def probe(self) -> dict[str, Any]:
+        """See `DiffusionModel.probe`: the size that is asked for, not the nearest of a list."""
+        return super().probe() | {"use_resolution_binning": False}
+
     @property
     def timestep_scale(self) -> float:
         """Return what the network's timesteps are multiplied by."""

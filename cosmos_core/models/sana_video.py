@@ -38,6 +38,11 @@ class SanaVideo(Sana):
         """See `DiffusionModel.pixels_per_latent`."""
         return video_compression(self.folder.settings("vae"))
 
+    def probe(self) -> dict[str, Any]:
+        """See `DiffusionModel.probe`."""
+        found = super().probe()
+        return found | {"frames": found.pop("num_frames")}
+
     @property
     def timestep_scale(self) -> float:
         """See `Sana.timestep_scale`: the pipeline does not multiply."""

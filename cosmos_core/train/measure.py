@@ -18,6 +18,7 @@ import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.media_rows import MediaRows, open_media
 from cosmos_core.data.prepared import (
     Pairs,
     Prompts,
@@ -37,7 +38,7 @@ from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import pair_samples, sequence_sample
+from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Sampling, Score, ScoredGroup
@@ -53,7 +54,7 @@ validations is the weights."""
 def row_metrics(
     trainer: Trainer,
     algorithm: Algorithm,
-    rows: Sequences | Pairs,
+    rows: Sequences | Pairs | MediaRows,
     reference: np.ndarray | None,
     recipe: Recipe,
     progress: Progress,
@@ -61,12 +62,16 @@ def row_metrics(
     """Return the algorithm's metrics of all held-out rows; `reference`: of pairs, the log-probabilities of all."""
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
     rows_per_chunk = CHUNK if isinstance(rows, Pairs) else size
+    draws = draws_of(rows, recipe, trainer.adapter) if isinstance(rows, MediaRows) else None
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
             progress.beat()
             positions = range(start, min(start + rows_per_chunk, len(rows)))
-            if isinstance(rows, Pairs):
+            if isinstance(rows, MediaRows):
+                assert draws is not None
+                yield [held_out_sample(rows, i, draws) for i in positions]
+            elif isinstance(rows, Pairs):
                 yield [sample for i in positions for sample in pair_samples(rows, i, reference)]
             else:
                 yield [sequence_sample(rows, i) for i in positions]
@@ -213,7 +218,7 @@ def shared(score: ScoreGroups) -> ScoreGroups:
     return lambda groups: broadcast_object(score(groups) if is_first() else [])
 
 
-def held_out(folder: Path) -> Prompts | Pairs | Sequences:
+def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows:
     """Return the held-out rows of prepared data.
 
     Raises:
@@ -227,6 +232,8 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences:
     kind = rows_kind(folder, "validation")
     if kind == "prompts":
         return open_prompts(folder, "validation")
+    if kind == "media":
+        return open_media(folder, "validation")
     return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")
 
 

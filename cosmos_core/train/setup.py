@@ -6,6 +6,7 @@ The hand-over is the model in full precision, proven to load, with its adapter m
 
 from __future__ import annotations
 
+import importlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import NamedTuple
@@ -16,9 +17,9 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.data.media_rows import open_media
 from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
-from cosmos_core.models.open_causal_lm import open_causal_lm
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
@@ -28,6 +29,7 @@ from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import (
     Feed,
+    MediaFeed,
     PairFeed,
     PromptOrder,
     RolloutFeed,
@@ -85,10 +87,17 @@ def train(stage: Stage) -> Trained:
     return Trained(trainer.adapter, loop.step, metrics, loop.best)
 
 
+def open_model(stage: Stage) -> ModelAdapter:
+    """Return the model of a stage, by its modality; nothing of the others is imported."""
+    opened = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality}")
+    adapter: ModelAdapter = opened.open_model(stage)
+    return adapter
+
+
 def open_trainer(stage: Stage) -> Trainer:
     """Return the trainer of a stage's model, with the weights that the algorithm asks for beside the policy's."""
     stage.progress.phase("load")
-    trainer = Trainer(open_causal_lm(stage), stage.recipe.train, stage.progress)
+    trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
     if stage.kind.trains and not policy.scores_rows_once:  # that is done before the policy differs from them
         for name in policy.named_weights:
@@ -122,6 +131,8 @@ def _feed(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Gene
     policy = recipe.train.train_policy
     if policy.rows == "sequences":
         return SequenceFeed(open_sequences(folder, "train"), recipe)
+    if policy.rows == "media":
+        return MediaFeed(open_media(folder, "train"), recipe, trainer.adapter)
     if policy.rows == "pairs":
         pairs = open_pairs(folder, "train")
         feed = PairFeed(pairs, recipe)

@@ -142,7 +142,7 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
         velocity = family.predict(family.load_denoiser(torch.float32), noisy, sigma_B, text, given_B)
     assert velocity[1, :, :2].abs().max() == 0
     assert velocity[1, :, 2].abs().max() > 0
-    assert all(value.abs().max() == 0 for value in family.null_embedding().values())
+    assert all(value.abs().max() == 0 for value in family.dropped_text(text).values())
     assert torch.equal(family.guided(latents, noise, 0.0), latents)
 
 

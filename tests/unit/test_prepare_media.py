@@ -11,16 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
+from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import open_media, open_media_prompts
+from cosmos_core.data.media_source import Content
+from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import CACHE, Source, prepare
 from cosmos_core.errors import DataError, Preempted
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.families import open_family
 from cosmos_core.run.files import SHARED, files_below, sha256
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
+from tests import tiny_pipelines
 from tests.unit.test_media_source import png, write_clip, write_pairs
 
 
@@ -45,6 +50,13 @@ class FakeEncoders:
         return mean, torch.zeros_like(mean)
 
 
+def with_rows(recipe: Recipe, rows: str) -> Recipe:
+    """The recipe with an algorithm that learns from other rows."""
+    policy = recipe.train.train_policy
+    table = type("Policy", (type(policy),), {"rows": rows, "__module__": __name__})
+    return recipe.derived(train=recipe.train.derived(train_policy=table.model_construct(**dict(policy))))
+
+
 def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage:
     path.mkdir(parents=True, exist_ok=True)
     dataset = recipe.pop("dataset", {})
@@ -54,12 +66,7 @@ def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage
         "policy": {"is_diffusers": True, "diffusers": diffusers},
         **recipe,
     }
-    made = Recipe.model_validate(values)
-    policy = made.train.train_policy
-    table = type("Policy", (type(policy),), {"rows": rows, "algorithm": "sft", "__module__": __name__})
-    assert issubclass(table, AlgorithmConfig)
-    policy = table.model_construct(**dict(policy))
-    made = made.derived(train=made.train.derived(train_policy=policy))
+    made = with_rows(Recipe.model_validate(values), rows)
     config = StageConfig(name=path.name, kind="prepare")
     return Stage(path, config, made, "model", None, {}, "f", all_kinds()["prepare"])
 
@@ -237,3 +244,38 @@ def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
     prompts = [[rows[i].prompt for i in range(len(rows))] for rows in (train, held_out)]
     assert [len(each) for each in prompts] == [3, 2]
     assert sorted(prompts[0] + prompts[1]) == [f"number {i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
+def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_path, runs, family, monkeypatch):
+    model = tiny_pipelines.save(family, tmp_path / "model")
+    (tmp_path / "clips").mkdir()
+    write_clip(tmp_path / "clips" / "1.mp4") if is_video(family) else (tmp_path / "clips" / "1.png").write_bytes(png())
+    (tmp_path / "clips" / "1.json").write_text('{"prompt": "red"}')
+    diffusers = {"inference_size": [32, 32], "train_frames": 9, "max_prompt_length": 32}
+    stage = make_stage(stage_path(runs), tmp_path / "clips", diffusers=diffusers)
+    stage.model = str(model)
+    made = run_stage(stage)
+    encoders = open_family(str(model), stage.recipe.policy)
+    row = open_media(stage.path / "data", "train")[0]
+    text = encoders.text_embedding(["red"])
+    assert row.text.keys() == text.keys()
+    assert all(torch.equal(row.text[name], text[name][0]) for name in text)
+    pixels = pixels_of(
+        Content(is_video(family), tmp_path / "clips" / ("1.mp4" if is_video(family) else "1.png")),
+        Framing((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0,
+    )  # fmt: skip
+    assert row.mean.shape == encoders.latent_shape(32, 32, 9)
+    assert (row.logvar is not None) == (family == "sd3")
+    if not is_video(family):
+        mean, _ = encoders.visual_embedding(torch.from_numpy(pixels.copy())[None].movedim(-1, 1) / 127.5 - 1)
+        assert torch.allclose(row.mean, mean[0], atol=1e-4)
+    again = make_stage(stage_path(runs, 2), tmp_path / "clips", diffusers=diffusers)
+    again.model = str(model)
+    monkeypatch.setattr(DiffusionModel, "pipeline", property(lambda self: pytest.fail("an encoder was loaded")))
+    assert run_stage(again).metrics["data/encoded_media"] == 0
+    assert made.metrics["data/encoded_media"] == 1
+
+
+def is_video(family: str) -> bool:
+    return family in {"sana_video", "cosmos_predict"}

@@ -12,6 +12,7 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, k
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.ddrl import DdrlConfig
 from cosmos_core.config.schema.diffusion_nft import DiffusionNftConfig
+from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -41,6 +42,7 @@ _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remo
 
 AlgorithmTable = Annotated[
     Annotated[SftConfig, Tag("sft")]
+    | Annotated[DiffusionSftConfig, Tag("diffusion_sft")]
     | Annotated[DpoConfig, Tag("dpo")]
     | Annotated[GrpoConfig, Tag("grpo")]
     | Annotated[DiffusionNftConfig, Tag("diffusion_nft")]
