@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -54,6 +55,9 @@ class Update:
     has_constant_gradient: bool = False
     """Whether the derivative of the loss by each log-probability is the same whatever the log-probabilities are: it
     saves a second run of the head."""
+    compares: tuple[str, ...] = ()
+    """Named weights under which the wanted outputs are computed too, before the policy's and without gradient; a
+    micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`."""
     data: Update | None = None
     """A data term: other samples with a loss of their own, in the same optimizer step."""
 
@@ -74,12 +78,19 @@ class View(Protocol):
         """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
         ...
 
+    def follow(self, weights: str, share: float) -> None:
+        """Move named weights towards the policy: weights + share * (policy - weights)."""
+        ...
+
 
 class Algorithm:
     """A credit rule and a loss. What it needs of the rest is declared by its parameter class, `AlgorithmConfig`."""
 
     teacher: DistillationConfig | None = None
     """What is said of the model that `View.evaluate` asks as `teacher`; None: there is none."""
+
+    diffusers: DiffusersConfig = DiffusersConfig()
+    """How a diffusion model draws and is trained."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Take the parameters; the recipe's `[custom]` table, for an algorithm of a user's own; and how completions are

@@ -162,7 +162,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
             return True  # who can tell
         stage = pipeline.stage(source)
     recipe = pipeline.recipes[stage.name]
-    return recipe.train.train_policy.rows == "prompts" or bool(recipe.validation.reward_function)
+    return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
 
 
 def threads(pipeline: Pipeline) -> int:

@@ -73,7 +73,7 @@ def total_steps(recipe: Recipe, rows_per_step: int, num_rows: int) -> int:
 def rows_per_step(recipe: Recipe) -> int:
     """Return the rows of a train step; of prompts, whose completions are counted, a part of them."""
     size = recipe.train.train_batch_per_replica
-    return size // recipe.rollout.n_generation if recipe.train.train_policy.rows == "prompts" else size
+    return size // recipe.rollout.n_generation if recipe.train.train_policy.has_rollouts else size
 
 
 def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
@@ -331,6 +331,7 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
+        flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
         may_be_outdated=recipe.train.sync_weight_interval > 1
         or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )

@@ -68,7 +68,7 @@ def run(stage: Stage) -> Outcome:
 def train(stage: Stage) -> Trained:
     """Train the model of a stage to its last step."""
     recipe, policy = stage.recipe, stage.recipe.train.train_policy
-    has_rollouts = policy.rows == "prompts"
+    has_rollouts = policy.has_rollouts
     algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
     trainer = open_trainer(stage)
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
 
 
 def _measure_completions(completions: Completions, generation: Generation, stage: Stage) -> Measure:
-    if stage.recipe.train.train_policy.rows == "prompts":
+    if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
     def measure(step: int) -> dict[str, float]:

@@ -118,12 +118,37 @@ class Trainer:
                 if isinstance(value, Tensor):
                     value.zero_()
 
+    def follow(self, weights: str, share: float) -> None:
+        """Move named weights towards the policy: weights + share * (policy - weights)."""
+        self.named.lerp(weights, share)
+
+    @torch.no_grad()
+    def _compared(self, update: Update) -> dict[int, dict[str, Tensor]]:
+        """Return the outputs under the named weights that the update compares with, for the samples of this rank."""
+        found: dict[int, dict[str, Tensor]] = {}
+        self.adapter.runner.train(False)
+        for weights in update.compares:
+
+            def keep(micro: MicroBatch, weights: str = weights) -> None:
+                for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True):
+                    found.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
+
+            with self.weights(weights):
+                self._run(self.adapter, update.samples, keep, update.wants)
+        self.adapter.runner.train(True)
+        return found
+
     def _backward(self, update: Update) -> list[Loss]:
         """Add the gradient of an update; return the loss of each micro-batch of this rank."""
         losses: list[Loss] = []
+        compared = self._compared(update) if update.compares else {}
         num_tokens = sum(self.adapter.cost(sample) for sample in update.samples)
 
         def learn(micro: MicroBatch) -> Tensor:
+            if compared:
+                others = [compared[i] for i in micro.indices]
+                rows = {name: torch.stack([other[name] for other in others]) for name in others[0]}
+                micro = replace(micro, outputs=micro.outputs | rows)
             loss = update.loss(micro)
             metrics, added = loss.metrics, torch.zeros_like(loss.value)
             if micro.model_loss is not None:

@@ -7,7 +7,7 @@ means. Nobody else asks which algorithm is running: they ask for these declarati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -15,6 +15,10 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NoResult, Unit
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Rows
+from cosmos_core.types import FlowSampling
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.diffusers import DiffusersConfig
 
 RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
 
@@ -31,6 +35,8 @@ class AlgorithmConfig(Table):
     clips with their prompts (`media`), or prompts alone (`media_prompts`)."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
+    has_rollouts: ClassVar[bool] = False
+    """Whether it learns from scored groups of what the policy makes of prompts."""
     scores_rows_once: ClassVar[bool] = False
     """Whether the reference policy is asked for each row before the first step alone, so that no copy of it is kept."""
 
@@ -101,6 +107,10 @@ class AlgorithmConfig(Table):
     def env_of_rewards(self) -> tuple[str, ...]:
         """Return the environment variables that rewards see beyond those that any program needs."""
         return ()
+
+    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling | None:
+        """Return how rollouts of a diffusion model are drawn; None: there are none, or they are text."""
+        return None
 
     @property
     def named_weights(self) -> tuple[str, ...]:

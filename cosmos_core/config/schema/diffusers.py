@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import Unit
-from cosmos_core.config.schema.planned import FlowRLConfig, SampleConfig, TokenizerConfig
+from cosmos_core.config.schema.planned import TokenizerConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 

@@ -27,19 +27,11 @@ class SubProfilerConfig(_planned("SubProfilerConfig")):  # type: ignore[misc]
     """`[profiler.sub_profiler_config]`: schedule of torch.profiler."""
 
 
-class SampleConfig(_planned("SampleConfig")):  # type: ignore[misc]
-    """`[policy.diffusers.sample]`: how images and videos are drawn."""
-
-
 class TokenizerConfig(_planned("TokenizerConfig")):  # type: ignore[misc]
     """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5."""
 
 
-class FlowRLConfig(_planned("FlowRLConfig")):  # type: ignore[misc]
-    """Read with `trainer_type = "flow_grpo"` (arXiv 2505.05470) and `"ddrl"` (arXiv 2512.04332)."""
-
-
-TYPES |= {table.__name__: table for table in (SubProfilerConfig, SampleConfig, TokenizerConfig, FlowRLConfig)}
+TYPES |= {table.__name__: table for table in (SubProfilerConfig, TokenizerConfig)}
 
 
 class VLAConfig(_planned("VLAConfig")):  # type: ignore[misc]
