@@ -38,6 +38,7 @@ from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
 from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
 from cosmos_core.train.trainer import Trainer
@@ -94,13 +95,13 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         scores = [score for group in groups for score in group.scores]
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions]
+    lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
-        "validation/length_mean": float(np.mean(lengths)),
+        **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
         **_pass_at_each(groups, full_reward),
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
@@ -128,7 +129,9 @@ def pass_at(k: int, count: int, right: int) -> float:
 class Completions:
     """Generates and scores completions of held-out prompts."""
 
-    def __init__(self, prompts: Prompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
+    def __init__(
+        self, prompts: Prompts | DrawnPrompts, engine: Engine, score: ScoreGroups, stage: Stage
+    ) -> None:
         self._prompts, self._engine, self._score, self._stage = prompts, engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
         self._full = sum(reward_weights(stage.recipe).values())
@@ -183,6 +186,7 @@ def validation_sampling(recipe: Recipe) -> Sampling:
         max_tokens=validation.max_response_length or rollout.max_response_length,
         num_completions=validation.n_generation,
         seed=recipe.train.seed,
+        flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
     )
 
 
@@ -218,7 +222,7 @@ def shared(score: ScoreGroups) -> ScoreGroups:
     return lambda groups: broadcast_object(score(groups) if is_first() else [])
 
 
-def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows:
+def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPrompts:
     """Return the held-out rows of prepared data.
 
     Raises:
@@ -234,6 +238,8 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows:
         return open_prompts(folder, "validation")
     if kind == "media":
         return open_media(folder, "validation")
+    if kind == "media_prompts":
+        return DrawnPrompts(open_media_prompts(folder, "validation"))
     return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")
 
 
