@@ -22,7 +22,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
 from cosmos_core.models.teacher import look_at_teacher
 from cosmos_core.parallel.pipeline import apply_pp
-from cosmos_core.rewards.remote import ping, service_of
+from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards

@@ -33,7 +33,8 @@ from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid
-from cosmos_core.rewards.remote import RemoteRewards, service_of
+from cosmos_core.rewards.exchange import service_of
+from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, turn_metrics

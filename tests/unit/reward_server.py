@@ -13,8 +13,8 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
+from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN, Service
 from cosmos_core.rewards.protocol import decode_request
-from cosmos_core.rewards.remote import ENQUEUE_URL, FETCH_URL, TOKEN, Service
 
 Reply = tuple[int, dict[str, Any], dict[str, str]]
 """Status, JSON and headers."""

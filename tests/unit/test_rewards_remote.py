@@ -14,8 +14,9 @@ from PIL import Image
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError, StageFailed
+from cosmos_core.rewards.exchange import ping, service_of, set_latent_attr
 from cosmos_core.rewards.protocol import ProtocolError, decode_request, encode_request
-from cosmos_core.rewards.remote import RemoteRewards, ping, service_of, set_latent_attr
+from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.types import Completion, Group, Prompt, Segment
 from tests.unit.reward_server import Reply, RewardServer, Sent, reply, service, serving
 
