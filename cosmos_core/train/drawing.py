@@ -18,7 +18,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.flow_sampler import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import draws_of
+from cosmos_core.train.feeds import draws_of, rows_per_step
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Prompt
 
@@ -47,9 +47,7 @@ class DrawnPrompts(Sequence[Prompt]):
             return [self[i] for i in range(*index.indices(len(self)))]
         found = self.media[index]
         reference = next((str(found.metadata[name]) for name in self._columns if name in found.metadata), "")
-        return Prompt(
-            found.row, (), found.prompt, reference, embedding=dict(found.text), metadata=dict(found.metadata)
-        )
+        return Prompt(found.row, (), found.prompt, reference, embedding=dict(found.text), metadata=dict(found.metadata))
 
 
 def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
@@ -58,7 +56,9 @@ def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
     Raises:
         DataError: there is no such split, or it is damaged.
     """
-    return DrawnPrompts(open_media_prompts(folder, split), getattr(recipe.train.train_policy, "response_column_name", ""))
+    return DrawnPrompts(
+        open_media_prompts(folder, split), getattr(recipe.train.train_policy, "response_column_name", "")
+    )
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
@@ -114,7 +114,10 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     """Return what gives the diffusion loss on as many real images or clips as a train step has prompts, times
     `data_beta`: the loss of SFT, at noise levels that are drawn as there."""
     draws, beta = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl.data_beta
-    size, seed = min(len(rows), recipe.train.train_batch_per_replica // recipe.rollout.n_generation), recipe.train.order_seed
+    size, seed = (
+        min(len(rows), recipe.train.train_batch_per_replica // recipe.rollout.n_generation),
+        recipe.train.order_seed,
+    )
 
     def update(step: int) -> Update:
         positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()

@@ -18,7 +18,7 @@ from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
 from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
-from cosmos_core.data.prepared import Pairs, Prompts, Sequences
+from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.base import ModelAdapter
