@@ -331,6 +331,7 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
+        flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
         may_be_outdated=recipe.train.sync_weight_interval > 1
         or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )
