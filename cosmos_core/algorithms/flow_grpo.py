@@ -45,8 +45,6 @@ class FlowGrpo(FlowRl):
     """FlowGRPO with the settings of `[train.train_policy]` and `[policy.diffusers.flow_rl]`."""
 
     config: FlowGrpoConfig
-    null_text: dict[str, Tensor] | None = None
-    """The embedding of the empty prompt, where rollouts are guided."""
 
     def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         """See `FlowRl.update_of`."""

@@ -9,7 +9,7 @@ Shapes: B samples, dots for the dimensions of a latent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,6 @@ from cosmos_core.types import Group, Sampling, ScoredGroup
 _TRAINING = 1 << 20
 """Added to the number of a completion in the seeds of training, which rollouts have without."""
 
-DataTerm = Callable[[int], Update]
-"""Gives the data term of a train step, counted from 0."""
-
 
 @dataclass(frozen=True, slots=True)
 class SeededSample:
@@ -62,8 +59,6 @@ class FlowRl(Algorithm):
     """Credit of drawn images and videos; a subclass says what one optimizer step learns of them."""
 
     config: FlowPolicyConfig
-    data_term: DataTerm | None = None
-    """Real data that is learned beside rollouts; None: none is."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)

@@ -83,7 +83,7 @@ class Denoiser:
         """See `ModelAdapter.whole_model`."""
         return self.model if self.whole is None else fill(self.whole, self.model)
 
-    def predict(  # noqa: PLR0913
+    def predict(
         self,
         latents: Tensor,
         sigma_B: Tensor,

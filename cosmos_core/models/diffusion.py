@@ -104,7 +104,7 @@ class DiffusionModel:
         is_learned_BF = frames_F[None] >= num_given_B.to(latents.device)[:, None]
         return is_learned_BF.to(latents.dtype)[:, None, :, None, None]
 
-    def predict(  # noqa: PLR0913
+    def predict(
         self,
         denoiser: Callable[..., Any],
         latents: Tensor,

@@ -111,7 +111,7 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
     return "copies"
 
 
-def _prove_images(  # noqa: PLR0913 - what is compared with what
+def _prove_images(
     family: DiffusionModel, model: Any, text: Text, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """The exported pipeline draws what the policy does, and so does the adapter on the untouched base."""

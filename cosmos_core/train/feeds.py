@@ -18,7 +18,7 @@ from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
 from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
-from cosmos_core.data.prepared import Pairs, Prompts, Sequences
+from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.base import ModelAdapter
@@ -214,7 +214,7 @@ class MediaFeed(RowFeed):
 class RolloutFeed(Feed):
     """Scored groups of completions, turned into samples by the algorithm's credit rule."""
 
-    def __init__(self, prompts: Prompts, source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
+    def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
         self._source, self._algorithm = source, algorithm
         self.steps_per_epoch = batches_per_epoch(rows_per_step(recipe), len(prompts), drop_last=True)
         self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
@@ -258,7 +258,7 @@ class RolloutFeed(Feed):
 class PromptOrder:
     """The prompts in an order that is a pure function of seed, epoch and position."""
 
-    def __init__(self, prompts: Prompts, recipe: Recipe) -> None:
+    def __init__(self, prompts: Sequence[Prompt], recipe: Recipe) -> None:
         self._prompts, self._train = prompts, recipe.train
         self._batch = rows_per_step(recipe)
 

@@ -300,6 +300,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
         "RolloutConfig.engine_timeout_seconds", "MultiTurnRolloutConfig.custom_chat_template_path",
         "MultiTurnRolloutConfig.tool_env",
+        "RemoteRewardConfig.max_in_flight",
         "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known
         "LoggingConfig.logger",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",

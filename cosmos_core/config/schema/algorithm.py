@@ -13,6 +13,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Rows
 from cosmos_core.types import FlowSampling
@@ -75,6 +76,11 @@ class AlgorithmConfig(Table):
     def rewards(self) -> dict[str, float]:
         """Return the reward functions with their weights; empty: nothing is scored."""
         return {}
+
+    @property
+    def remote_rewards(self) -> RemoteRewardConfig | None:
+        """Return what is asked of a reward service in place of reward functions; None: nothing."""
+        return None
 
     @property
     def reward_seconds(self) -> float:

@@ -9,8 +9,6 @@ import tomllib
 from importlib.resources import files
 from typing import Any
 
-from pydantic import ValidationInfo, field_validator
-
 from cosmos_core.config.schema.declared import TYPES, declared
 from cosmos_core.config.schema.lora import LoraConfig
 
@@ -44,19 +42,3 @@ class ProfilerConfig(_planned("ProfilerConfig")):  # type: ignore[misc]
 
 class FP4Config(_planned("FP4Config")):  # type: ignore[misc]
     """`[train.fp4]`"""
-
-
-class RewardFunctionConfig(_planned("RewardFunctionConfig")):  # type: ignore[misc]
-    """`[[...remote_reward.reward_fns]]`: one function of the service."""
-
-    @field_validator("score_key")
-    @classmethod
-    def _key_is_the_name(cls, key: str | None, info: ValidationInfo) -> str | None:
-        return info.data.get("name") if key is None else key
-
-
-TYPES["RewardFunctionConfig"] = RewardFunctionConfig
-
-
-class RemoteRewardConfig(_planned("RemoteRewardConfig")):  # type: ignore[misc]
-    """`[...remote_reward]`"""
