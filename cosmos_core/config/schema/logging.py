@@ -21,8 +21,8 @@ class LoggingConfig(Table):
 
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
-    something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
-    `path/file.py:Class`, with the methods of `Sink`."""
+    something), `tensorboard` (event files in the stage's folder `tensorboard/`), a class of your own,
+    `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_interval: Annotated[PositiveInt, Unit("train steps")] = 100
     """Steps between lines."""
     multi_modal_log_interval: Steps | None = None
