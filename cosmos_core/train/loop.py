@@ -24,6 +24,8 @@ from cosmos_core.train.ema import NAME as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
+from cosmos_core.train.mfu import Utilization
+from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopAsked, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import JsonValue
@@ -49,6 +51,8 @@ class Loop:
     """None: no validation during training."""
     average: MovingAverage | None = None
     """What is measured and, in the end, left in the model; None: the weights themselves."""
+    utilization: Utilization | None = None
+    """Counts the share of the devices' rate that train steps reach; None: not reported."""
     begin_from: Path | None = None
     """The folder `.../step_N/policy` of another run, for a training that has no checkpoint of its own yet."""
     best: Best | None = None
@@ -72,20 +76,11 @@ class Loop:
         self.trainer.adapter.prove()
         hooks, start = self._hooks, self._restore()
         hooks("pre_training_hook", start_step=start, total_steps=self.feed.total_steps)
-        train, validation = self.stage.recipe.train, self.stage.recipe.validation
         self.publish(start)
-        if self.measure and validation.val_before_train and start == 0:
+        if self.measure and self.stage.recipe.validation.val_before_train and start == 0:
             self._log(0, self._measured(0))
-        save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
-        while (metrics := self._next()) is not None:
-            is_last, best_before = self.step == self.feed.total_steps, self.best
-            if self.measure and (self.step % validation.freq == 0 or is_last):
-                measured = self._measured(self.step)
-                metrics |= measured
-                self.best = best_of(self.best, self.step, measured)
-            self._log(self.step, metrics)
-            if train.ckpt.enable_checkpoint and (self.step % save_freq == 0 or self.best != best_before):
-                self._save()
+        with StepProfiler(self.stage, start) as profiler:
+            self._train(profiler)
         self.checkpointer.wait()
         if self.checkpointer.latest() != self.step:
             self._save()
@@ -94,6 +89,21 @@ class Loop:
             self.trainer.named.copy_to_policy(EMA)
         hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last)
         return self._last
+
+    def _train(self, profiler: StepProfiler) -> None:
+        """Take the steps that are left, measuring and saving as the recipe asks."""
+        train, validation = self.stage.recipe.train, self.stage.recipe.validation
+        save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
+        while (metrics := self._next()) is not None:
+            profiler.step(self.step)
+            is_last, best_before = self.step == self.feed.total_steps, self.best
+            if self.measure and (self.step % validation.freq == 0 or is_last):
+                measured = self._measured(self.step)
+                metrics |= measured
+                self.best = best_of(self.best, self.step, measured)
+            self._log(self.step, metrics)
+            if train.ckpt.enable_checkpoint and (self.step % save_freq == 0 or self.best != best_before):
+                self._save()
 
     def _next(self) -> dict[str, float] | None:
         """Take one train step and publish its weights; return its metrics, None: the data has ended."""
@@ -121,11 +131,17 @@ class Loop:
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
         began = time.perf_counter()
-        updates = [self.trainer.update(update) for update in self.algorithm.updates(samples, self.trainer)]
+        updates = []
+        for update in self.algorithm.updates(samples, self.trainer):
+            updates.append(self.trainer.update(update))
+            if self.utilization:
+                self.utilization.add(update)
         metrics |= _over_updates(updates)
         if self.average:
             self.average.update(self.step)
         seconds = time.perf_counter() - began
+        if self.utilization:
+            metrics["throughput/mfu"] = self.utilization.reached(seconds)
         num_tokens = sum(self.trainer.adapter.cost(sample) for sample in samples)
         return metrics | {
             **learning_rates,

@@ -41,6 +41,7 @@ from cosmos_core.train.feeds import (
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
+from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.stop import check_stop
@@ -79,6 +80,7 @@ def train(stage: Stage) -> Trained:
             publish_every=recipe.train.sync_weight_interval,
             measure=measure,
             average=MovingAverage(trainer.named, recipe.train) if recipe.train.ema_enable else None,
+            utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()

@@ -33,8 +33,9 @@ class LoggingConfig(Table):
     """Group on Weights & Biases; None: the stages of one run together, as `<name>-<run id>` with the name below."""
     experiment_name: Annotated[str | None, NoResult] = None
     """Name on Weights & Biases, before run id and stage: `<name>-<run id>-<stage>`; None: the pipeline's."""
-    report_mfu: bool = False
-    """Report the share of the GPU's peak FLOPs."""
+    report_mfu: Annotated[bool, NoResult] = False
+    """Report `throughput/mfu`: the FLOPs of train steps against those of a large product of matrices in `param_dtype`,
+    measured on the ranks' devices when the training begins."""
 
     @field_validator("logger")
     @classmethod
