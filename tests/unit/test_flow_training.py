@@ -88,7 +88,8 @@ def checkpoint(stage: Stage, step: int) -> dict[str, torch.Tensor]:
 def test_a_training_raises_its_reward_and_is_exported(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    stage = inputs.stage(tmp_path / "rl", **TRAININGS[name], **weights)
+    rate = {"train.optm_lr": 2e-2} if weights else {}
+    stage = inputs.stage(tmp_path / "rl", **TRAININGS[name], **weights, **rate)
     outcome = run(stage)
     found = metrics_of(stage)
     assert len(found) == 12
