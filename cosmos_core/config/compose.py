@@ -204,7 +204,7 @@ def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator
 
 def _feed(recipe: Recipe) -> str:
     """What the recipe's algorithm trains on, as in `StageKind.feed`."""
-    return "rollouts" if recipe.train.train_policy.rows == "prompts" else "dataset"
+    return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
 
 def _check_stages(pipeline: Pipeline) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from importlib import import_module
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,7 +34,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
-from cosmos_core.data.prepared import split_path
+from cosmos_core.data.prepared import MEDIA, split_path
 from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
@@ -60,6 +61,8 @@ def run(stage: Stage) -> Outcome:
         ModelError: the tokenizer is missing or has no chat template.
         Preempted: a signal came; nothing was written.
     """
+    if stage.recipe.train.train_policy.rows in MEDIA:
+        return import_module("cosmos_core.data.prepare_media").run(stage)  # diffusers is not imported for text
     stage.progress.phase("prepare")
     splits = _splits(stage)
     tokenizer = load_tokenizer(stage.model, stage.recipe.policy.model_revision)

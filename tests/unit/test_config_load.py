@@ -300,6 +300,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
         "RolloutConfig.engine_timeout_seconds", "MultiTurnRolloutConfig.custom_chat_template_path",
         "MultiTurnRolloutConfig.tool_env",
+        "RemoteRewardConfig.max_in_flight",
         "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known
         *(f"HooksConfig.{when}_{what}_hook" for when in ("pre", "post")
           for what in ("training", "training_step", "validation")),

@@ -123,7 +123,7 @@ class PolicyParallelismConfig(ParallelismConfig):
         """Yield a batch that means another number of rows than in Cosmos-RL, and ranks that mostly wait."""
         ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, stage.recipe.train.train_batch_per_replica
         policy = stage.recipe.train.train_policy
-        if policy.rows != "prompts" and ranks > 1:
+        if not policy.has_rollouts and ranks > 1:
             yield (
                 f"train.train_batch_per_replica = {rows}: rows of an optimizer step, of all {ranks} data-parallel "
                 f"ranks together (Cosmos-RL: of each)"
