@@ -1,4 +1,4 @@
-# make install | demo | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up .venv first, on a machine
+# make install | demo | demo-diffusion | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up .venv first, on a machine
 # with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo test gpu lint docs acceptance storm clean
+.PHONY: install demo demo-diffusion test gpu lint docs acceptance storm clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,9 @@ endif
 
 demo: $(INSTALLED)
 	$(VENV)/bin/cosmos run configs/demo/arithmetic.toml
+
+demo-diffusion: $(INSTALLED)
+	$(VENV)/bin/cosmos run configs/demo/digits.toml
 
 # Two at a time; tests of one file stay together, because they share servers and engines.
 test: $(INSTALLED)
