@@ -50,7 +50,9 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(VENV)/bin/cosmos config reference > docs/configuration.md
 
+# The full matrices of the suite, then the long proofs that docs/acceptance.md reports.
 acceptance: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m full
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance
 
 # Random pipelines under random disturbances, for MINUTES; a failure prints what replays it.
