@@ -45,6 +45,7 @@ class CosmosPredict(SanaVideo):
     """Frames that are given come clean; the network is told which they are."""
 
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
+    pipeline_multiple = 16
     max_given = 2
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -42,6 +43,8 @@ class DiffusionModel:
     """Whether latents have frames."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     """Ends of the names of modules that an adapter changes where the recipe names none."""
+    pipeline_multiple: ClassVar[int] = 1
+    """What the pipeline asks height and width to be multiples of, whatever its VAE is."""
     max_given: ClassVar[int] = 0
     """Most latent frames that the network can be given clean; 0: none."""
 
@@ -182,7 +185,8 @@ class DiffusionModel:
     def size_multiple(self) -> int:
         """Return what height and width in pixels have to be multiples of."""
         patch = self.folder.settings(self.denoiser_name).get("patch_size", 1)
-        return self.pixels_per_latent[1] * int(patch[-1] if isinstance(patch, list | tuple) else patch)
+        in_space = self.pixels_per_latent[1] * int(patch[-1] if isinstance(patch, list | tuple) else patch)
+        return math.lcm(in_space, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Return the shape of the latents of one image or clip.
@@ -251,7 +255,7 @@ class DiffusionModel:
         component, `default` for the others."""
         absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), torch_dtype=dict(dtypes), local_files_only=True, **absent | cls.stand_ins()
+            str(folder.path), dtype=dict(dtypes), local_files_only=True, **absent | cls.stand_ins()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

@@ -92,8 +92,7 @@ class PipelineFolder:
         options: dict[str, Any] = {}
         is_module = issubclass(found, torch.nn.Module)
         if is_module:
-            is_of_diffusers = self.index[name][0] == "diffusers"
-            options = {"torch_dtype" if is_of_diffusers else "dtype": dtype, "output_loading_info": True}
+            options = {"dtype": dtype, "output_loading_info": True}
         with reading(name, self.model):
             loaded = found.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
         if not is_module:

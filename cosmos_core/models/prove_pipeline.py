@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,9 +68,7 @@ def prove_pipeline(
             checks.append(_prove_copies(family, target))
         text = family.text_embedding([_PROMPT])
         family.drop_encoders()
-        checks.append(_prove_images(family, model, text, target, dtype, model_class))
-        if is_adapted(model):
-            checks.append(_prove_adapter(family, model, text, target, model_class))
+        checks += _prove_images(family, model, text, target, dtype, model_class)
         return checks
     finally:
         model.train(was_training).to(device)
@@ -114,24 +113,23 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
 
 def _prove_images(
     family: DiffusionModel, model: Any, text: Text, target: Path, dtype: torch.dtype | None, model_class: str | None
-) -> str:
-    denoiser_dtype = dtype or model.dtype
+) -> list[str]:
+    """The exported pipeline draws what the policy does, and so does the adapter on the untouched base."""
+    denoiser_dtype, settings = dtype or model.dtype, family.probe()
+    num_threads = torch.get_num_threads()
     with merged(model):
-        ours = _image(family, model, text, denoiser_dtype)
-    theirs = _fresh(Probe(target, None, *_how(family, denoiser_dtype), model_class, torch.get_num_threads()))
-    return _compared("images", ours, theirs, target)
+        ours = {"images": _image(family, model, text, denoiser_dtype)}
+    probes = {"images": Probe(target, None, settings, _dtypes(family, denoiser_dtype), model_class, num_threads)}
+    if is_adapted(model):
+        ours["adapter"] = _image(family, model, text, model.dtype)
+        base, dtypes = family.folder.path, _dtypes(family, model.dtype)
+        probes["adapter"] = Probe(base, target / FOLDER, settings, dtypes, model_class, num_threads)
+    theirs = _fresh(list(probes.values()))
+    return [_compared(check, ours[check], each, target) for check, each in zip(probes, theirs, strict=True)]
 
 
-def _prove_adapter(family: DiffusionModel, model: Any, text: Text, target: Path, model_class: str | None) -> str:
-    """The adapter on the untouched base draws what the policy draws without merging."""
-    ours = _image(family, model, text, model.dtype)
-    base = Probe(family.folder.path, target / FOLDER, *_how(family, model.dtype), model_class, torch.get_num_threads())
-    return _compared("adapter", ours, _fresh(base), target / FOLDER)
-
-
-def _how(family: DiffusionModel, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
-    encoders = getattr(torch, family.config.dtype)
-    return family.probe(), {family.denoiser_name: dtype, "vae": torch.float32, "default": encoders}
+def _dtypes(family: DiffusionModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return {family.denoiser_name: dtype, "vae": torch.float32, "default": getattr(torch, family.config.dtype)}
 
 
 @torch.no_grad()
@@ -157,17 +155,18 @@ def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
-def _fresh(probe: Probe) -> Tensor:
-    """Return the image of a fresh interpreter."""
-    failed = f"export {probe.adapter or probe.folder} failed the check 'reload'"
+def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
+    """Return the image of each probe, drawn by a fresh interpreter."""
+    failed = f"export {probes[0].folder} failed the check 'reload'"
     with ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
         try:
-            return torch.from_numpy(pool.schedule(draw, (probe,), timeout=_SECONDS).result())
+            found = pool.schedule(draw_all, (probes,), timeout=_SECONDS).result()
         except TimeoutError:
             raise StageFailed(f"{failed}: not loaded after {_SECONDS} s") from None
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+    return [torch.from_numpy(image) for image in found]
 
 
 def _compared(check: str, ours: Tensor, theirs: Tensor, target: Path) -> str:
@@ -181,6 +180,11 @@ def _compared(check: str, ours: Tensor, theirs: Tensor, target: Path) -> str:
 
 
 # What follows runs in the fresh interpreter.
+
+
+def draw_all(probes: Sequence[Probe]) -> list[np.ndarray]:
+    """Return the image of each probe."""
+    return [draw(probe) for probe in probes]
 
 
 @torch.no_grad()

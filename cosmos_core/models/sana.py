@@ -21,6 +21,8 @@ class Sana(DiffusionModel):
     lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k",
                     "attn2.to_v", "attn2.to_out.0")  # fmt: skip
 
+    pipeline_multiple = 32
+
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """See `DiffusionModel.text_embedding`; a call of the pipeline puts its instruction before each prompt, but not
         before the empty one of guidance."""

@@ -5,9 +5,10 @@ Each function takes the record of a run or of one of its stages.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves_svg
 from cosmos_core.observe.record import RunRecord, Sample, StageRecord, busy_seconds
 from cosmos_core.run.files import Document, parsed
@@ -15,6 +16,7 @@ from cosmos_core.run.files import Document, parsed
 NUM_PROMPTS = 12
 """Prompts that are shown side by side; the rest is in `samples.jsonl`."""
 _NUM_ROLLOUTS = 4  # of the first and of the last logged step of a stage that trains on rollouts
+_NUM_DRAWINGS = 4  # of one prompt
 _NUM_FILES = 40  # of a stage's outputs
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_max"
 
@@ -173,6 +175,20 @@ def rollouts(stage: StageRecord) -> list[Sample]:
     steps = sorted({line.step for line in stage.samples})
     chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
     return [line for step in chosen for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]]
+
+
+def drawings(line: Sample) -> list[dict[str, Any]]:
+    """Return the images and videos of a sample as the page has them, each with its reward."""
+    shown = []
+    for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
+        path = Path(line.folder) / name
+        reward = line.rewards[index] if index < len(line.rewards) else None
+        uri = gallery.data_uri(path)
+        shown.append({
+            "path": name, "uri": uri, "is_video": bool(uri) and path.suffix == gallery.VIDEO,
+            "caption": "no valid reward" if reward is None else wording.number(reward),
+        })  # fmt: skip
+    return shown
 
 
 def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:
