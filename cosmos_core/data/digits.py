@@ -89,9 +89,7 @@ def make_pipeline(width: int, layers: int, seed: int) -> tuple[Any, float]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoders = [CLIPTextModelWithProjection(_clip_config(clip)) for _ in range(2)]
-        reader = T5EncoderModel(
-            T5Config(vocab_size=len(t5), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-        )
+        reader = T5EncoderModel(T5Config(vocab_size=len(t5), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4))
         vae, error = _trained_vae()
         transformer = diffusers.SD3Transformer2DModel(
             sample_size=SIZE, patch_size=2, in_channels=1, out_channels=1, num_layers=layers, attention_head_dim=16,
@@ -194,9 +192,7 @@ def _clip_config(tokenizer: Any) -> CLIPTextConfig:
 def _clip_tokenizer() -> Any:
     letters = sorted(ByteLevel.alphabet())
     pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=_TEXT_TOKENS
-    )
+    return CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=_TEXT_TOKENS)
 
 
 def _t5_tokenizer() -> Any:
