@@ -1,9 +1,9 @@
 """A world of images small enough for a laptop: scikit-learn's handwritten digits, and a pipeline that can draw them.
 
 The entry of a custom stage, `cosmos_core.data.digits:make`. The pipeline is a StableDiffusion3Pipeline of the real
-classes: its text encoders are random, which suffices to tell ten prompts apart, its VAE learns here to keep 8 x 8 pixels,
-and its transformer, random as well, is what the stages behind this one train. Nothing is downloaded, and the seed decides
-every byte. `likeness` is a reward and `judge` another one, from digits that `likeness` never saw.
+classes: its text encoders are random, which suffices to tell ten prompts apart, its VAE learns here to keep 8 x 8
+pixels, and its transformer, random as well, is what the stages behind this one train. Nothing is downloaded, and the
+seed decides every byte. `likeness` is a reward, and `judge` another one, of digits that `likeness` never saw.
 """
 
 from __future__ import annotations
@@ -44,18 +44,13 @@ _VAE_STEPS, _VAE_BATCH, _KL = 400, 128, 1e-4
 _HALF_SEED = 7
 
 
-def make(
-    stage: Stage, *, train_images: int = 1500, copies: int = 8, width: int = 64, layers: int = 4, seed: int = 0
-) -> Outcome:
-    """Write `model/`, a pipeline, `data/train` of images with their prompts, and `data/prompts`, ten prompts.
-
-    `copies`: of each prompt, in `data/prompts/train.txt`, so that an epoch of reinforcement learning is not short.
-    """
+def make(stage: Stage, *, train_images: int = 1500, width: int = 64, layers: int = 4, seed: int = 0) -> Outcome:
+    """Write `model/`, a pipeline, `data/train`, images with their prompts, and `data/validation`, the ten prompts."""
     images, labels = _digits()
     order = shuffled(len(images), seed)[:train_images]
     with replaced_folder(stage.path / "data") as folder:
         write_images(folder / "train", images[order], labels[order])
-        write_prompts(folder / "prompts", copies)
+        write_prompts(folder / "validation")
     with replaced_folder(stage.path / "model") as folder:
         pipeline, error = make_pipeline(width, layers, seed)
         pipeline.save_pretrained(folder)
@@ -75,12 +70,11 @@ def write_images(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
         Image.fromarray(np.repeat(_bytes(image)[..., None], 3, -1)).save(folder / f"{name}.png")
 
 
-def write_prompts(folder: Path, copies: int) -> None:
-    """Write each prompt `copies` times to train.jsonl, and once to validation.jsonl."""
+def write_prompts(folder: Path) -> None:
+    """Write NAME.json with each prompt."""
     folder.mkdir(parents=True)
-    lines = [json.dumps({"prompt": word, "label": label}) + "\n" for label, word in enumerate(WORDS)]
-    (folder / "train.jsonl").write_text("".join(lines * copies))
-    (folder / "validation.jsonl").write_text("".join(lines))
+    for label, word in enumerate(WORDS):
+        (folder / f"{label}.json").write_text(json.dumps({"prompt": word, "label": label}) + "\n")
 
 
 def make_pipeline(width: int, layers: int, seed: int) -> tuple[Any, float]:

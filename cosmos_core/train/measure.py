@@ -32,6 +32,7 @@ from cosmos_core.data.prepared import (
 )
 from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
+from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.exchange import service_of
@@ -160,7 +161,8 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
     kept = []
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
-    for group in groups:
+    drawn = add_drawings(path.parent, step, groups)
+    for index, group in enumerate(groups):
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
         record: dict[str, Any] = {
@@ -170,12 +172,28 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
             "completion": completion.text,
             "reward": score.value,
         }
+        if index < len(drawn):
+            record |= {"media": drawn[index], "rewards": [score.value for score in group.scores]}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
         kept.append(json.dumps(record, ensure_ascii=False))
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
+
+
+def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup]) -> list[list[str]]:
+    """Write what a diffusion model drew of each prompt, under `step`; return the files of each, none for text."""
+    rows = [
+        [
+            gallery.Drawing(scored.group.prompt.text, completion.drawn.pixels.numpy(), score.value)
+            for completion, score in zip(scored.group.completions, scored.scores, strict=True)
+            if completion.drawn is not None
+        ]
+        for scored in groups
+    ]
+    rows = [row for row in rows if row]
+    return gallery.save(stage, step, rows) if rows else []
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cosmos_core.data import prepare
-from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run, train
+from cosmos_core.train.setup import run
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 
@@ -88,7 +87,8 @@ def checkpoint(stage: Stage, step: int) -> dict[str, torch.Tensor]:
 def test_a_training_raises_its_reward_and_is_exported(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    stage = inputs.stage(tmp_path / "rl", **TRAININGS[name], **weights)
+    rate = {"train.optm_lr": 2e-2} if weights else {}
+    stage = inputs.stage(tmp_path / "rl", **TRAININGS[name], **weights, **rate)
     outcome = run(stage)
     found = metrics_of(stage)
     assert len(found) == 12
