@@ -78,8 +78,8 @@ class View(Protocol):
         """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
         ...
 
-    def follow(self, weights: str, share: float) -> None:
-        """Move named weights towards the policy: weights + share * (policy - weights)."""
+    def follow(self, weights: str, fraction: float) -> None:
+        """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         ...
 
 

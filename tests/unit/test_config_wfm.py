@@ -346,5 +346,5 @@ def test_a_deprecated_file_loads_is_converted_and_waits_for_what_it_needs(tmp_pa
     assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export"]
     assert pipeline.recipes["rl"] == converted.recipes["rl"]
     assert len(pipeline.notices) == 3
-    with pytest.raises(ConfigError, match=r"trainer_type = 'ddrl'|is_diffusers = true"):
+    with pytest.raises(ConfigError, match="upload_s3"):
         check_capabilities(pipeline)
