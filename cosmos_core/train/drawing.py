@@ -18,7 +18,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.flow_sampler import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import draws_of
+from cosmos_core.train.feeds import draws_of, rows_per_step
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Prompt
 
