@@ -23,9 +23,8 @@ from cosmos_core.upload.card import with_metrics
 
 _ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
-_SEVERAL = 8  # files of a commit that are read back at once
 _REFUSED = {401, 403}
-_PASSES = {408, 429, 500, 502, 503, 504}
+_PASSES = {408, 409, 412, 429, 500, 502, 503, 504}
 _KEPT = {".gitattributes"}
 _CARD = "README.md"
 
@@ -61,7 +60,8 @@ class HubTarget:
         Raises:
             ConfigError: there is no token.
         """
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
         from huggingface_hub import HfApi  # half a second to import
 
         token = os.environ.get("HF_TOKEN")
@@ -87,7 +87,8 @@ class HubTarget:
             UploadError: the Hub cannot be asked, or the record is damaged.
         """
         with self._told():
-            return self._record(self.branch or "main")
+            found: dict[str, Any] | None = self._again(lambda: self._record(self.branch or "main"))
+        return found
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Commit what is not there, compare, set the tag; return the name of the version.
@@ -142,11 +143,11 @@ class HubTarget:
 
     def _record(self, revision: str) -> dict[str, Any] | None:
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-        from huggingface_hub.utils import get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
         url = f"{self.api.endpoint}/{self.repository}/resolve/{revision}/{RECORD}"
         try:
-            response = get_session().get(url, headers=self.api._build_hf_headers(), follow_redirects=True)
+            response = get_session().get(url, headers=build_hf_headers(token=self.api.token), follow_redirects=True)
             hf_raise_for_status(response)
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
@@ -160,8 +161,7 @@ class HubTarget:
 
     def _again(self, call: Callable[[], Any]) -> Any:
         """Call it until it succeeds; a Hub that is busy says how long to wait."""
-        import httpx
-        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         for attempt in range(_ATTEMPTS):
             self._pause()
@@ -173,7 +173,7 @@ class HubTarget:
                     raise
                 asked = error.response.headers.get("Retry-After", "")
                 wait = float(asked) if asked.isdigit() else wait
-            except (httpx.TransportError, ConnectionError):
+            except (HTTPError, ConnectionError):
                 if attempt == _ATTEMPTS - 1:
                     raise
             time.sleep(min(wait, _MAX_WAIT_SECONDS))
@@ -182,8 +182,7 @@ class HubTarget:
     @contextmanager
     def _told(self) -> Iterator[None]:
         """Turn what the Hub's client raises into one line."""
-        import httpx
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
         where = f"hub://{self._name}"
         try:
@@ -196,7 +195,7 @@ class HubTarget:
                     f"{where}: the Hub refuses the token ({_status(error)}); set HF_TOKEN to one that may write there"
                 ) from error
             raise UploadError(f"{where}: the Hub responds with {_status(error)}; nothing was published") from error
-        except (httpx.TransportError, ConnectionError) as error:
+        except (HTTPError, ConnectionError) as error:
             raise UploadError(f"{where}: {' '.join(str(error).split())}; nothing was published") from error
 
 
