@@ -46,7 +46,9 @@ from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from cosmos_core.upload.saves import saves_url, sending
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
+from tasks.credentials import lend_credentials
 from tasks.layout import inputs_of, lay_out, make_room
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
     sweep()
+    lend_credentials(run.pipeline)
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     futures: dict[str, PrefectFuture[Any]] = {}
     try:
@@ -200,22 +203,29 @@ def _made_once(
             if found := _existing(run, stage, expected):
                 return found, True
         lay_out(run, stage, expected)
-        result = worker.run(
-            worker.Launch(
-                stage_path=path,
-                python=run.pipeline.config.python,
-                threads=threads(run.pipeline),
-                grace_seconds=run.pipeline.config.grace_seconds,
-                timeout_seconds=stage.timeout_seconds,
-                inherited=handed_on(stage.env) if stage.entry else os.environ,
-                secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
-                locks=(lock.descriptor, shared.descriptor),
-                on_progress=on_progress,
-                on_line=on_line,
-            )
+        launch = worker.Launch(
+            stage_path=path,
+            python=run.pipeline.config.python,
+            threads=threads(run.pipeline),
+            grace_seconds=run.pipeline.config.grace_seconds,
+            timeout_seconds=stage.timeout_seconds,
+            inherited=handed_on(stage.env) if stage.entry else os.environ,
+            secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
+            locks=(lock.descriptor, shared.descriptor),
+            on_progress=on_progress,
+            on_line=on_line,
         )
+        with sending(path, _saves_of(run, stage)):
+            result = worker.run(launch)
         _finish(run, stage, expected)
         return result, False
+
+
+def _saves_of(run: Run, stage: StageConfig) -> str:
+    """Where the checkpoints of a training go while it goes on; empty: nowhere."""
+    ckpt = run.pipeline.recipes[stage.name].train.ckpt
+    is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
+    return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
 
 
 def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:

@@ -11,7 +11,6 @@ from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
 
-
 RECORD = "published.json"
 """What a version says of itself, beside its files."""
 JOURNAL = "upload.jsonl"

@@ -91,8 +91,8 @@ class S3Target:
         self.point_to(version)
         return self.where(version)
 
-    def point_to(self, version: str) -> None:
-        """Make `version`, which is there, the published one.
+    def point_to(self, version: str, history: list[str] | None = None) -> None:
+        """Make `version`, which is there, the published one; `history` is what `history()` returns then.
 
         Raises:
             UploadError: it is not there.
@@ -102,8 +102,8 @@ class S3Target:
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_STAYS}")
-            history = moved(self.history(), version)
-            self.bucket.write(self._key(POINTER), _json({"version": version, "history": history}))
+            names = moved(self.history(), version) if history is None else history
+            self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name

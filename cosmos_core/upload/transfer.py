@@ -201,5 +201,5 @@ def _md5(data: bytes) -> tuple[str, str]:
 
 
 def _arrived(response: dict[str, Any], data: bytes) -> bool:
-    """Return whether the store has the bytes that were sent; where it encrypts with keys of its own, nobody can tell."""
+    """Return whether the store has the bytes that were sent; where it encrypts with other keys, nobody can tell."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]
