@@ -4,12 +4,14 @@ aside."""
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.files import read_object
@@ -18,6 +20,7 @@ from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 from cosmos_core.run.lineage import origin
 from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import FINGERPRINT, save_fingerprint
+from cosmos_core.run.remote import localised
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import record_event
 
@@ -45,8 +48,10 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     make_room(path, expected)
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected)
-    inputs = inputs_of(run, stage)
-    recipe, data = _with_teacher(run, stage, inputs), _output(stage.name, "data", stage.data, inputs)
+    inputs, sources = inputs_of(run, stage), _sources(run, stage, expected)
+    its_origin = origin(run.pipeline, stage)
+    stage, recipe = localised(run.pipeline, stage, partial(sleep_unless_stopping, 0))
+    recipe, data = _with_teacher(run, stage, recipe, inputs), _output(stage.name, "data", stage.data, inputs)
     laid_out = Stage(
         path=path,
         config=stage,
@@ -56,8 +61,8 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
         inputs=inputs,
         fingerprint=expected.value,
         kind=run.pipeline.kind_of(stage),
-        sources=_sources(run, stage, expected),
-        origin=origin(run.pipeline, stage),
+        sources=sources,
+        origin=its_origin,
     )
     laid_out.save()
     return laid_out
@@ -87,9 +92,8 @@ def make_room(path: Path, expected: Fingerprint) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def _with_teacher(run: Run, stage: StageConfig, inputs: dict[str, Result]) -> Recipe:
+def _with_teacher(run: Run, stage: StageConfig, recipe: Recipe, inputs: dict[str, Result]) -> Recipe:
     """The recipe of a stage, with the folder of a teacher that another stage made."""
-    recipe = run.pipeline.recipes[stage.name]
     teacher = recipe.teacher_of(run.pipeline.kind_of(stage))
     if teacher is None:
         return recipe
@@ -106,5 +110,9 @@ def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> 
     if not output:
         raise ConfigError(
             f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"
+        )
+    if "://" in str(output):
+        raise ConfigError(
+            f"stage {stage!r}: {key} = {reference!r} is published at {output}; name the stage that {name!r} publishes"
         )
     return str(Path(inputs[name]["path"]) / str(output))

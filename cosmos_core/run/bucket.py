@@ -147,14 +147,14 @@ class Bucket:
 
         return str(self._again(read))
 
-    def download(self, key: str, path: Path) -> None:
-        """Write an object to a file that is whole or not there."""
+    def download(self, key: str, path: Path, etag: str = "") -> None:
+        """Write an object to a file that is whole or not there; with an ETag, only that content of it."""
 
         partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
         def fetch() -> None:
             with open(partial, "wb") as file:
-                for block in self._blocks(key):
+                for block in self._blocks(key, etag):
                     file.write(block)
                 file.flush()
                 os.fsync(file.fileno())
@@ -166,8 +166,9 @@ class Bucket:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _blocks(self, key: str) -> Iterator[bytes]:
-        found = self.client.get_object(Bucket=self.name, Key=key)
+    def _blocks(self, key: str, etag: str = "") -> Iterator[bytes]:
+        only = {"IfMatch": f'"{etag}"'} if etag else {}
+        found = self.client.get_object(Bucket=self.name, Key=key, **only)
         num_read = 0
         for block in found["Body"].iter_chunks(_BLOCK):
             num_read += len(block)
@@ -205,6 +206,8 @@ def told(where: str, error_class: type[CosmosError] = UploadError, note: str = "
         code = _code(error)
         if code in _REFUSED:
             raise ConfigError(f"{where}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}") from error
+        if code in {"PreconditionFailed", "412"}:
+            raise error_class(f"{where}: what lies there was changed meanwhile{end}") from error
         if code in {*_ABSENT, "NoSuchBucket"}:
             raise ConfigError(f"{where}: there is no such bucket; make it, or name another{end}") from error
         raise error_class(f"{where}: the store responds with {code}{end}") from error
