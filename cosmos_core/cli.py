@@ -93,11 +93,12 @@ def plan(
 
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pinned
+    from cosmos_core.run.remote import pinned_urls
 
     pipeline = _pipeline(configs, overrides)
     output_dir = _ready(pipeline, is_only_planned=estimate)
     try:
-        pipeline = pinned(pipeline)
+        pipeline = pinned_urls(pinned(pipeline))
     except CosmosError as error:  # an estimate needs config.json alone, which may be had where commits may not
         if not estimate:
             raise
