@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import Replica
 from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.train.drawing import flow_source
 from cosmos_core.train.measure import Rewards, open_rewards, shared
 from cosmos_core.train.trainer import Trainer
 
@@ -49,7 +51,10 @@ class Generation:
         if stage.kind.feed == "rollouts" and stage.recipe.engines_apart:
             engine = _fleet(stage)
         else:
-            engine = make_engine(_settings(stage, adapter.model, adapter.tokenizer, adapter.vision))
+            settings = _settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
+            if stage.recipe.policy.is_diffusers:
+                settings = replace(settings, flow=flow_source(stage, self._trainer))
+            engine = make_engine(settings)
         self._stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
         return engine

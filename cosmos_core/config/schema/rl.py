@@ -22,6 +22,7 @@ class RlConfig(AlgorithmConfig):
     """What the algorithms that sample groups of completions and score them share."""
 
     rows: ClassVar[RowKind] = "prompts"
+    has_rollouts: ClassVar[bool] = True
 
     type: Literal["grpo"] = "grpo"
     """Which kind of training."""
