@@ -204,6 +204,21 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")
 
 
+@app.command("reward-service")
+def reward_service(
+    config: Annotated[Path, typer.Option(help="What is served, a TOML file.")],
+    host: Annotated[str, typer.Option(help="Address to listen at, in place of the file's.")] = "",
+    port: Annotated[int, typer.Option(help="Port, in place of the file's; 0: any that is free.")] = -1,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Score known inputs with each reward and end.")
+    ] = False,
+) -> None:
+    """Serve rewards of images, videos and texts to other machines, until it is stopped."""
+    arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
+    arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
+    os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
+
+
 def main() -> None:
     """Entry point: a mistake is one line on standard error and an exit code."""
     try:
