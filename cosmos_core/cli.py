@@ -180,6 +180,15 @@ def scale(
 
 
 @app.command()
+def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Record a trace of the next steps of a training that runs; see [profiler]."""
+    from cosmos_core.run.directory import ask_profile
+
+    for name in ask_profile(_open(run_name, output_dir)):
+        typer.echo(f"{name}: asked; the trace will be in stages/{name}/profile/")
+
+
+@app.command()
 def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
     """Walk from a model back to its data; every step is verified."""
     from cosmos_core.run.lineage import lineage as walk

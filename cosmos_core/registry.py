@@ -30,6 +30,14 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
+def is_code(name: str) -> bool:
+    """Return whether a name that might be a path or a name on the Hub too is `file.py:thing` or `module:thing`."""
+    return _CODE.fullmatch(name) is not None
+
+
+_CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+
+
 def import_thing(path: str) -> Any:
     """Return the object at `module:thing` or `path/file.py:thing`.
 

@@ -5,6 +5,7 @@ from cosmos_core.types import StageKind
 
 DECIDE_ROWS = (
     "train.train_policy.dataset",
+    "train.train_policy.data_packer",
     "train.train_policy.conversation_column_name",
     "train.train_policy.prompt_column_name",
     "train.train_policy.response_column_name",

@@ -398,7 +398,7 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
         if where is Where.PUBLISHED:
             return absolute_target(text, absolute)
         file, colon, thing = text.rpartition(":")
-        if where is not Where.PATH and file.endswith(".py"):
+        if file.endswith(".py"):
             return f"{absolute(file)}{colon}{thing}"
         return absolute(text) if where is Where.PATH and text else text
 

@@ -197,6 +197,8 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 
 def loading_line(model: Path) -> str:
     """Return the Python line that loads the model with the public library."""
+    if (model / "model_index.json").is_file():
+        return f"from diffusers import DiffusionPipeline; pipe = DiffusionPipeline.from_pretrained({str(model)!r})"
     loader = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 

@@ -29,6 +29,7 @@ from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
     adapter_source,
     chat_template_source,
+    data_code,
     data_sources,
     kernel_packages,
     media_folder,
@@ -123,6 +124,9 @@ def fingerprint(
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
     if is_import_path(target := split_target(stage.target)[0]):
         ingredients["target"] = {target.rpartition(":")[2]: code_digest(target)}
+    if classes := data_code(recipe, kind):
+        ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
+        ingredients["config"] = values  # they are handed all of it
     if stage.checkpoint:
         ingredients["checkpoint"] = stage.checkpoint
     if stage.require:

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.facts import facts_of_workers
-from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
+from cosmos_core.registry import code_file, is_code, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
 from cosmos_core.types import StageKind
 
@@ -117,6 +117,8 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
         if not name or source_of(name) is not None:
             continue
         path = existing(name, Path.cwd()) or (named_set(name, key) if recipe.policy.is_diffusers else None)
+        if path is None and is_code(name):
+            path = code_file(name)
         if path is None and (
             key in {"data", annotations}
             or key.endswith(".local_dir")
@@ -128,6 +130,15 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
             raise DataError(f"{key} = {name!r} is neither a file nor a folder; rows cannot be read twice from it")
         found.append(path or name)
     return found
+
+
+def data_code(recipe: Recipe, kind: StageKind) -> list[str]:
+    """Return the classes of the user's own that make or change the rows of a stage."""
+    if kind.reads_data != "source":
+        return []
+    policy = recipe.train.train_policy
+    tables = (policy.dataset, recipe.validation.dataset)
+    return [table.name for table in tables if is_code(table.name)] + [policy.data_packer] * bool(policy.data_packer)
 
 
 def _of_table(table: str, recipe: Recipe) -> dict[str, str]:
@@ -254,6 +265,8 @@ def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
     """Return each function and class of a user's own, but rewards, with the key that names it."""
     named = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
     named += [("logging.logger", name) for name in recipe.logging.logger]
+    named += [(f"train.hooks.{key}", name) for key, name in recipe.train.hooks]
+    named += [("train.train_policy.data_packer", recipe.train.train_policy.data_packer)]
     named += [("rollout.multi_turn_config.tools", name) for name in recipe.rollout.multi_turn_config.called_tools]
     return [(key, name) for key, name in named if is_import_path(name)]
 

@@ -53,6 +53,7 @@ from cosmos_core.train.measure import (
     row_metrics,
     trained_rewards,
 )
+from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.stop import check_stop
@@ -91,6 +92,7 @@ def train(stage: Stage) -> Trained:
             publish_every=recipe.train.sync_weight_interval,
             measure=measure,
             average=MovingAverage(trainer.named, recipe.train) if recipe.train.ema_enable else None,
+            utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cosmos_core.data import prepare
-from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run, train
+from cosmos_core.train.setup import run
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 

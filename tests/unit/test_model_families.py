@@ -23,9 +23,9 @@ from cosmos_core.data.batch import rows_of
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models import prove
+from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.run.progress import Progress

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Rows
+from cosmos_core.config.schema.values import Rows, Thing
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class AlgorithmConfig(Table):
     """The algorithm: a name, or `path/file.py:Class` of a user's own, with its parameters in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
     """Rows to learn from."""
+    data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
+    """A class of your own, `path/file.py:Class`, whose `get_rollout_input(item)` gives the prompt of a row, or whose
+    `sft_process_sample(item)` its tokens or its turns; empty: rows are what they are."""
     mini_batch: Rows = 2
     """Rows per forward pass; changes speed and memory, not results."""
     dataloader_shuffle: bool = True

@@ -21,23 +21,15 @@ def _planned(title: str) -> Any:
     return declared(title, table.pop("keys"), **table)
 
 
-class SubProfilerConfig(_planned("SubProfilerConfig")):  # type: ignore[misc]
-    """`[profiler.sub_profiler_config]`: schedule of torch.profiler."""
-
-
 class TokenizerConfig(_planned("TokenizerConfig")):  # type: ignore[misc]
     """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5."""
 
 
-TYPES |= {table.__name__: table for table in (SubProfilerConfig, TokenizerConfig)}
+TYPES |= {"TokenizerConfig": TokenizerConfig}
 
 
 class VLAConfig(_planned("VLAConfig")):  # type: ignore[misc]
     """`[vla]`"""
-
-
-class ProfilerConfig(_planned("ProfilerConfig")):  # type: ignore[misc]
-    """`[profiler]`"""
 
 
 class FP4Config(_planned("FP4Config")):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
 from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
@@ -156,6 +157,8 @@ class TrainConfig(Table):
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    hooks: HooksConfig = HooksConfig()
+    """Functions of your own at points of a training."""
     resume: Annotated[bool | str, NoResult, Where.PATH] = False
     """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
     this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes
