@@ -222,8 +222,13 @@ class DiffusionModel:
         float32."""
         pipeline_class = self.folder.pipeline_class
         names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
-        parts = {name: self._load(name) for name in sorted(names - {self.denoiser_name})}
-        return self.make_pipeline(parts | {self.denoiser_name: None})
+        parts = {name: self._load(name) for name in sorted(names - {self.denoiser_name, "vae"})}
+        return self.make_pipeline(parts | {"vae": self.vae, self.denoiser_name: None})
+
+    @cached_property
+    def vae(self) -> Any:
+        """Return the VAE by itself: rollouts and validation decode with it, and need no text encoder."""
+        return self._load("vae")
 
     def make_pipeline(self, parts: Mapping[str, Any]) -> Any:
         """Return the pipeline made of components; those that it has not are None."""
@@ -241,12 +246,13 @@ class DiffusionModel:
 
     @property
     def has_encoders(self) -> bool:
-        """Return whether text encoders and VAE are in memory."""
+        """Return whether text encoders are in memory."""
         return "pipeline" in self.__dict__
 
     def drop_encoders(self) -> None:
         """Free text encoders and VAE; they are loaded again when they are needed again."""
-        self.__dict__.pop("pipeline", None)
+        for name in ("pipeline", "vae"):
+            self.__dict__.pop(name, None)
         gc.collect()
 
     @classmethod
@@ -290,7 +296,8 @@ class DiffusionModel:
     def _working(self, *names: str) -> Iterator[Any]:
         """Have components of the pipeline on the device, without gradients, inside the block; the last of them is what
         the block gets. With `policy.diffusers.offload` they go back to the host's memory after it."""
-        parts = [part for name in names if (part := getattr(self.pipeline, name, None)) is not None]
+        found = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
+        parts = [part for part in found if part is not None]
         for part in parts:
             part.to(self.device)
         try:
