@@ -93,11 +93,12 @@ def plan(
 
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pinned
+    from cosmos_core.run.remote import pinned_urls
 
     pipeline = _pipeline(configs, overrides)
     output_dir = _ready(pipeline, is_only_planned=estimate)
     try:
-        pipeline = pinned(pipeline)
+        pipeline = pinned_urls(pinned(pipeline))
     except CosmosError as error:  # an estimate needs config.json alone, which may be had where commits may not
         if not estimate:
             raise
@@ -201,6 +202,21 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
         typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}")
     if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")
+
+
+@app.command("reward-service")
+def reward_service(
+    config: Annotated[Path, typer.Option(help="What is served, a TOML file.")],
+    host: Annotated[str, typer.Option(help="Address to listen at, in place of the file's.")] = "",
+    port: Annotated[int, typer.Option(help="Port, in place of the file's; 0: any that is free.")] = -1,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Score known inputs with each reward and end.")
+    ] = False,
+) -> None:
+    """Serve rewards of images, videos and texts to other machines, until it is stopped."""
+    arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
+    arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
+    os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
 
 
 def main() -> None:

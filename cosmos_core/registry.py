@@ -55,9 +55,9 @@ def import_thing(path: str) -> Any:
 
 
 def known_names(folder: str) -> list[str]:
-    """Return the modules of a folder of ours, private ones left out."""
+    """Return the modules of a folder of ours, private ones and folders left out."""
     package = importlib.import_module(folder)
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and not m.name.startswith("_"))
 
 
 def offered_names(folder: str, suffix: str = "") -> list[str]:

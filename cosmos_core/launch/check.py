@@ -17,9 +17,10 @@ from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.fingerprint import DATA_FILES, fingerprint, threads
-from cosmos_core.run.inputs import data_code, data_sources
+from cosmos_core.run.inputs import data_code, data_sources, is_remote
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
+from cosmos_core.run.remote import localised
 from cosmos_core.run.stage import Stage
 
 _PROGRAM = "cosmos_core.train.check:run"
@@ -96,7 +97,9 @@ def look(
         ConfigError, DataError, ModelError, RewardError: the first mistake.
         StageFailed: the program crashed.
     """
-    recipe = recipe or pipeline.recipes[stage.name]
+    stage, own = localised(pipeline, stage, lambda: None)
+    recipe = recipe or own
+    data = stage.data if is_remote(data) else data
     sweep()
     with stoppable(), tempfile.TemporaryDirectory(prefix=f"{LOOK}{os.getpid()}-") as folder:
         path = Path(folder) / "stages" / stage.name

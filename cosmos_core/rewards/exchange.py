@@ -44,6 +44,11 @@ class Service:
     pins: bool = True
     """Whether a request is fetched from the replica that said it has it."""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return what says who we are."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
 
 def service_of(environment: Mapping[str, str] = os.environ) -> Service:
     """Return the service that the environment names; both URLs may be lists, separated by commas.
@@ -94,9 +99,7 @@ def _tell(service: Service, path: str, form: Mapping[str, str]) -> None:
     for enqueue, _ in service.replicas:
         url = f"{enqueue.rstrip('/').rpartition('/')[0]}/{last}"
         try:
-            response = httpx.post(
-                url, data=dict(form), timeout=_FETCH_SECONDS, headers={"Authorization": f"Bearer {service.token}"}
-            )
+            response = httpx.post(url, data=dict(form), timeout=_FETCH_SECONDS, headers=service.headers)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
         if response.status_code != 200:

@@ -6,8 +6,8 @@ request stays with the one that took it. A score that is still missing at the de
 
     reward = scale * clip(sum of weight * clip(score))
 
-Not here: how one request goes (exchange.py), the wire format (protocol.py), local rewards (runner.py), the service itself
-(service/).
+Not here: how one request goes (exchange.py), the wire format (protocol.py), local rewards (runner.py), the
+service itself (service/).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RemoteRewards:
 
     async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Found]]) -> None:
         slots = asyncio.Semaphore(self._config.max_in_flight)
-        headers = {"Authorization": f"Bearer {self._service.token}"}
+        headers = self._service.headers
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
             httpx.AsyncClient(headers=headers, limits=limits) as client,

@@ -31,6 +31,7 @@ from cosmos_core.run.inputs import (
     chat_template_source,
     data_code,
     data_sources,
+    is_remote,
     kernel_packages,
     media_folder,
     model_source,
@@ -193,12 +194,17 @@ def _model_digest(
         return digests.of_files(model, files_of_model(model, patterns))
     if model is None or source_of(model) is not None:
         return model  # the digest of that stage is among the inputs
-    return f"hub:{model}@{revision}"
+    return remote_digest(model) if is_remote(model) else f"hub:{model}@{revision}"
+
+
+def remote_digest(url: str) -> str:
+    """Return what stands for the content of a pinned URL, wherever it lies."""
+    return f"remote:{url.rpartition('#')[2]}"
 
 
 def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:
     if isinstance(source, str):
-        return f"hub:{source}"  # its revision is in the recipe
+        return remote_digest(source) if is_remote(source) else f"hub:{source}"  # whose revision is in the recipe
     return digests.of_files(source, files_of(source, patterns)) if source.is_dir() else digests.of_file(source)
 
 

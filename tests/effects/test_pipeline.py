@@ -88,6 +88,29 @@ def test_it_changes_the_graph(change: Change, expected: list[str], tmp_path: Pat
     assert graph(before) != expected
 
 
+S3 = {**SFT, "pipeline.name": "sums", "train.ckpt.upload_s3": "final", "train.ckpt.s3_bucket": "models"}
+HUB = {**SFT, "train.ckpt.upload_hf": True}
+
+
+@changes(
+    (Change("train.ckpt.upload_s3", "final", {**SFT, "pipeline.name": "sums", "train.ckpt.s3_bucket": "models"}),
+     ["export-s3 -> s3://models/outputs/sums/export"]),
+    (Change("train.ckpt.s3_bucket", "others", S3), ["export-s3 -> s3://others/outputs/sums/export"]),
+    (Change("train.ckpt.s3_prefix", "of/us/", S3), ["export-s3 -> s3://models/of/us/sums/export"]),
+    (Change("train.ckpt.upload_hf", True), ["export-hub -> hub://Comos-Reason1"]),
+    (Change("train.ckpt.hf_repo_name", "team/sums", HUB), ["export-hub -> hub://team/sums"]),
+)  # fmt: skip
+def test_it_changes_what_a_recipe_publishes(change: Change, expected: list[str], tmp_path: Path) -> None:
+    def uploads(found: Pipeline) -> list[str]:
+        return [f"{stage.name} -> {stage.target}" for stage in found.stages if stage.kind == "upload"]
+
+    before, after = sides(change, tmp_path)
+    assert uploads(after) == expected
+    assert uploads(before) != expected
+    (tmp_path / "again.toml").write_text(tomli_w.dumps(after.as_toml()))
+    assert load_pipeline(tmp_path / "again.toml", (), all_kinds()).as_toml() == after.as_toml()
+
+
 @changes(
     (Change("pipeline.stages.recipe", "fast.toml", CUSTOM), 3e-3),
     (Change("pipeline.stages.overrides", {"train": {"optm_lr": 2e-3}}, CUSTOM), 2e-3),

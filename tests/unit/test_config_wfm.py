@@ -343,7 +343,7 @@ def test_a_deprecated_file_loads_is_converted_and_waits_for_what_it_needs(tmp_pa
     new.write_text(tomli_w.dumps(modern(values, "old.toml", [])))
     kinds = all_kinds()
     pipeline, converted = load_pipeline(old, [], kinds), load_pipeline(new, [], kinds)
-    assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export"]
+    assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export", "upload"]
     assert pipeline.recipes["rl"] == converted.recipes["rl"]
     assert len(pipeline.notices) == 3
     with pytest.raises(ConfigError, match="upload_s3"):

@@ -18,6 +18,7 @@ from cosmos_core.registry import is_import_path, offered_names
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+STAGE_NAME_LENGTH = 64
 
 
 def seconds(duration: str) -> float:
@@ -69,8 +70,9 @@ class StageConfig(Table):
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     target: Annotated[str, Where.PUBLISHED] = ""
-    """Kinds upload and gate: where models are published, a folder, or a class of your own, `path/file.py:Class` or
-    `path/file.py:Class://LOCATION`, with the methods of `Target`."""
+    """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
+    `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with
+    the methods of `Target`."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
@@ -85,9 +87,10 @@ class StageConfig(Table):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if not STAGE_NAME.fullmatch(name) or len(name) > 64:
+        if not STAGE_NAME.fullmatch(name) or len(name) > STAGE_NAME_LENGTH:
             raise ValueError(
-                f"stage name {name!r} must be at most 64 letters, digits, - and _, and start with a letter or digit"
+                f"stage name {name!r} must be at most {STAGE_NAME_LENGTH} letters, digits, - and _, and start "
+                "with a letter or digit"
             )
         return name
 
