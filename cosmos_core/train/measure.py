@@ -162,8 +162,8 @@ class Completions:
             add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
         if isinstance(self._prompts, Prompts):
             return completion_metrics(groups, self._full)
-        spread = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
-        return (completion_metrics(groups, self._full) if self._is_scored else {}) | spread
+        told = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
+        return (completion_metrics(groups, self._full) if self._is_scored else {}) | told
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
