@@ -70,7 +70,7 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
         solver="dpm2" if sample.solver == "dpm2" else "euler",
         schedule=sample.sigma_schedule,
         size=diffusers.inference_size,
-        num_frames=diffusers.inference_frames if diffusers.is_video else 1,
+        num_frames=diffusers.inference_frames,
     )
 
 
@@ -79,8 +79,7 @@ def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
     adapter: Any = trainer.adapter
     null_text = None
     if stage.data is not None:
-        split = "train" if stage.kind.trains else "validation"
-        null_text = open_media_prompts(stage.data, split).null_text
+        null_text = open_media_prompts(stage.data, "train").null_text
 
     @contextmanager
     def weights(name: str) -> Iterator[None]:
@@ -114,10 +113,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     """Return what gives the diffusion loss on as many real images or clips as a train step has prompts, times
     `data_beta`: the loss of SFT, at noise levels that are drawn as there."""
     draws, beta = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl.data_beta
-    size, seed = (
-        min(len(rows), recipe.train.train_batch_per_replica // recipe.rollout.n_generation),
-        recipe.train.order_seed,
-    )
+    size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
 
     def update(step: int) -> Update:
         positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()

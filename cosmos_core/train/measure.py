@@ -21,6 +21,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.prepared import (
+    MEDIA,
     Pairs,
     Prompts,
     Sequences,
@@ -285,7 +286,7 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPro
         return open_prompts(folder, "validation")
     if kind == "media":
         return open_media(folder, "validation")
-    if kind == "media_prompts":
+    if kind in MEDIA:
         return DrawnPrompts(open_media_prompts(folder, "validation"))
     return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")
 

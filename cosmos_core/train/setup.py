@@ -22,6 +22,7 @@ from cosmos_core.data.media_rows import MediaRows, open_media
 from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
+from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
@@ -126,7 +127,7 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     export = trained.adapter.export(stage.path / folder)
     if export is None:
         return Outcome()
-    others = [name for name in (SAMPLES, REFERENCE) if (stage.path / name).exists()]
+    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE) if (stage.path / name).exists()]
     info: dict[str, JsonValue] = {
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip

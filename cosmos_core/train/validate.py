@@ -9,6 +9,7 @@ import torch
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.prepared import Pairs, Prompts
+from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.drawing import DrawnPrompts
@@ -34,7 +35,7 @@ def run(stage: Stage) -> Outcome:
             generation = Generation(stage, trainer, stack)
             score = generation.score(reward_weights(stage.recipe))
             metrics = Completions(rows, generation.engine, score, stage).measure(0)
-        outputs.append(SAMPLES)
+        outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
     else:
         reference = handed_on(stage, rows, "validation") if isinstance(rows, Pairs) else None
         metrics = row_metrics(trainer, make_algorithm(stage.recipe), rows, reference, stage.recipe, stage.progress)

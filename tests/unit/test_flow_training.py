@@ -78,10 +78,6 @@ def metrics_of(stage: Stage) -> list[dict[str, Any]]:
     return [line for line in read_metrics(stage.path / "metrics.jsonl") if "loss" in line]
 
 
-def checkpoint(stage: Stage, step: int) -> dict[str, torch.Tensor]:
-    return read_tensors(stage.path / "checkpoints" / f"step_{step}" / "policy")
-
-
 @pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("name", list(TRAININGS))
 def test_a_training_raises_its_reward_and_is_exported(

@@ -58,16 +58,16 @@ class FlowPolicyConfig(GrpoConfig):
             eta=sample.noise_level,
             schedule=sample.sigma_schedule,
             size=diffusers.inference_size,
-            num_frames=diffusers.inference_frames if diffusers.is_video else 1,
+            num_frames=diffusers.inference_frames,
         )
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         yield from super().refusals(stage)
-        if not stage.recipe.policy.is_diffusers:
+        if stage.recipe.mode != "colocated":
             yield (
-                f"train.train_policy.trainer_type = {self.trainer_type!r} trains diffusion models; set "
-                f"policy.is_diffusers = true"
+                f"mode = {stage.recipe.mode!r}: images and videos are drawn by the ranks that train; set it to "
+                f"'colocated'"
             )
         unread = [name for name in GrpoConfig.__annotations__ if name not in (*self.reads, "trainer_type")]
         for name in self.model_fields_set & set(unread) & set(GrpoConfig.model_fields):
