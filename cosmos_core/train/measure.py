@@ -272,8 +272,13 @@ def _no_groups(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def shared(score: ScoreGroups) -> ScoreGroups:
-    """Return what gives all ranks the scores of the first, when all ask together."""
-    return lambda groups: broadcast_object(score(groups) if is_first() else [])
+    """Return what gives all ranks the scores of the first, when all ask together about the same groups."""
+
+    def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
+        found = broadcast_object([each.scores for each in score(groups)] if is_first() else [])
+        return [ScoredGroup(group, scores) for group, scores in zip(groups, found, strict=True)]
+
+    return scored
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPrompts:
