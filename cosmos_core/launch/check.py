@@ -57,7 +57,7 @@ def look_at_rows(pipeline: Pipeline) -> None:
         kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
         if kind.reads_data != "source" or source_of(stage.data) is not None or _is_made(pipeline, stage):
             continue
-        if data_code(recipe, kind):  # it may take as long as it likes
+        if data_code(recipe, kind) or recipe.policy.is_diffusers:  # it may take as long as it likes, or decodes media
             continue
         sources = data_sources(stage, recipe, kind)
         if not all(isinstance(source, Path) and _size(source) <= _FEW_BYTES for source in sources):

@@ -128,8 +128,8 @@ def _dtypes(family: DiffusionModel, dtype: torch.dtype) -> dict[str, torch.dtype
 def _image(family: DiffusionModel, model: Any, text: Text, dtype: torch.dtype) -> Tensor:
     """Return what the policy draws with its pipeline: weights rounded to `dtype`, as they were exported."""
     names = set(family.folder.components) & {"scheduler", "vae"}
-    parts = {name: family.folder.load(name, torch.float32) for name in names}
-    pipeline = family.make_pipeline({**parts, family.denoiser_name: model})
+    components = {name: family.folder.load(name, torch.float32) for name in names}
+    pipeline = family.make_pipeline({**components, family.denoiser_name: model})
     kept = {parameter: parameter.data for parameter in model.parameters()}
     try:
         for parameter in kept if dtype != model.dtype else ():

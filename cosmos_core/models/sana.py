@@ -36,7 +36,7 @@ class Sana(DiffusionModel):
                     complex_human_instruction=instruction if prompt else None,
                 )  # fmt: skip
                 rows.append((tokens_1LD.cpu(), mask_1L.cpu()))
-        tokens_BLD, mask_BL = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        tokens_BLD, mask_BL = (torch.cat(components) for components in zip(*rows, strict=True))
         return {"prompt_embeds": tokens_BLD, "prompt_attention_mask": mask_BL}
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
