@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
@@ -159,7 +160,10 @@ class Completions:
         self._engine.sleep()
         if is_first():
             add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
-        return completion_metrics(groups, self._full) if self._is_scored else {}
+        if isinstance(self._prompts, Prompts):
+            return completion_metrics(groups, self._full)
+        spread = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
+        return (completion_metrics(groups, self._full) if self._is_scored else {}) | spread
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
