@@ -127,6 +127,8 @@ def fingerprint(
         ingredients["checkpoint"] = stage.checkpoint
     if stage.require:
         ingredients["require"] = list(stage.require)
+    if stage.confidence:
+        ingredients["confidence"] = stage.confidence
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
 
