@@ -1,4 +1,4 @@
-# make install | demo | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up .venv first, on a machine
+# make install | demo | demo-diffusion | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up .venv first, on a machine
 # with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo test gpu lint docs acceptance storm clean
+.PHONY: install demo demo-diffusion test gpu lint docs acceptance storm clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,9 @@ endif
 
 demo: $(INSTALLED)
 	$(VENV)/bin/cosmos run configs/demo/arithmetic.toml
+
+demo-diffusion: $(INSTALLED)
+	$(VENV)/bin/cosmos run configs/demo/digits.toml
 
 # Two at a time; tests of one file stay together, because they share servers and engines.
 test: $(INSTALLED)
@@ -47,7 +50,9 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(VENV)/bin/cosmos config reference > docs/configuration.md
 
+# The full matrices of the suite, then the long proofs that docs/acceptance.md reports.
 acceptance: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m full
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance
 
 # Random pipelines under random disturbances, for MINUTES; a failure prints what replays it.

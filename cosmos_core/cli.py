@@ -184,6 +184,15 @@ def scale(
 
 
 @app.command()
+def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Record a trace of the next steps of a training that runs; see [profiler]."""
+    from cosmos_core.run.directory import ask_profile
+
+    for name in ask_profile(_open(run_name, output_dir)):
+        typer.echo(f"{name}: asked; the trace will be in stages/{name}/profile/")
+
+
+@app.command()
 def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
     """Walk from a model back to its data; every step is verified."""
     from cosmos_core.run.lineage import lineage as walk
@@ -196,6 +205,21 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
         typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}")
     if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")
+
+
+@app.command("reward-service")
+def reward_service(
+    config: Annotated[Path, typer.Option(help="What is served, a TOML file.")],
+    host: Annotated[str, typer.Option(help="Address to listen at, in place of the file's.")] = "",
+    port: Annotated[int, typer.Option(help="Port, in place of the file's; 0: any that is free.")] = -1,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Score known inputs with each reward and end.")
+    ] = False,
+) -> None:
+    """Serve rewards of images, videos and texts to other machines, until it is stopped."""
+    arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
+    arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
+    os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
 
 
 def main() -> None:

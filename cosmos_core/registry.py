@@ -30,6 +30,14 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
+def is_code(name: str) -> bool:
+    """Return whether a name that might be a path or a name on the Hub too is `file.py:thing` or `module:thing`."""
+    return _CODE.fullmatch(name) is not None
+
+
+_CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+
+
 def import_thing(path: str) -> Any:
     """Return the object at `module:thing` or `path/file.py:thing`.
 
@@ -47,9 +55,9 @@ def import_thing(path: str) -> Any:
 
 
 def known_names(folder: str) -> list[str]:
-    """Return the modules of a folder of ours, private ones left out."""
+    """Return the modules of a folder of ours, private ones and folders left out."""
     package = importlib.import_module(folder)
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and not m.name.startswith("_"))
 
 
 def offered_names(folder: str, suffix: str = "") -> list[str]:

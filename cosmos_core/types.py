@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -111,6 +111,57 @@ class Prompt:
     """The reference answer that rewards compare with; empty when there is none."""
     images: tuple[ImageRef, ...] = ()
     """What the tokens of images stand for, in their order."""
+    embedding: dict[str, Any] = field(default_factory=dict)
+    """Of a diffusion model, what its text encoder made of the prompt: tensors by name, without a dimension for samples;
+    then there are no token ids."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What else the row of a prompt for a diffusion model says, for rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive steps of a sampler that are stochastic, all others being deterministic."""
+
+    size: int
+    """How many."""
+    first: int
+    """The earliest step that may be one, counted from the noise."""
+    end: int
+    """The step behind the latest."""
+    moves_every: int = 0
+    """The window moves one step from noise to data every so many train steps, and begins again behind the last
+    (MixGRPO, arXiv 2507.21802); 0: it is drawn anew for each train step (Flow-GRPO-Fast)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSampling:
+    """How a diffusion model draws: from noise to data along a table of noise levels."""
+
+    num_steps: int = 40
+    guidance_scale: float = 1.0
+    """Of classifier-free guidance; up to 1: none."""
+    solver: Literal["euler", "dpm2"] = "euler"
+    """What takes the deterministic steps."""
+    kernel: str = ""
+    """What takes the stochastic ones, a key of `models.flow_steps.KERNELS`; empty: every step is deterministic."""
+    eta: float = 0.7
+    """How much noise these add."""
+    window: Window | None = None
+    """Which steps are stochastic; None: all but the last, which would leave its noise in the result."""
+    trained_on: tuple[int, ...] = ()
+    """Stochastic steps whose latents are kept, to be learned from."""
+    keeps_means: bool = False
+    """The means of these steps are kept too."""
+    schedule: str = ""
+    """Table of noise levels, a key of `models.flow.SCHEDULES`; empty: that of the model's family."""
+    size: tuple[int, int] = (1024, 1024)
+    """Height and width in pixels."""
+    num_frames: int = 1
+    """Of a video; 1: an image."""
+    shares_noise: bool = False
+    """All completions of a prompt start from the same noise."""
+    weights: str = "policy"
+    """The named weights that draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +176,9 @@ class Sampling:
     num_completions: int = 1
     seed: int = 0
     """Run seed; the engine draws completion k of prompt p at step s from hash(seed, s, p, k)."""
+
+    flow: FlowSampling | None = None
+    """How a diffusion model draws; None: tokens are drawn."""
 
     may_be_outdated: bool = False
     """The weights may be those of an earlier train step than the one that learns from the tokens."""
@@ -168,6 +222,31 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a diffusion model made of a prompt, and the steps of it that are learned from. Tensors are on the CPU,
+    latents in float32, because rounding them moves ratios of probabilities further than clip ranges are wide."""
+
+    pixels: Any
+    """uint8 tensor: height, width and 3 of an image, frames before them of a video."""
+    latents: Any
+    """The clean latents that the pixels were decoded from."""
+    sigmas: tuple[float, ...]
+    """The table of noise levels, from noise to 0."""
+    version: int
+    """Step N of the policy whose weights drew it."""
+    steps: tuple[int, ...] = ()
+    """Indices of the stochastic steps that were kept; what follows has an entry for each."""
+    before: Any = None
+    """Latents before each."""
+    after: Any = None
+    """Latents after each."""
+    means: Any = None
+    """Mean of the distribution that `after` was drawn from."""
+    log_probs: tuple[float, ...] = ()
+    """Log-probability of `after`, a mean over its elements."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The segments that follow a prompt. Token ids in, token ids out: nothing is tokenised twice.
 
@@ -181,6 +260,18 @@ class Completion:
     """Decoded without special tokens; of several turns the last that the policy took."""
     turns: tuple[Turn, ...] = ()
     """Of a conversation, in order; () where there is one turn by the nature of the engine."""
+    drawn: Drawn | None = None
+    """Of a diffusion model, which has no segments; None: text."""
+
+    @property
+    def media(self) -> Any:
+        """Return the image as `PIL.Image`, or the video as an array of frames; None: text."""
+        if self.drawn is None:
+            return None
+        from PIL import Image
+
+        array = self.drawn.pixels.numpy()
+        return Image.fromarray(array) if array.ndim == 3 else array
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -205,6 +296,8 @@ class Completion:
     @property
     def version(self) -> int:
         """Return the oldest version of the weights that drew one of its tokens."""
+        if self.drawn is not None:
+            return self.drawn.version
         return min(segment.version for segment in self.segments if segment.is_sampled)
 
 

@@ -26,7 +26,7 @@ from prefect.artifacts import (
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import RunRecord, loading_line, read_run
 from cosmos_core.run.manifest import Result
@@ -66,7 +66,15 @@ class StageArtifacts:
         with _never_costs_the_run():
             self._show_progress(100.0)
             self._show_metrics()
+            self._show_drawings()
             create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
+
+    def _show_drawings(self) -> None:
+        """Show what a diffusion model drew last, of held-out prompts."""
+        if (newest := gallery.newest_grid(self._stage_path)) is not None:
+            create_image_artifact(
+                image_url=gallery.png_uri(newest), key=f"{self._key}-drawings", description=newest.parent.name
+            )
 
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:

@@ -5,6 +5,7 @@ from cosmos_core.types import StageKind
 
 DECIDE_ROWS = (
     "train.train_policy.dataset",
+    "train.train_policy.data_packer",
     "train.train_policy.conversation_column_name",
     "train.train_policy.prompt_column_name",
     "train.train_policy.response_column_name",
@@ -23,6 +24,16 @@ RENDER_PROMPTS = (
 )
 """What decides how prompts to complete are rendered, of `rollout.multi_turn_config`."""
 
+ENCODE = (
+    "is_diffusers",
+    "model_class",
+    "diffusers.dtype",
+    "diffusers.max_prompt_length",
+    "diffusers.inference_size",
+    "diffusers.train_frames",
+)
+"""What decides how text and media become what a diffusion model is trained on, of `policy`."""
+
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
@@ -39,6 +50,7 @@ KIND = StageKind(
         *DECIDE_ROWS,
         "policy.model_max_length",
         "policy.model_revision",
+        *(f"policy.{name}" for name in ENCODE),
         "rollout.max_response_length",
         *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS),
         "validation.max_response_length",
@@ -47,5 +59,5 @@ KIND = StageKind(
         "custom.vision",
     ),
     reports=("data/*",),
-    libraries=(*ROWS, "datasets", "pyarrow"),
+    libraries=(*ROWS, "av", "datasets", "diffusers", "pyarrow"),
 )

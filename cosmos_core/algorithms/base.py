@@ -19,10 +19,12 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.models.base import Wants as AnyWants
+from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Sampling, ScoredGroup
 
 
@@ -47,11 +49,15 @@ class Update:
     samples: Sequence[Any]
     loss: LossFunction
     """Knows its denominator, which was fixed over all samples before the first backward."""
-    wants: Wants = LOGPROBS
-    """What the model computes for the loss."""
+    wants: AnyWants = None
+    """What the model computes for the loss, in the adapter's own type; None: log-probabilities of a token model, the
+    velocity of a diffusion model."""
     has_constant_gradient: bool = False
     """Whether the derivative of the loss by each log-probability is the same whatever the log-probabilities are: it
     saves a second run of the head."""
+    compares: tuple[str, ...] = ()
+    """Named weights under which the wanted outputs are computed too, before the policy's and without gradient; a
+    micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`."""
     data: Update | None = None
     """A data term: other samples with a loss of their own, in the same optimizer step."""
 
@@ -60,7 +66,7 @@ class View(Protocol):
     """What an algorithm may ask the trainer for."""
 
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], wants: AnyWants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the wanted outputs of each sample under named weights, without gradient and dropout.
 
@@ -72,12 +78,23 @@ class View(Protocol):
         """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
         ...
 
+    def follow(self, weights: str, share: float) -> None:
+        """Move named weights towards the policy: weights + share * (policy - weights)."""
+        ...
+
 
 class Algorithm:
     """A credit rule and a loss. What it needs of the rest is declared by its parameter class, `AlgorithmConfig`."""
 
     teacher: DistillationConfig | None = None
     """What is said of the model that `View.evaluate` asks as `teacher`; None: there is none."""
+
+    diffusers: DiffusersConfig = DiffusersConfig()
+    """How a diffusion model draws and is trained."""
+    null_text: Mapping[str, Tensor] | None = None
+    """Of a diffusion model, the embedding of the empty prompt."""
+    data_term: Callable[[int], Update] | None = None
+    """Gives the data term of a train step, counted from 0: real data that is learned beside rollouts; None: none is."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Take the parameters; the recipe's `[custom]` table, for an algorithm of a user's own; and how completions are

@@ -31,6 +31,7 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
     else:
         found = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}").ALGORITHM
     made: Algorithm = found(policy, recipe.custom, sampling)
+    made.diffusers = recipe.policy.diffusers
     if sampling is not None:
         made.teacher = recipe.teacher
     return made

@@ -206,7 +206,7 @@ def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator
 
 def _feed(recipe: Recipe) -> str:
     """What the recipe's algorithm trains on, as in `StageKind.feed`."""
-    return "rollouts" if recipe.train.train_policy.rows == "prompts" else "dataset"
+    return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
 
 def _check_stages(pipeline: Pipeline) -> None:
@@ -400,7 +400,7 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
         if where is Where.PUBLISHED:
             return absolute_target(text, absolute)
         file, colon, thing = text.rpartition(":")
-        if where is not Where.PATH and file.endswith(".py"):
+        if file.endswith(".py"):
             return f"{absolute(file)}{colon}{thing}"
         return absolute(text) if where is Where.PATH and text else text
 

@@ -33,12 +33,12 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
         ConfigError: the mesh cannot exist; the nearest that can is named.
     """
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
-    if recipe.train.train_policy.rows == "prompts":
+    if recipe.train.train_policy.has_rollouts:
         _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
     mesh = filled(recipe, gpus).policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
     total = mesh.world_size * mesh.n_init_replicas
-    if recipe.train.train_policy.rows == "prompts" and recipe.mode == "disaggregated":
+    if recipe.train.train_policy.has_rollouts and recipe.mode == "disaggregated":
         total += recipe.engines_apart
     if gpus is not None and total > gpus:
         raise ConfigError(_too_many(mesh, total, gpus))
@@ -175,7 +175,7 @@ def _check_batch(recipe: Recipe, shards: int) -> None:
     """A replica's completions are dealt to its data-parallel ranks in micro-batches."""
     train, policy = recipe.train, recipe.train.train_policy
     step = shards * policy.mini_batch
-    if policy.rows != "prompts" or train.train_batch_per_replica % step == 0:
+    if not policy.has_rollouts or train.train_batch_per_replica % step == 0:
         return
     nearest = max(step, train.train_batch_per_replica // step * step)
     smaller = gcd(train.train_batch_per_replica, shards)

@@ -154,6 +154,15 @@ def tokenize_prompt(
         tokenizer, messages, where, add_generation_prompt=chat.add_generation_prompt, tools=list(chat.tools) or None,
         options=chat.options,
     )  # fmt: skip
+    return tokenize_text(tokenizer, text, max_length, where)
+
+
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, where: str) -> tuple[list[int], str]:
+    """Return token ids and text of a rendered prompt.
+
+    Raises:
+        SkippedRow: it is longer.
+    """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
         raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest completion")

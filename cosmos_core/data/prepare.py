@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from importlib import import_module
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,10 +34,11 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
-from cosmos_core.data.prepared import split_path
+from cosmos_core.data.prepared import MEDIA, split_path
 from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
+from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.models.processor import processor_files
@@ -59,6 +61,8 @@ def run(stage: Stage) -> Outcome:
         ModelError: the tokenizer is missing or has no chat template.
         Preempted: a signal came; nothing was written.
     """
+    if stage.recipe.train.train_policy.rows in MEDIA:
+        return import_module("cosmos_core.data.prepare_media").run(stage)  # diffusers is not imported for text
     stage.progress.phase("prepare")
     splits = _splits(stage)
     tokenizer = load_tokenizer(stage.model, stage.recipe.policy.model_revision)
@@ -125,15 +129,15 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
 def _splits(stage: Stage) -> dict[str, Rows]:
     """Return rows to train on, and held-out rows when there are any."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    annotations = media_of(stage.recipe).annotation_path
+    annotations, opener = media_of(stage.recipe).annotation_path, _opener(stage)
     if stage.data is None and annotations:
         train = load_rows(DatasetConfig(name=annotations), "custom.dataset.annotation_path")
     elif stage.data is None:
-        train = load_rows(policy.dataset, "train.train_policy.dataset")
+        train = load_rows(policy.dataset, "train.train_policy.dataset", opener)
     else:
         train = load_rows(DatasetConfig(name=str(stage.data)), f"stage {stage.name!r}: data")
     if validation.dataset.name:
-        return {_TRAIN: train, _VALIDATION: load_rows(validation.dataset, "validation.dataset")}
+        return {_TRAIN: train, _VALIDATION: load_rows(validation.dataset, "validation.dataset", opener)}
     if stage.data is not None and has_local_split(stage.data, _VALIDATION):
         held_out = DatasetConfig(name=str(stage.data), split=(_VALIDATION,))
         return {_TRAIN: train, _VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
@@ -142,6 +146,10 @@ def _splits(stage: Stage) -> dict[str, Rows]:
         train, rest = split_rows(train, policy.dataset.test_size, stage.seed)
         return {_TRAIN: train, _VALIDATION: rest}
     return {_TRAIN: train}
+
+
+def _opener(stage: Stage) -> Opener:
+    return Opener(stage.recipe, partial(load_tokenizer, stage.model, stage.recipe.policy.model_revision))
 
 
 def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
@@ -187,7 +195,8 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks in the order of the rows, made in this process or in several."""
     model, revision = stage.model, job.recipe.policy.model_revision
-    remaining = iter(rows)
+    pack = _opener(stage).packer()
+    remaining = ((where, pack(row, where)) for where, row in rows) if pack else iter(rows)
     chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:

@@ -19,9 +19,15 @@ import pyarrow.compute as pc
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef, Prompt
 
-RowKind = Literal["sequences", "pairs", "prompts"]
+RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
+MEDIA: tuple[RowKind, ...] = ("media", "media_prompts")
+"""The kinds of rows that are of diffusion models."""
 
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
+
+
+_ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
+_MEDIA = {"prompt": pa.string(), "metadata": pa.string(), "text": _ENTRY}
 
 
 def _schema(kind: RowKind, columns: dict[str, pa.DataType]) -> pa.Schema:
@@ -33,6 +39,8 @@ SCHEMAS: dict[RowKind, pa.Schema] = {
     "sequences": _schema("sequences", {"input_ids": _IDS, "loss_mask": _MASK}),
     "pairs": _schema("pairs", {"chosen_ids": _IDS, "chosen_mask": _MASK, "rejected_ids": _IDS, "rejected_mask": _MASK}),
     "prompts": _schema("prompts", {"prompt_ids": _IDS, "prompt_text": pa.string(), "reference": pa.string()}),
+    "media": _schema("media", {**_MEDIA, "media": _ENTRY, "shape": pa.list_(pa.int32())}),
+    "media_prompts": _schema("media_prompts", _MEDIA),
 }
 _IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 _VISUAL: dict[RowKind, pa.Schema] = {
@@ -44,6 +52,8 @@ _NEEDED_FOR = {
     "sequences": "to learn (SFT)",
     "pairs": "to compare (DPO)",
     "prompts": "to complete (RL, validation by reward)",
+    "media": "to learn (SFT of a diffusion model)",
+    "media_prompts": "to draw from (RL and validation of a diffusion model)",
 }
 
 
@@ -169,6 +179,16 @@ def open_prompts(folder: Path, split: str) -> Prompts:
     return Prompts(_open(split_path(folder, split), "prompts"))
 
 
+def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
+    """Return the table of a split, whose rows have to be of one of the kinds.
+
+    Raises:
+        DataError: there is no such split, the file is damaged, or it holds other rows.
+    """
+    found = rows_kind(folder, split)
+    return _open(split_path(folder, split), next((kind for kind in kinds if kind == found), kinds[0]))
+
+
 def shows_images(folder: Path) -> bool:
     """Return whether any row of any split shows an image.
 
@@ -180,7 +200,7 @@ def shows_images(folder: Path) -> bool:
 
 
 def rows_kind(folder: Path, split: str) -> str:
-    """Return what a split holds, `sequences`, `pairs` or `prompts`, from the head of its file.
+    """Return what a split holds, such as `sequences` or `prompts`, from the head of its file.
 
     Raises:
         DataError: there is no such split, or the file is damaged.

@@ -31,6 +31,7 @@ from cosmos_core.data.conversation import (
     cut,
     last_turns,
     tokenize_prompt,
+    tokenize_text,
 )
 from cosmos_core.data.formats import Located
 from cosmos_core.data.images import placed_images, read_image
@@ -47,6 +48,7 @@ from cosmos_core.data.messages import (
 )
 from cosmos_core.data.prepared import SCHEMAS, RowKind, visual_schema
 from cosmos_core.data.statistics import IDS, MASKS, Chunk, Skipped
+from cosmos_core.data.user_dataset import LABELS, NOTHING, RENDERED, TOKENS
 from cosmos_core.data.visual import cut_visual, visual_prompt, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.models.processor import load_processor
@@ -148,6 +150,8 @@ def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
 def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     policy = job.recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
+    if TOKENS in row:
+        return _tokenised_sequence(job, row, where)
     column, system_prompt = policy.conversation_column_name, policy.system_prompt
     conversation = read_conversation(row, where, column, system_prompt, with_images=job.root is not None)
     _check_characters(conversation, where)
@@ -161,6 +165,21 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
     if job.root is not None:
         values = (*values, [])
     return _Record((*values, where), is_merged, {"truncated_rows": len(tokens[0]) > job.max_tokens})
+
+
+def _tokenised_sequence(job: Job, row: Row, where: str) -> _Record:
+    """Return the record of a row that a data packer has tokenised."""
+    ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
+    mask = [int(label != NOTHING) for label in labels]
+    if len(ids) != len(labels) or any(m and a != b for a, b, m in zip(ids, labels, mask, strict=True)):
+        raise DataError(
+            f"{where}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {NOTHING} where it is not "
+            f"learned; there are {len(ids)} and {len(labels)}"
+        )
+    values: tuple[Any, ...] = cut((ids, mask), job.max_tokens, where)
+    if job.root is not None:
+        values = (*values, [])
+    return _Record((*values, where), False, {"truncated_rows": len(ids) > job.max_tokens})
 
 
 def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> _Record:
@@ -289,6 +308,8 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) 
         )
         counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
         return _Record((tokens.ids, text, reference, refs, where), is_merged, counts)
+    if (rendered := row.get(RENDERED)) is not None:
+        return _Record((*tokenize_text(tokenizer, rendered, job.max_tokens, where), reference, where), False, {})
     (ids, text), is_merged = _accepted(
         lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
     )

@@ -19,8 +19,10 @@ from huggingface_hub import constants
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.formats import READERS, Located, Part, dataset_part, first_line, refused
 from cosmos_core.data.order import shuffled
+from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError
 from cosmos_core.models.source import hub_is_reachable
+from cosmos_core.registry import is_code
 
 _TRAIN = "train"
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
@@ -48,14 +50,16 @@ class Rows:
         return Rows(self._parts, self.folder, is_chosen)
 
 
-def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
+def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
     """Return the rows of a data set, its splits one after another.
 
     Args:
         dataset: where the rows come from.
         key: the table's name in the TOML, for messages.
+        opener: of a class of the user's own.
 
     Raises:
+        ConfigError: that class does not exist.
         DataError: the file, folder, split or Hub data set is missing or malformed, or holds no rows.
     """
     if not dataset.name.strip():
@@ -63,6 +67,8 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset") -> Rows:
     path = Path(os.path.expanduser(dataset.name))  # Path.expanduser and Path.exists raise for some names
     if os.path.exists(path):
         parts = [part for split in dataset.split for part in _local_parts(path, split, key)]
+    elif is_code(dataset.name) and opener:
+        parts = [opener.part(dataset.name, key)]
     elif _looks_local(dataset.name):
         raise DataError(f"{key}.name = {str(path)!r}: it does not exist; give a file, a folder or a Hub id")
     else:

@@ -3,7 +3,7 @@
 The trainer makes micro-batches, runs them and steps the optimizer; an adapter knows what a sample is. Algorithms see
 the outputs that they asked for as `MicroBatch`es.
 
-Shapes: B samples, S predicted tokens (token models).
+Shapes: B samples, S predicted tokens (token models), dots for the dimensions of a latent (diffusion models).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cosmos_core.models.scorer import Wants
 from cosmos_core.parallel.mesh import Mesh
 
 
@@ -29,12 +28,18 @@ class MicroBatch:
     """Position of each sample in the update's samples."""
     outputs: dict[str, Tensor]
     """What was wanted, a row per sample. Token models: `logprobs` of each token after the first, `entropy`, `is_top`
-    (BS), `top_logprobs` and `top_ids` (BSK)."""
-    mask_BS: Tensor
-    """1 where a value counts."""
+    (BS), `top_logprobs` and `top_ids` (BSK). Diffusion models: `velocity`, with `noisy`, the latents that it was
+    predicted for, and, where samples have noise, `latents` and `noise` (B...)."""
+    mask: Tensor
+    """1 where a value counts, 0 elsewhere: BS, or broadcast over latents."""
     model_loss: Tensor | None = None
     """What the model itself wants to be added to the loss, summed over samples with their cost as weight: the
     load-balancing of its experts. None: nothing."""
+
+    @property
+    def mask_BS(self) -> Tensor:
+        """Return the mask of a token model."""
+        return self.mask
 
     @property
     def logprobs_BS(self) -> Tensor:
@@ -51,6 +56,10 @@ class Batch:
     indices: Sequence[int]
     inputs: dict[str, Tensor]
 
+
+Wants = Any
+"""What an update asks of the model, in a type of the adapter's own: `scorer.Wants` of token models, `denoiser.Wants` of
+diffusion models. None: what it gives when nothing more is asked (`ModelAdapter.usual_wants`)."""
 
 Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Takes a batch and the raw outputs of the model for it; returns its loss, where gradients are wanted."""
@@ -114,6 +123,11 @@ class ModelAdapter(Protocol):
         ...
 
     @property
+    def usual_wants(self) -> Wants:
+        """Return what an update wants that says nothing of it."""
+        ...
+
+    @property
     def tokenizer(self) -> Any:
         """Return what turns text into the model's inputs."""
         ...
@@ -140,8 +154,8 @@ class ModelAdapter(Protocol):
         """Return what a sample costs, in tokens: micro-batches have samples of like cost, and throughput counts it."""
         ...
 
-    def group(self, sample: Any) -> int:
-        """Return the group of a sample: micro-batches hold samples of one group."""
+    def group(self, sample: Any) -> Any:
+        """Return the group of a sample, something that has an order: micro-batches hold samples of one group."""
         ...
 
     def planned(self, sample: Any) -> Hashable | None:
@@ -161,7 +175,7 @@ class ModelAdapter(Protocol):
         ...
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        """Return the outputs of each sample without padding."""
+        """Return the wanted outputs of each sample without padding."""
         ...
 
     def expect(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:

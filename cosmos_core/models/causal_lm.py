@@ -34,7 +34,7 @@ from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.pipelined import Pipelined
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.prove import prove_export
-from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
 from cosmos_core.models.sequential import Sequential, forward_context
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
@@ -109,6 +109,11 @@ class CausalLM:
         for scorer in (module for root in self.runner.roots for module in root.modules()):
             if isinstance(scorer, Scorer):
                 scorer.num_ids, scorer.balance = reading.num_ids, balance
+
+    @property
+    def usual_wants(self) -> Wants:
+        """See `ModelAdapter.usual_wants`."""
+        return LOGPROBS
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

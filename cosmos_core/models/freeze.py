@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,8 +15,9 @@ from cosmos_core.models.meta_device import placeholders
 from cosmos_core.registry import suggestion
 
 
-def choose_trained(model: PreTrainedModel, policy: PolicyConfig) -> None:
+def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
     """Apply `policy.lora`, or `freeze_pattern`, `trainable_pattern` and `trainable_map`; None of them: train all.
+    `targets`: modules that an adapter changes where the recipe names none; empty: those that PEFT takes.
 
     A tied weight goes by each of its names.
 
@@ -27,14 +28,15 @@ def choose_trained(model: PreTrainedModel, policy: PolicyConfig) -> None:
     if not given and policy.lora is None:
         return
     # Recomputation here needs no gradient of the embeddings, and below the first trained layer none need be computed.
-    model.disable_input_require_grads()
+    if isinstance(model, PreTrainedModel):
+        model.disable_input_require_grads()
     if policy.lora is not None:
         if given:
             raise ConfigError(
                 f"policy.{given[0]} excludes policy.lora, which trains adapters and modules_to_save alone"
             )
         with placeholders(model):
-            add_adapter(model, policy.lora)
+            add_adapter(model, policy.lora, targets)
         return
     names = _names(model)
     for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):

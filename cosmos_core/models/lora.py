@@ -11,7 +11,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ TAKES_FROM_BASE = ("pissa", "olora")
 """Starts that move a part of the base weights into the adapter."""
 
 
-def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
+def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
     """Put an adapter into the model, a new one or that of `lora_path`, and freeze everything else. Draws from torch's
-    generator.
+    generator. `targets`: see `freeze.choose_trained`.
 
     Raises:
         ConfigError: a name matches nothing, or the model cannot be adapted like that.
@@ -47,6 +47,8 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
     """
     if lora.init_lora_weights == "eva":
         raise ConfigError(f"{_KEY}.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true")
+    if lora.target_modules is None and targets:
+        lora = lora.derived(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     names = [name for name, _ in model.named_modules() if name]
     _check(f"{_KEY}.target_modules", targets, names, r"(^|.*\.){}")
@@ -59,7 +61,8 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
         )
     keeps_ties = any(name.endswith(saved) for name in tied for saved in lora.modules_to_save or ())
     config = _peft_config(model, lora, keeps_ties) if lora.lora_path is None else saved_settings(lora)
-    config.base_model_name_or_path, config.revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    config.base_model_name_or_path = getattr(model, "name_or_path", None)
+    config.revision = getattr(model.config, "_commit_hash", None)
     try:
         with warnings.catch_warnings():  # what PEFT warns of is checked here
             warnings.simplefilter("ignore")
@@ -115,13 +118,13 @@ def merged(model: nn.Module) -> Iterator[None]:
             layer.merged_adapters.clear()
 
 
-def plain_state(model: PreTrainedModel) -> dict[str, Tensor]:
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """Return `state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
     names = plain_names(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
-def plain_names(model: PreTrainedModel) -> dict[str, str]:
+def plain_names(model: nn.Module) -> dict[str, str]:
     """Return the name that each key of `state_dict()` has without an adapter; empty: it is a part of the adapter."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
@@ -155,12 +158,12 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def _peft_config(model: PreTrainedModel, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
+def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
     modules = lora.target_modules
     others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not _is_product(m)]
     build: Any = peft.LoraConfig  # its annotations are narrower than what it takes
     config: peft.LoraConfig = build(
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
@@ -202,16 +205,20 @@ def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, 
             raise ConfigError(f"{key} = {one!r} matches no module{suggestion(one, last)}")
 
 
-def _tied_modules(model: PreTrainedModel) -> list[str]:
+def _tied_modules(model: nn.Module) -> list[str]:
     """Names of the embedding and the head where they share their weight."""
+    if not isinstance(model, PreTrainedModel):
+        return []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(end is None for end in ends) or ends[0].weight is not ends[1].weight:
         return []
     return [name for name, module in model.named_modules() if module in ends]
 
 
-def _check_head(model: PreTrainedModel, lora: LoraConfig) -> None:
+def _check_head(model: nn.Module, lora: LoraConfig) -> None:
     """The head runs once for the loss and again for its gradient, and dropout would not be the same in both."""
+    if not isinstance(model, PreTrainedModel):
+        return
     if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
         raise ConfigError(
             f"{_KEY}.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "

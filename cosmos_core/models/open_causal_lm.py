@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import shutil
 
 import torch
-from transformers import PreTrainedModel
 
 from cosmos_core.config.media import media_of
 from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import balance_of
 from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_fp8, use_liger
@@ -20,14 +19,14 @@ from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.teacher import count_ids
-from cosmos_core.parallel.fsdp import blocks_of, move_buffers
+from cosmos_core.parallel.fsdp import move_buffers
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.stage import Stage
 
 logger = logging.getLogger(__name__)
 
 
-def open_causal_lm(stage: Stage) -> CausalLM:
+def open_model(stage: Stage) -> CausalLM:
     """Load the model of a stage on this machine's device, split over the mesh, seeded; its tokenizer has a pad token.
 
     Raises:
@@ -63,7 +62,7 @@ def open_causal_lm(stage: Stage) -> CausalLM:
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
     if train.compile:
-        _compile_blocks(model)
+        compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
     reading = Reading(int(tokenizer.pad_token_id), vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
@@ -95,20 +94,3 @@ def open_vision(stage: Stage) -> Vision | None:
     if processor is None:
         raise ModelError(f"{stage.model}: the prepared rows show images, and the model has no processor to read them")
     return Vision(processor)
-
-
-def _compile_blocks(model: PreTrainedModel) -> None:
-    """Compile each transformer block with torch.compile.
-
-    Raises:
-        ConfigError: there is no C++ compiler for a model on CPU.
-    """
-    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        raise ConfigError(
-            "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
-        )
-    blocks = blocks_of(model)
-    for block in blocks:
-        block.compile(dynamic=True)
-    names = sorted({type(block).__name__ for block in blocks})
-    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))

@@ -8,7 +8,6 @@ arXiv 2205.05198, section 5, by the size of results in place of a fixed list).
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -39,13 +38,18 @@ def recompute(model: PreTrainedModel, how: Recompute) -> None:
         return
     settings: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        settings["context_fn"] = selective
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     except ValueError as error:
         logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)
         return
     model.config.use_cache = False
+
+
+def selective() -> Any:
+    """Return the contexts of `torch.utils.checkpoint` that keep what is dear to compute and small."""
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import Consume
+from cosmos_core.models.base import Consume, Wants
 from cosmos_core.models.offload import activations_on_cpu
-from cosmos_core.models.scorer import Wants
 from cosmos_core.parallel.fsdp import reshard
 
 Forward = Callable[[Any, Wants], dict[str, Tensor]]

@@ -54,6 +54,12 @@ class Sample(Document):
     reference: str = ""
     completion: str = ""
     reward: float | None = None
+    media: list[str] = []
+    """Of a diffusion model: files of what it drew, relative to the stage."""
+    rewards: list[float | None] = []
+    """Of each of them."""
+    folder: str = ""
+    """Of the stage, which is not in the line."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,8 @@ class StageRecord:
     @cached_property
     def samples(self) -> list[Sample]:
         """Return the lines of `samples.jsonl`."""
-        return parsed(json_objects(Tail(self.path / "samples.jsonl").lines()), Sample)
+        lines = json_objects(Tail(self.path / "samples.jsonl").lines())
+        return parsed([line | {"folder": str(self.path)} for line in lines], Sample)
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,8 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 
 def loading_line(model: Path) -> str:
     """Return the Python line that loads the model with the public library."""
+    if (model / "model_index.json").is_file():
+        return f"from diffusers import DiffusionPipeline; pipe = DiffusionPipeline.from_pretrained({str(model)!r})"
     loader = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 

@@ -59,7 +59,8 @@ def _environment() -> Environment:
         "clock": wording.clock, "duration": wording.duration, "number": wording.number, "size": wording.size,
         "json": json.dumps, "px": lambda length: f"{length:g}", "cut": _cut,
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
-        "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
+        "operators": sections.operators,
+        "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,
     }  # fmt: skip
     environment.filters |= filters
     return environment

@@ -5,16 +5,20 @@ Each function takes the record of a run or of one of its stages.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves_svg
 from cosmos_core.observe.record import RunRecord, Sample, StageRecord, busy_seconds
-from cosmos_core.run.files import Document, parsed
+from cosmos_core.run.files import Document, parsed, read_json
+from cosmos_core.run.stage import PROFILES
 
 NUM_PROMPTS = 12
 """Prompts that are shown side by side; the rest is in `samples.jsonl`."""
 _NUM_ROLLOUTS = 4  # of the first and of the last logged step of a stage that trains on rollouts
+_NUM_OPERATORS = 10  # of a trace
+_NUM_DRAWINGS = 4  # of one prompt
 _NUM_FILES = 40  # of a stage's outputs
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_max"
 
@@ -173,6 +177,36 @@ def rollouts(stage: StageRecord) -> list[Sample]:
     steps = sorted({line.step for line in stage.samples})
     chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
     return [line for step in chosen for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]]
+
+
+class Operator(Document):
+    """One of the operators that took longest in the profiled steps."""
+
+    operator: str
+    calls: int
+    ms: float
+    share: float
+
+
+def operators(stage: StageRecord) -> list[Operator]:
+    """Return the operators that took longest in the newest trace of a stage."""
+    traces = sorted((stage.path / PROFILES).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
+    found = read_json(traces[-1]) if traces else None
+    return parsed(found, Operator)[:_NUM_OPERATORS] if isinstance(found, list) else []
+
+
+def drawings(line: Sample) -> list[dict[str, Any]]:
+    """Return the images and videos of a sample as the page has them, each with its reward."""
+    shown = []
+    for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
+        path = Path(line.folder) / name
+        reward = line.rewards[index] if index < len(line.rewards) else None
+        uri = gallery.data_uri(path)
+        shown.append({
+            "path": name, "uri": uri, "is_video": bool(uri) and path.suffix == gallery.VIDEO,
+            "caption": "no valid reward" if reward is None else wording.number(reward),
+        })  # fmt: skip
+    return shown
 
 
 def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:

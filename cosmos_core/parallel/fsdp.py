@@ -22,12 +22,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ranks
 
 T = TypeVar("T", bound=Tensor)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # Says at the first gradient norm of a mesh of two axes that its two small all-reduces could be one.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -49,7 +49,7 @@ def gathers_casts(train: TrainConfig) -> bool:
     return train.param_dtype != train.master_dtype
 
 
-def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
+def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig) -> None:
     """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
 
     What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
@@ -81,10 +81,11 @@ def apply_fsdp(root: nn.Module, model: PreTrainedModel, mesh: Mesh, train: Train
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other that multiplies
 
 
-def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the classes in `_no_split_modules`, but none inside another: some families list a block and
     the mixer in it."""
-    names = set(model._no_split_modules or ())
+    listed: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+    names = set(listed)
     found: list[nn.Module] = []
     within: set[nn.Module] = set()
     for module in model.modules():
@@ -141,7 +142,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+def without_weights(model: ModuleT) -> ModuleT:
     """Return a copy with its parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
     modules."""
     memo: dict[int, object] = {
@@ -150,13 +151,13 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def fill(skeleton: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel | None:
+def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
     """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU, and None on the others."""
     found = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
     return _filled(skeleton, found) if is_first() else None
 
 
-def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
+def _filled(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -165,8 +166,7 @@ def _filled(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrained
         for name in tied:
             module, _, attribute = name.rpartition(".")
             skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
-    filled: PreTrainedModel = nn.Module.to(skeleton, "cpu")
-    return filled
+    return nn.Module.to(skeleton, "cpu")
 
 
 def by_mesh(tensors: Iterable[T]) -> list[list[T]]:

@@ -22,10 +22,12 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
-from cosmos_core.types import Score
+from cosmos_core.types import Group, Score
 
 KEYWORDS = {
     "prompt": "the rendered prompt, a string",
+    "media": "the image (PIL.Image) or video (uint8 array of frames, height, width and 3) that was made; None: text",
+    "metadata": "what the row of the prompt says beside it, a dict",
     "turns": "the turns behind the prompt, a list of {'role': 'assistant' or 'tool', 'content': text}",
     "num_tokens": "sampled tokens of the completion, the end token included",
     "finish_reason": "'stop' or 'length'",
@@ -34,7 +36,7 @@ KEYWORDS = {
     "custom": "the recipe's [custom] table",
 }
 
-_OF_A_COMPLETION = ("prompt", "num_tokens", "finish_reason")
+_OF_A_COMPLETION = ("prompt", "media", "num_tokens", "finish_reason")
 """Those of them that are lists for a function of a group."""
 
 Scored = tuple[float, dict[str, float]]
@@ -91,6 +93,22 @@ class Reward:
     def location_of(self, error: BaseException) -> str:
         """Return the file and line of a user's function that an error came from, or of the function; empty for ours."""
         return location_of(error, self.function) if is_import_path(self.name) else ""
+
+
+def request_of(group: Group, k: int) -> dict[str, Any]:
+    """Return what rewards are told of completion `k` of a group."""
+    completion = group.completions[k]
+    return {
+        "to_be_evaluated": completion.text,
+        "reference": group.prompt.reference,
+        "prompt": group.prompt.text,
+        "media": getattr(completion, "media", None),
+        "metadata": getattr(group.prompt, "metadata", None) or {},
+        "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
+        or [{"role": "assistant", "content": completion.text}],
+        "num_tokens": completion.num_sampled,
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def load_reward(name: str) -> Reward:

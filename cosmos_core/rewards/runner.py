@@ -28,7 +28,7 @@ from pebble import ProcessExpired, ProcessPool
 from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError
 from cosmos_core.registry import is_import_path
-from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line
+from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line, request_of
 from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
 from cosmos_core.types import Group, Score, ScoredGroup
 
@@ -115,7 +115,7 @@ class RewardRunner:
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
-        requests = [[_request(group, k) for k in range(len(group.completions))] for group in groups]
+        requests = [[request_of(group, k) for k in range(len(group.completions))] for group in groups]
         return [ScoredGroup(*each) for each in zip(groups, self._scored(requests), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
@@ -209,19 +209,6 @@ class RewardRunner:
         if not errors and not math.isfinite(total):
             errors.append(f"the weighted sum is {total}")
         return Score(None if errors else total, metrics, "; ".join(errors), is_raised)
-
-
-def _request(group: Group, k: int) -> dict[str, Any]:
-    completion = group.completions[k]
-    return {
-        "to_be_evaluated": completion.text,
-        "reference": group.prompt.reference,
-        "prompt": group.prompt.text,
-        "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
-        or [{"role": "assistant", "content": completion.text}],
-        "num_tokens": completion.num_sampled,
-        "finish_reason": completion.finish_reason,
-    }
 
 
 # What follows runs in the worker processes.

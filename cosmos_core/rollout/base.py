@@ -49,6 +49,8 @@ class EngineSettings:
     """The engine is in a process without the trainer's weights: `model` has shapes alone."""
     vision: Vision | None = None
     """Reads the images of prompts; None: no prompt shows one."""
+    flow: Any = None
+    """The `flow_sampler.FlowSource` of a diffusion model; None: the model is of text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,26 +207,29 @@ def _lag(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 
 def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float) -> dict[str, float]:
-    num_tokens = sum(completion.num_sampled for scored in groups for completion in scored.group.completions)
+    completions = [completion for scored in groups for completion in scored.group.completions]
+    is_drawn = completions[0].drawn is not None
+    name, count = ("samples", len(completions)) if is_drawn else ("tokens", sum(c.num_sampled for c in completions))
     return {
         "time/generate": generating,
         "time/score": all_seconds - generating,
-        "throughput/generated_tokens_per_second": num_tokens / max(1e-9, generating),
+        f"throughput/generated_{name}_per_second": count / max(1e-9, generating),
     }
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return means over valid completions, the number of invalid ones, and lengths in sampled tokens."""
+    """Return means over valid completions, the number of invalid ones, and of text lengths in sampled tokens."""
     scores = [score for group in groups for score in group.scores]
     values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions]
-    metrics = {
-        "reward/invalid": float(len(scores) - len(values)),
-        "completion/length_mean": float(np.mean(lengths)),
-        "completion/length_max": float(np.max(lengths)),
-        "completion/truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
-    }
+    lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
+    metrics = {"reward/invalid": float(len(scores) - len(values))}
+    if lengths:
+        metrics |= {
+            "completion/length_mean": float(np.mean(lengths)),
+            "completion/length_max": float(np.max(lengths)),
+            "completion/truncated": float(np.mean([each.finish_reason == "length" for each in completions])),
+        }
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     metrics |= turn_metrics(completions)

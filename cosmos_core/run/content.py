@@ -15,6 +15,7 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.run.files import read_json
 
 _INDEX = ".index.json"
+_NOT_ENCODING = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 _WEIGHTS = (".safetensors", ".bin")
 
 
@@ -48,6 +49,17 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     folders = {index.parent for index in indexes}
     kept = {file for file in files if not (file.parent in folders and _is_weights(file)) or file in named}
     return sorted(kept | {file for file in named if file.is_file()})
+
+
+def files_of_encoders(folder: Path) -> list[Path]:
+    """Return the files of a pipeline of diffusers that text and media are encoded with: all but those of its denoiser
+    and its scheduler, which training changes.
+
+    Raises:
+        ConfigError, ModelError: as `files_of_model`.
+    """
+    files = files_of_model(folder)
+    return [file for file in files if file.relative_to(folder).parts[0] not in _NOT_ENCODING]
 
 
 def _named_by(index: Path) -> list[Path]:

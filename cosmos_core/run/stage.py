@@ -18,6 +18,10 @@ from cosmos_core.run.manifest import Source
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
+PROFILES = "profile"
+"""Folder of traces."""
+PROFILE_ASKED = "profile_asked"
+"""Written anew when `cosmos profile` asks for one."""
 ENGINES = "engines.json"
 """A number, which `cosmos scale` writes."""
 _OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import source_of
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
@@ -21,9 +22,10 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
 from cosmos_core.models.teacher import look_at_teacher
 from cosmos_core.parallel.pipeline import apply_pp
+from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
-from cosmos_core.train.measure import open_rewards, reward_weights
+from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
 from cosmos_core.types import Outcome
 
 
@@ -49,10 +51,14 @@ def run(stage: Stage) -> Outcome:
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
             found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
-        weights = _rewards(stage)
-        if weights:
+        asked = _rewards(stage)
+        for weights in asked:
             with open_rewards(stage, weights):
-                found.append(f"rewards {', '.join(weights)}")
+                if isinstance(weights, RemoteRewardConfig):
+                    ping(service_of(), [each.name for each in weights.reward_fns])
+                names = weights if isinstance(weights, dict) else [each.name for each in weights.reward_fns]
+                found.append(f"rewards {', '.join(names)}")
+        if asked:
             found += _tools(stage, tokenizer)
     return Outcome(info={"found": "; ".join(found)})
 
@@ -75,10 +81,14 @@ def _check_model(stage: Stage) -> None:
         apply_pp(model, sizes, 0)
 
 
-def _rewards(stage: Stage) -> dict[str, float]:
-    trained = stage.recipe.train.train_policy.rewards if stage.kind.feed == "rollouts" else {}
-    is_measured = stage.kind.makes == "metrics" or stage.recipe.validation.enable
-    return {**trained, **(reward_weights(stage.recipe) if is_measured and stage.kind.scores else {})}
+def _rewards(stage: Stage) -> list[Rewards]:
+    """Return the rewards of a stage: the local ones of training and validation together, and what services score."""
+    is_measured = stage.kind.scores and (stage.kind.makes == "metrics" or stage.recipe.validation.enable)
+    asked = [trained_rewards(stage.recipe)] if stage.kind.feed == "rollouts" else []
+    asked += [reward_weights(stage.recipe)] if is_measured else []
+    local = {name: weight for each in asked if isinstance(each, dict) for name, weight in each.items()}
+    remote = dict.fromkeys(each for each in asked if isinstance(each, RemoteRewardConfig))
+    return [*([local] if local else []), *remote]
 
 
 def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:

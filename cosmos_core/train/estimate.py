@@ -122,7 +122,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trouble
     kv_cache: int | None = 0
-    if recipe.train.train_policy.rows == "prompts":
+    if recipe.train.train_policy.has_rollouts:
         kv_cache = kv_cache_bytes(built.config, recipe, length)
         if kv_cache is None:
             notes.append(f"KV cache: unknown, because {built.config.model_type} has layers without keys and values")
@@ -139,7 +139,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         steps=course.steps,
         is_steps_bound=course.is_bound,
         tokens=course.tokens,
-        is_tokens_bound=rows.mean is None or recipe.train.train_policy.rows == "prompts",
+        is_tokens_bound=rows.mean is None or recipe.train.train_policy.has_rollouts,
         notes=tuple(notes),
     )
 
@@ -277,7 +277,7 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
     """Of a row with that many tokens, in RL a prompt and its longest completion; not known: the most allowed."""
-    completion = recipe.rollout.max_response_length if recipe.train.train_policy.rows == "prompts" else 0
+    completion = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
     longest = recipe.policy.model_max_length
     return longest if tokens is None else min(longest, tokens + completion)
 
@@ -317,7 +317,7 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
     """The `hf` engine generates with the trainer's own module."""
-    if recipe.train.train_policy.rows != "prompts" or recipe.rollout.backend != "vllm":
+    if not recipe.train.train_policy.has_rollouts or recipe.rollout.backend != "vllm":
         return 0
     mesh = recipe.rollout.parallelism
     return parameters * _itemsize(recipe.train.param_dtype) // (mesh.tp_size * mesh.pp_size)

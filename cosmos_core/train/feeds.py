@@ -15,13 +15,19 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
+from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
+from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
-from cosmos_core.data.prepared import Pairs, Prompts, Sequences
+from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
+from cosmos_core.models.base import ModelAdapter
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
+
+_HELD_OUT = -1
+"""Stands for the step in the seeds of held-out rows."""
 
 
 class Feed:
@@ -67,15 +73,17 @@ def total_steps(recipe: Recipe, rows_per_step: int, num_rows: int) -> int:
 def rows_per_step(recipe: Recipe) -> int:
     """Return the rows of a train step; of prompts, whose completions are counted, a part of them."""
     size = recipe.train.train_batch_per_replica
-    return size // recipe.rollout.n_generation if recipe.train.train_policy.rows == "prompts" else size
+    return size // recipe.rollout.n_generation if recipe.train.train_policy.has_rollouts else size
 
 
-def balanced_steps(rows: Sequences | Pairs, recipe: Recipe) -> BalancedSteps | None:
+def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
     """Return steps of micro-batches filled by tokens; None: a batch is a number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
-    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # the schema asks for it
+    assert (
+        isinstance(policy, SupervisedConfig) and not isinstance(rows, MediaRows) and train.max_num_steps is not None
+    )  # the schema asks for it
     is_packed = bool(train.sequence_packing)  # where the model decides, the budget is for either
     return BalancedSteps(
         _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
@@ -109,7 +117,7 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 class RowFeed(Feed):
     """Prepared rows in an order that is a pure function of seed, epoch and position."""
 
-    def __init__(self, rows: Sequences | Pairs, recipe: Recipe) -> None:
+    def __init__(self, rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
         self._batch = recipe.train.train_batch_per_replica
         self._balanced = balanced_steps(rows, recipe)
@@ -187,10 +195,26 @@ class PairFeed(RowFeed):
         return [rows[start : start + size] for rows in alike for start in range(0, len(rows), size)]
 
 
+class MediaFeed(RowFeed):
+    """Prepared images or clips, each a sample at a noise level that is drawn for it at each step."""
+
+    _rows: MediaRows
+
+    def __init__(self, rows: MediaRows, recipe: Recipe, adapter: ModelAdapter) -> None:
+        super().__init__(rows, recipe)
+        self._draws = draws_of(rows, recipe, adapter)
+
+    def samples(self, step: int) -> tuple[list[FlowSample], dict[str, float]]:
+        """Return the rows of this step, with their noise."""
+        seed = self._recipe.train.order_seed
+        positions = self.positions(step).tolist()
+        return [self._draws.sample(self._rows[i], seed_of(seed, step, i)) for i in positions], self._epoch(step)
+
+
 class RolloutFeed(Feed):
     """Scored groups of completions, turned into samples by the algorithm's credit rule."""
 
-    def __init__(self, prompts: Prompts, source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
+    def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
         self._source, self._algorithm = source, algorithm
         self.steps_per_epoch = batches_per_epoch(rows_per_step(recipe), len(prompts), drop_last=True)
         self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
@@ -234,7 +258,7 @@ class RolloutFeed(Feed):
 class PromptOrder:
     """The prompts in an order that is a pure function of seed, epoch and position."""
 
-    def __init__(self, prompts: Prompts, recipe: Recipe) -> None:
+    def __init__(self, prompts: Sequence[Prompt], recipe: Recipe) -> None:
         self._prompts, self._train = prompts, recipe.train
         self._batch = rows_per_step(recipe)
 
@@ -264,6 +288,17 @@ def in_turns(sync: Sync, order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return what generates when it is asked, with others in place of groups that are dropped."""
     chosen = group_filter(recipe)
     return sync if chosen is None else Dynamic(sync, order.take, rows_per_step(recipe), chosen)
+
+
+def draws_of(rows: MediaRows, recipe: Recipe, adapter: Any) -> Draws:
+    """Return how noise levels and the rest are drawn for rows that a diffusion model learns."""
+    family = adapter.family
+    return Draws(recipe.policy.diffusers, family.dropped_text(rows.null_text), family.train_shift, family.max_given)
+
+
+def held_out_sample(rows: MediaRows, i: int, draws: Draws) -> FlowSample:
+    """Return row `i` with the same noise and level whenever it is asked for, and with its prompt."""
+    return draws.sample(rows[i], seed_of(_HELD_OUT, i), dropout=0.0)
 
 
 def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
@@ -296,6 +331,7 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
+        flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
         may_be_outdated=recipe.train.sync_weight_interval > 1
         or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )

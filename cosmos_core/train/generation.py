@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import Replica
 from cosmos_core.run.stage import Stage, load_stage
-from cosmos_core.train.measure import open_rewards, shared
+from cosmos_core.train.drawing import flow_source
+from cosmos_core.train.measure import Rewards, open_rewards, shared
 from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Generation:
 
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
         self._stage, self._trainer, self._stack = stage, trainer, stack
-        self._scores: dict[tuple[tuple[str, float], ...], ScoreGroups] = {}
+        self._scores: dict[Hashable, ScoreGroups] = {}
 
     @cached_property
     def engine(self) -> Engine:
@@ -49,7 +51,10 @@ class Generation:
         if stage.kind.feed == "rollouts" and stage.recipe.engines_apart:
             engine = _fleet(stage)
         else:
-            engine = make_engine(_settings(stage, adapter.model, adapter.tokenizer, adapter.vision))
+            settings = _settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
+            if stage.recipe.policy.is_diffusers:
+                settings = replace(settings, flow=flow_source(stage, self._trainer))
+            engine = make_engine(settings)
         self._stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
         return engine
@@ -76,13 +81,13 @@ class Generation:
         """Send the present weights to the engine as `version`; return metrics."""
         return self._publisher.publish(version)
 
-    def score(self, weights: dict[str, float]) -> ScoreGroups:
+    def score(self, weights: Rewards) -> ScoreGroups:
         """Return what scores groups by these rewards, when all ranks ask together."""
         return shared(self.score_here(weights))
 
-    def score_here(self, weights: dict[str, float]) -> ScoreGroups:
+    def score_here(self, weights: Rewards) -> ScoreGroups:
         """Return what scores groups by these rewards on the first rank."""
-        key = tuple(weights.items())
+        key = tuple(weights.items()) if isinstance(weights, dict) else weights
         if key not in self._scores:
             self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights))
         return self._scores[key]

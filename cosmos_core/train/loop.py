@@ -23,6 +23,9 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.ema import NAME as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
+from cosmos_core.train.hooks import Hooks
+from cosmos_core.train.mfu import Utilization
+from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopAsked, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import JsonValue
@@ -48,15 +51,21 @@ class Loop:
     """None: no validation during training."""
     average: MovingAverage | None = None
     """What is measured and, in the end, left in the model; None: the weights themselves."""
+    utilization: Utilization | None = None
+    """Counts the share of the devices' rate that train steps reach; None: not reported."""
     begin_from: Path | None = None
     """The folder `.../step_N/policy` of another run, for a training that has no checkpoint of its own yet."""
     best: Best | None = None
     """The best step by validation; None: none was validated yet."""
     step: int = 0
     """Train steps that are complete."""
+    _hooks: Hooks = field(init=False)
     _last: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, `..._max` of all steps; in every checkpoint, so that a run killed after its last
     step reports the same."""
+
+    def __post_init__(self) -> None:
+        self._hooks = Hooks(self.stage)
 
     def run(self) -> dict[str, float]:
         """Train to the end; return the metrics of the last step and its validation, of all steps for `..._max`.
@@ -65,13 +74,28 @@ class Loop:
             Preempted: a signal asked to stop.
         """
         self.trainer.adapter.prove()
-        start = self._restore()
-        train, validation = self.stage.recipe.train, self.stage.recipe.validation
+        hooks, start = self._hooks, self._restore()
+        hooks("pre_training_hook", start_step=start, total_steps=self.feed.total_steps)
         self.publish(start)
-        if self.measure and validation.val_before_train and start == 0:
+        if self.measure and self.stage.recipe.validation.val_before_train and start == 0:
             self._log(0, self._measured(0))
+        with StepProfiler(self.stage, start) as profiler:
+            self._train(profiler)
+        self.checkpointer.wait()
+        if self.checkpointer.latest() != self.step:
+            self._save()
+            self.checkpointer.wait()
+        if self.average:
+            self.trainer.named.copy_to_policy(EMA)
+        hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last)
+        return self._last
+
+    def _train(self, profiler: StepProfiler) -> None:
+        """Take the steps that are left, measuring and saving as the recipe asks."""
+        train, validation = self.stage.recipe.train, self.stage.recipe.validation
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._next()) is not None:
+            profiler.step(self.step)
             is_last, best_before = self.step == self.feed.total_steps, self.best
             if self.measure and (self.step % validation.freq == 0 or is_last):
                 measured = self._measured(self.step)
@@ -80,13 +104,6 @@ class Loop:
             self._log(self.step, metrics)
             if train.ckpt.enable_checkpoint and (self.step % save_freq == 0 or self.best != best_before):
                 self._save()
-        self.checkpointer.wait()
-        if self.checkpointer.latest() != self.step:
-            self._save()
-            self.checkpointer.wait()
-        if self.average:
-            self.trainer.named.copy_to_policy(EMA)
-        return self._last
 
     def _next(self) -> dict[str, float] | None:
         """Take one train step and publish its weights; return its metrics, None: the data has ended."""
@@ -102,6 +119,7 @@ class Loop:
         if self.step % self.publish_every == 0:
             metrics |= self.publish(self.step)
         metrics["time/step"] = time.perf_counter() - began
+        self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
 
     def _step(self) -> dict[str, float] | None:
@@ -110,13 +128,20 @@ class Loop:
         if given is None:
             return None
         samples, metrics = given
+        self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
         began = time.perf_counter()
-        updates = [self.trainer.update(update) for update in self.algorithm.updates(samples, self.trainer)]
+        updates = []
+        for update in self.algorithm.updates(samples, self.trainer):
+            updates.append(self.trainer.update(update))
+            if self.utilization:
+                self.utilization.add(update)
         metrics |= _over_updates(updates)
         if self.average:
             self.average.update(self.step)
         seconds = time.perf_counter() - began
+        if self.utilization:
+            metrics["throughput/mfu"] = self.utilization.reached(seconds)
         num_tokens = sum(self.trainer.adapter.cost(sample) for sample in samples)
         return metrics | {
             **learning_rates,
@@ -159,6 +184,8 @@ class Loop:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
             self.stage.progress.saved(own)
+        if start:
+            self._hooks("load_checkpoint_hook", step=start)
         self.checkpointer.name_best(self._kept)
         self.stage.metrics.cut_back(start)
         self.stage.progress.step(start, total)
@@ -174,6 +201,7 @@ class Loop:
 
     def _save(self) -> None:
         self.stage.progress.phase("save")
+        self._hooks("save_checkpoint_hook", step=self.step)
         state = self._state()
         metrics: dict[str, JsonValue] = {**self._last}
         state.extra = {
@@ -201,6 +229,7 @@ class Loop:
         assert self.measure is not None
         self.stage.progress.phase("validate")
         began = time.perf_counter()
+        self._hooks("pre_validation_hook", current_step=step)
         if step % self.publish_every:
             self.publish(step)
         if self.average is None:
@@ -210,6 +239,7 @@ class Loop:
                 self.publish(step)
                 measured = self.measure(step)
             self.publish(step)
+        self._hooks("post_validation_hook", current_step=step, **measured)
         return {**measured, "time/validate": time.perf_counter() - began}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

@@ -18,6 +18,8 @@ import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.prepared import (
     Pairs,
     Prompts,
@@ -30,17 +32,24 @@ from cosmos_core.data.prepared import (
 )
 from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
+from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid
+from cosmos_core.rewards.exchange import service_of
+from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import pair_samples, sequence_sample
+from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
+from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Sampling, Score, ScoredGroup
+from cosmos_core.types import Group, Sampling, Score, ScoredGroup
+
+Rewards = dict[str, float] | RemoteRewardConfig
+"""Reward functions with their weights, or what is asked of a reward service."""
 
 SAMPLES = "samples.jsonl"
 PREFIX = "validation/"
@@ -53,7 +62,7 @@ validations is the weights."""
 def row_metrics(
     trainer: Trainer,
     algorithm: Algorithm,
-    rows: Sequences | Pairs,
+    rows: Sequences | Pairs | MediaRows,
     reference: np.ndarray | None,
     recipe: Recipe,
     progress: Progress,
@@ -61,12 +70,16 @@ def row_metrics(
     """Return the algorithm's metrics of all held-out rows; `reference`: of pairs, the log-probabilities of all."""
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
     rows_per_chunk = CHUNK if isinstance(rows, Pairs) else size
+    draws = draws_of(rows, recipe, trainer.adapter) if isinstance(rows, MediaRows) else None
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
             progress.beat()
             positions = range(start, min(start + rows_per_chunk, len(rows)))
-            if isinstance(rows, Pairs):
+            if isinstance(rows, MediaRows):
+                assert draws is not None
+                yield [held_out_sample(rows, i, draws) for i in positions]
+            elif isinstance(rows, Pairs):
                 yield [sample for i in positions for sample in pair_samples(rows, i, reference)]
             else:
                 yield [sequence_sample(rows, i) for i in positions]
@@ -89,14 +102,14 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         scores = [score for group in groups for score in group.scores]
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions]
+    lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
         "validation/reward_stderr": _standard_error(groups),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
-        "validation/length_mean": float(np.mean(lengths)),
+        **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
         **_pass_at_each(groups, full_reward),
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
@@ -130,10 +143,10 @@ def pass_at(k: int, count: int, right: int) -> float:
 class Completions:
     """Generates and scores completions of held-out prompts."""
 
-    def __init__(self, prompts: Prompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
+    def __init__(self, prompts: Prompts | DrawnPrompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
         self._prompts, self._engine, self._score, self._stage = prompts, engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
-        self._full = sum(reward_weights(stage.recipe).values())
+        self._full = full_reward(stage.recipe)
 
     def measure(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps; some completions are added to `samples.jsonl`."""
@@ -155,7 +168,8 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
     kept = []
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
-    for group in groups:
+    drawn = add_drawings(path.parent, step, groups)
+    for index, group in enumerate(groups):
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
         record: dict[str, Any] = {
@@ -165,12 +179,28 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
             "completion": completion.text,
             "reward": score.value,
         }
+        if index < len(drawn):
+            record |= {"media": drawn[index], "rewards": [score.value for score in group.scores]}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
         kept.append(json.dumps(record, ensure_ascii=False))
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
+
+
+def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup]) -> list[list[str]]:
+    """Write what a diffusion model drew of each prompt, under `step`; return the files of each, none for text."""
+    rows = [
+        [
+            gallery.Drawing(scored.group.prompt.text, completion.drawn.pixels.numpy(), score.value)
+            for completion, score in zip(scored.group.completions, scored.scores, strict=True)
+            if completion.drawn is not None
+        ]
+        for scored in groups
+    ]
+    rows = [row for row in rows if row]
+    return gallery.save(stage, step, rows) if rows else []
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:
@@ -185,23 +215,45 @@ def validation_sampling(recipe: Recipe) -> Sampling:
         max_tokens=validation.max_response_length or rollout.max_response_length,
         num_completions=validation.n_generation,
         seed=recipe.train.seed,
+        flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
     )
 
 
-def reward_weights(recipe: Recipe) -> dict[str, float]:
+def trained_rewards(recipe: Recipe) -> Rewards:
+    """Return what scores the completions that are learned from."""
+    policy = recipe.train.train_policy
+    return policy.remote_rewards or policy.rewards
+
+
+def reward_weights(recipe: Recipe) -> Rewards:
     """Return the rewards of validation, or those of training where it names none."""
-    return recipe.validation.reward_function or recipe.train.train_policy.rewards
+    validation = recipe.validation
+    return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.rewards
+
+
+def full_reward(recipe: Recipe) -> float:
+    """Return the reward of a held-out completion for which every reward function gives 1."""
+    rewards = reward_weights(recipe)
+    return sum(rewards.values()) if isinstance(rewards, dict) else rewards.full
 
 
 @contextmanager
-def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroups]:
-    """Score groups by these rewards, in killable children of the first rank, which alone may ask for it; see `shared`.
-    Without any reward every score is 0."""
+def open_rewards(stage: Stage, weights: Rewards) -> Iterator[ScoreGroups]:
+    """Score groups by these rewards, in killable children of the first rank, which alone may ask for it, or by a
+    service; see `shared`. Without any reward every score is 0.
+
+    Raises:
+        RewardError: a reward cannot be loaded, or the environment names no service.
+    """
+    if isinstance(weights, RemoteRewardConfig):
+        remote = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
+        yield remote.score_groups if is_first() else _no_groups
+        return
     if not weights:  # train.train_policy.bypass_reward
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():
-        yield lambda groups: []
+        yield _no_groups
         return
     hide(stage.recipe.reward_env)
     with RewardRunner(
@@ -215,12 +267,16 @@ def open_rewards(stage: Stage, weights: dict[str, float]) -> Iterator[ScoreGroup
         yield runner.score_groups
 
 
+def _no_groups(groups: Sequence[Group]) -> list[ScoredGroup]:
+    return []
+
+
 def shared(score: ScoreGroups) -> ScoreGroups:
     """Return what gives all ranks the scores of the first, when all ask together."""
     return lambda groups: broadcast_object(score(groups) if is_first() else [])
 
 
-def held_out(folder: Path) -> Prompts | Pairs | Sequences:
+def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPrompts:
     """Return the held-out rows of prepared data.
 
     Raises:
@@ -234,6 +290,10 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences:
     kind = rows_kind(folder, "validation")
     if kind == "prompts":
         return open_prompts(folder, "validation")
+    if kind == "media":
+        return open_media(folder, "validation")
+    if kind == "media_prompts":
+        return DrawnPrompts(open_media_prompts(folder, "validation"))
     return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")
 
 

@@ -6,6 +6,8 @@ The hand-over is the model in full precision, proven to load, with its adapter m
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import NamedTuple
@@ -16,18 +18,20 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.data.media_rows import MediaRows, open_media
 from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
-from cosmos_core.models.open_causal_lm import open_causal_lm
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.drawing import DrawnPrompts, open_drawn, prepare_algorithm
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import (
     Feed,
+    MediaFeed,
     PairFeed,
     PromptOrder,
     RolloutFeed,
@@ -40,12 +44,21 @@ from cosmos_core.train.feeds import (
 )
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.loop import Loop, Measure
-from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
+from cosmos_core.train.measure import (
+    SAMPLES,
+    Completions,
+    held_out,
+    prepared_folder,
+    reward_weights,
+    row_metrics,
+    trained_rewards,
+)
+from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import JsonValue, Outcome
+from cosmos_core.types import JsonValue, Outcome, Prompt
 
 
 class Trained(NamedTuple):
@@ -66,7 +79,7 @@ def run(stage: Stage) -> Outcome:
 def train(stage: Stage) -> Trained:
     """Train the model of a stage to its last step."""
     recipe, policy = stage.recipe, stage.recipe.train.train_policy
-    has_rollouts = policy.rows == "prompts"
+    has_rollouts = policy.has_rollouts
     algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
     trainer = open_trainer(stage)
     with ExitStack() as stack:
@@ -79,16 +92,24 @@ def train(stage: Stage) -> Trained:
             publish_every=recipe.train.sync_weight_interval,
             measure=measure,
             average=MovingAverage(trainer.named, recipe.train) if recipe.train.ema_enable else None,
+            utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
     return Trained(trainer.adapter, loop.step, metrics, loop.best)
 
 
+def open_model(stage: Stage) -> ModelAdapter:
+    """Return the model of a stage, by its modality; nothing of the others is imported."""
+    opened = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality}")
+    adapter: ModelAdapter = opened.open_model(stage)
+    return adapter
+
+
 def open_trainer(stage: Stage) -> Trainer:
     """Return the trainer of a stage's model, with the weights that the algorithm asks for beside the policy's."""
     stage.progress.phase("load")
-    trainer = Trainer(open_causal_lm(stage), stage.recipe.train, stage.progress)
+    trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
     if stage.kind.trains and not policy.scores_rows_once:  # that is done before the policy differs from them
         for name in policy.named_weights:
@@ -122,28 +143,35 @@ def _feed(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Gene
     policy = recipe.train.train_policy
     if policy.rows == "sequences":
         return SequenceFeed(open_sequences(folder, "train"), recipe)
+    if policy.rows == "media" and not policy.has_rollouts:
+        return MediaFeed(open_media(folder, "train"), recipe, trainer.adapter)
     if policy.rows == "pairs":
         pairs = open_pairs(folder, "train")
         feed = PairFeed(pairs, recipe)
         feed.reference = reference_logprobs(stage, trainer, pairs, "train", feed.trained)
         return feed
-    prompts = open_prompts(folder, "train")
+    prompts: Sequence[Prompt]
+    if recipe.policy.is_diffusers:
+        prompts = open_drawn(folder, "train", recipe)
+        prepare_algorithm(stage, trainer, algorithm)
+    else:
+        prompts = open_prompts(folder, "train")
     order = PromptOrder(prompts, recipe)
     make_source = _ahead if recipe.engines_apart else _in_turns
     return RolloutFeed(prompts, make_source(stage, prompts, order, generation), algorithm, recipe)
 
 
-def _in_turns(stage: Stage, prompts: Prompts, order: PromptOrder, generation: Generation) -> GroupSource:
+def _in_turns(stage: Stage, prompts: Sequence[Prompt], order: PromptOrder, generation: Generation) -> GroupSource:
     """Return a source of groups that are generated by the ranks, when they are asked for."""
     recipe = stage.recipe
     sync = Sync(
-        order, generation.engine, generation.score(recipe.train.train_policy.rewards), training_sampling(recipe),
+        order, generation.engine, generation.score(trained_rewards(recipe)), training_sampling(recipe),
         stage.progress, recipe.rollout.batch_size, between=lambda step: check_stop(stage),
     )  # fmt: skip
     return in_turns(sync, order, recipe)
 
 
-def _ahead(stage: Stage, prompts: Prompts, order: PromptOrder, generation: Generation) -> GroupSource:
+def _ahead(stage: Stage, prompts: Sequence[Prompt], order: PromptOrder, generation: Generation) -> GroupSource:
     """Return a source of groups that engines of their own generate while the ranks train."""
     recipe, policy, size = stage.recipe, stage.recipe.train.train_policy, rows_per_step(stage.recipe)
     chosen, allowed, beyond, most_steps = group_filter(recipe), *policy.lookahead
@@ -171,7 +199,9 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     if not stage.recipe.validation.enable:
         return None
     rows = held_out(prepared_folder(stage))
-    if isinstance(rows, Prompts):
+    if isinstance(rows, MediaRows) and stage.recipe.train.train_policy.has_rollouts:
+        rows = open_drawn(prepared_folder(stage), "validation", stage.recipe)
+    if isinstance(rows, Prompts | DrawnPrompts):
         completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
         return _measure_completions(completions, generation, stage)
     reference = None
@@ -181,7 +211,7 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
 
 
 def _measure_completions(completions: Completions, generation: Generation, stage: Stage) -> Measure:
-    if stage.recipe.train.train_policy.rows == "prompts":
+    if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
     def measure(step: int) -> dict[str, float]:

@@ -20,8 +20,7 @@ from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.models.base import MicroBatch, ModelAdapter
-from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
@@ -92,7 +91,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], wants: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the wanted outputs of each sample under named weights or another model, without dropout; all ranks
         get those of all samples. `size` samples per forward pass; None: `mini_batch`."""
@@ -119,12 +118,37 @@ class Trainer:
                 if isinstance(value, Tensor):
                     value.zero_()
 
+    def follow(self, weights: str, share: float) -> None:
+        """Move named weights towards the policy: weights + share * (policy - weights)."""
+        self.named.lerp(weights, share)
+
+    @torch.no_grad()
+    def _compared(self, update: Update) -> dict[int, dict[str, Tensor]]:
+        """Return the outputs under the named weights that the update compares with, for the samples of this rank."""
+        found: dict[int, dict[str, Tensor]] = {}
+        self.adapter.runner.train(False)
+        for weights in update.compares:
+
+            def keep(micro: MicroBatch, weights: str = weights) -> None:
+                for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True):
+                    found.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
+
+            with self.weights(weights):
+                self._run(self.adapter, update.samples, keep, update.wants)
+        self.adapter.runner.train(True)
+        return found
+
     def _backward(self, update: Update) -> list[Loss]:
         """Add the gradient of an update; return the loss of each micro-batch of this rank."""
         losses: list[Loss] = []
+        compared = self._compared(update) if update.compares else {}
         num_tokens = sum(self.adapter.cost(sample) for sample in update.samples)
 
         def learn(micro: MicroBatch) -> Tensor:
+            if compared:
+                others = [compared[i] for i in micro.indices]
+                rows = {name: torch.stack([other[name] for other in others]) for name in others[0]}
+                micro = replace(micro, outputs=micro.outputs | rows)
             loss = update.loss(micro)
             metrics, added = loss.metrics, torch.zeros_like(loss.value)
             if micro.model_loss is not None:
@@ -155,15 +179,15 @@ class Trainer:
             outputs = adapter.joined(batch, outputs)
             if batch.samples:
                 return consume(adapter.micro_batch(batch, outputs))
-            return sum(
-                (v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), outputs["logprobs"].new_zeros(())
-            )
+            zero = next(iter(outputs.values())).new_zeros(())
+            return sum((v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), zero)
 
         def collate(plan: Plan) -> Any:
             self._progress.beat()
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.filler])
             return adapter.expect(batch, known) if known and batch.samples else batch
 
+        wants = adapter.usual_wants if wants is None else wants
         most = size or self._train.train_policy.mini_batch
         plans = self._plans(adapter, samples, adapter.runner.rows(most), is_planned=size is None)
         empty = Plan((), _cheapest(adapter, samples, range(len(samples))))
@@ -184,7 +208,7 @@ class Trainer:
             batches = list(together.values())
         else:
             is_planned, batches = False, [[i] for i in ordered]
-        groups: dict[int, list[list[int]]] = {}
+        groups: dict[Any, list[list[int]]] = {}
         for batch in batches:
             groups.setdefault(adapter.group(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []

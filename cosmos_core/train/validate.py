@@ -11,6 +11,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.prepared import Pairs, Prompts
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.drawing import DrawnPrompts
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
 from cosmos_core.train.reference import handed_on
@@ -28,7 +29,7 @@ def run(stage: Stage) -> Outcome:
         trainer.adapter.prove()
     stage.progress.phase("validate")
     outputs = [METRICS]
-    if isinstance(rows, Prompts):
+    if isinstance(rows, Prompts | DrawnPrompts):
         with ExitStack() as stack:
             generation = Generation(stage, trainer, stack)
             score = generation.score(reward_weights(stage.recipe))

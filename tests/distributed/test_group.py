@@ -206,6 +206,7 @@ def test_a_training_goes_through_pipelines_and_ends_on_one_rank(
     assert_like(one, alone)
 
 
+@pytest.mark.full  # the longest of the ways through meshes; the others begin and end as it does
 def test_a_training_that_began_on_one_rank_ends_in_a_pipeline(
     task: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:

@@ -42,6 +42,7 @@ def test_the_same_bits_on_the_same_mesh(task: Path, undisturbed: Path, tmp_path:
     assert killed.rows_of_steps(tmp_path) == killed.rows_of_steps(undisturbed)
 
 
+@pytest.mark.full
 def test_the_same_curve_on_changing_meshes(task: Path, undisturbed: Path, tmp_path: Path) -> None:
     kills = killed.train_with_kills(task, tmp_path, [TWO, ONE, TWO], random.Random(2), saved=True)
     assert 0 < kills[0].checkpoint < kills[1].checkpoint

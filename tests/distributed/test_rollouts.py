@@ -125,7 +125,9 @@ def assert_like(done: Stage, alone: Stage) -> None:
         assert (weights[0][name] - weight).abs().max() <= 1e-4, name
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize(
+    "mesh", [mesh if mesh in ("tp", "hsdp") else pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES]
+)
 def test_a_mesh_generates_and_learns_as_one_rank(
     mesh: str, task: Path, tmp_path: Path, alone: dict[str, Stage]
 ) -> None:
@@ -154,7 +156,7 @@ def test_it_stops_on_two_ranks_and_goes_on_on_four_and_on_one(
     assert_like(one, alone["full"])
 
 
-@pytest.mark.parametrize(("mesh", "tp_size"), [("dp", 2), ("tp", 1)])
+@pytest.mark.parametrize(("mesh", "tp_size"), [("dp", 2), pytest.param("tp", 1, marks=pytest.mark.full)])
 def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = rl(task, tmp_path / "rl", {}, MESHES[mesh])

@@ -134,7 +134,7 @@ def number_of_bytes(file: Path) -> int:
         return sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118 - no dict
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.full), True], ids=["sync", "async"])
 def test_a_full_disk_of_one_rank_is_one_line_on_all_and_the_checkpoint_before_stays(
     models: Path, tmp_path: Path, asynchronous: bool
 ) -> None:

@@ -102,7 +102,9 @@ def on(size: int, done: Stage, stop_after: int | None, scratch: Path) -> Any:
     return WorkerGroup(size, "local").run(partial(members.train, done, stop_after, scratch))
 
 
-@pytest.mark.parametrize(("kind", "two", "four"), [("experts", EP2, EP4), ("adapter", DP2, None)])
+@pytest.mark.parametrize(
+    ("kind", "two", "four"), [("experts", EP2, EP4), pytest.param("adapter", DP2, None, marks=pytest.mark.full)]
+)
 def test_it_begins_on_a_mesh_and_ends_on_one_rank(
     kind: str, two: dict[str, int], four: dict[str, int] | None, task: Path, tmp_path: Path, alone: dict[str, Stage]
 ) -> None:
@@ -126,7 +128,12 @@ def halfway(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [("experts", EP2), ("adapter", DP2), ("adapter", TP2), ("adapter", PP2)])
+BEGINNINGS = [
+    ("experts", EP2), ("adapter", TP2), *(pytest.param("adapter", mesh, marks=pytest.mark.full) for mesh in (DP2, PP2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "mesh"), BEGINNINGS)
 def test_it_begins_on_one_rank_and_ends_on_a_mesh(
     kind: str, mesh: dict[str, int], task: Path, halfway: Path, tmp_path: Path, alone: dict[str, Stage]
 ) -> None:

@@ -37,6 +37,9 @@ class Change:
 
     @property
     def after(self) -> Recipe:
+        table, _, name = self.key.rpartition(".")
+        if isinstance(rows := self.base.get(table), list):  # of tables
+            return recipe({**self.base, table: [{**row, name: self.value} for row in rows]})
         return recipe({**self.base, self.key: self.value})
 
 

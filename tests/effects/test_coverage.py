@@ -68,7 +68,8 @@ def table_of(change: Change) -> type[Table]:
     """Return the table that declares the key, in the recipe before the change."""
     table: Table = change.before
     for name in change.key.split(".")[:-1]:
-        table = getattr(table, name)
+        found = getattr(table, name)
+        table = found[0] if isinstance(found, tuple) else found
     return declaring(type(table), change.key)
 
 

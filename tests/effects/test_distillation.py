@@ -50,6 +50,9 @@ class Told:
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         raise AssertionError("asked for other weights")
 
+    def follow(self, weights: str, share: float) -> None:
+        raise AssertionError("asked for other weights")
+
     def evaluate(
         self, samples: Any, wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, torch.Tensor]]:

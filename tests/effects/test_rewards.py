@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.train.measure import open_rewards, reward_weights
+from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.unit.reward_server import RewardServer, Sent, reply, serving
 
 PROGRAM = """
 import asyncio, os
@@ -46,7 +49,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARIABLE", "2.5")
 
 
-def score(recipe: Recipe, folder: Path, weights: dict[str, float]) -> Score:
+def score(recipe: Recipe, folder: Path, weights: Rewards) -> Score:
     with open_rewards(stage_of(folder / "stage", recipe, kind="rl"), weights) as score_groups:
         return score_groups([GROUP])[0].scores[0]
 
@@ -85,3 +88,126 @@ def test_it_changes_the_score_of_a_completion(
 def test_it_changes_the_score_of_a_held_out_answer(change: Change, tmp_path: Path) -> None:
     before, after = (score(side, tmp_path, reward_weights(side)).value for side in (change.before, change.after))
     assert (before, after) == (0.0, 2.0)
+
+
+REMOTE = {
+    **GRPO, "train.train_policy.use_remote_reward": True,
+    "train.train_policy.remote_reward.reward_fns": [{"name": "a", "clip_max": 50.0, "clip_min": -50.0}],
+    "train.train_policy.remote_reward.reward_clip_max": 40.0,
+    "train.train_policy.remote_reward.reward_clip_min": -40.0,
+}  # fmt: skip
+FUNCTIONS = "train.train_policy.remote_reward.reward_fns"
+HELD_OUT = "validation.remote_reward.reward_fns"
+VALIDATION = {
+    **REMOTE, HELD_OUT: REMOTE[FUNCTIONS], "validation.remote_reward.reward_clip_max": 40.0,
+    "validation.remote_reward.reward_clip_min": -40.0,
+}  # fmt: skip
+LOCAL = {**REMOTE, "train.train_policy.use_remote_reward": False, "train.train_policy.reward_function": "exact_match"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
+    """A service whose functions give 30 under the key `a`, and -45 under `low`."""
+    said = {"a": 30.0, "low": -45.0}
+    with serving(score=lambda fields, array, name: {key: [v] * len(array) for key, v in said.items()}) as found:
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+@changes(
+    (Change("train.train_policy.use_remote_reward", True, LOCAL), (1.0, 30.0)),
+    (Change("train.train_policy.remote_reward.scale", 2.0, REMOTE), (30.0, 60.0)),
+    (Change(f"{FUNCTIONS}.weight", 0.5, REMOTE), (30.0, 15.0)),
+    (Change(f"{FUNCTIONS}.name", "low", REMOTE), (30.0, -40.0)),
+    (Change(f"{FUNCTIONS}.score_key", "a+low", REMOTE), (30.0, -15.0)),
+    (Change(f"{FUNCTIONS}.clip_max", 20.0, REMOTE), (30.0, 20.0)),
+    (Change(f"{FUNCTIONS}.clip_min", 35.0, REMOTE), (30.0, 35.0)),
+    (Change("train.train_policy.remote_reward.reward_clip_max", 20.0, REMOTE), (30.0, 20.0)),
+    (Change("train.train_policy.remote_reward.reward_clip_min", 35.0, REMOTE), (30.0, 35.0)),
+)
+def test_it_changes_the_score_of_the_service(
+    change: Change, expected: tuple[float, float], tmp_path: Path, server: RewardServer
+) -> None:
+    sides = [change.before, change.after]
+    found = [score(side, tmp_path, trained_rewards(side)).value for side in sides]
+    assert tuple(found) == expected
+    assert [score(side, tmp_path, reward_weights(side)).value for side in sides] == found, "validation takes it over"
+
+
+@changes(
+    (Change("validation.remote_reward.scale", 2.0, VALIDATION), (30.0, 60.0)),
+    (Change(f"{HELD_OUT}.weight", 0.5, VALIDATION), (30.0, 15.0)),
+    (Change(f"{HELD_OUT}.name", "low", VALIDATION), (30.0, -40.0)),
+    (Change(f"{HELD_OUT}.score_key", "a+low", VALIDATION), (30.0, -15.0)),
+    (Change(f"{HELD_OUT}.clip_max", 20.0, VALIDATION), (30.0, 20.0)),
+    (Change(f"{HELD_OUT}.clip_min", 35.0, VALIDATION), (30.0, 35.0)),
+    (Change("validation.remote_reward.reward_clip_max", 20.0, VALIDATION), (30.0, 20.0)),
+    (Change("validation.remote_reward.reward_clip_min", 35.0, VALIDATION), (30.0, 35.0)),
+)
+def test_it_changes_the_score_of_the_service_in_validation(
+    change: Change, expected: tuple[float, float], tmp_path: Path, server: RewardServer
+) -> None:
+    sides = [change.before, change.after]
+    assert tuple(score(side, tmp_path, reward_weights(side)).value for side in sides) == expected
+    assert score(sides[1], tmp_path, trained_rewards(sides[1])).value == 30.0, "training keeps its own"
+    assert score(sides[1], tmp_path, trained_rewards(sides[1])).value == 30.0, "training keeps its own"
+
+
+@changes(Change("validation.use_remote_reward", False, REMOTE))
+def test_it_changes_nothing_but_whether_validation_may_ask_where_training_does(change: Change) -> None:
+    assert change.before.validation.use_remote_reward is True
+    with pytest.raises(ValidationError, match=r"must equal train\.train_policy\.use_remote_reward"):
+        _ = change.after
+
+
+def under(table: str) -> list[tuple[Change, Any]]:
+    """The same changes of training and of validation."""
+    table = f"{table}.remote_reward"
+    functions = {f"{table}.reward_fns": [{"name": "a"}]}
+    base = {**GRPO, "train.train_policy.use_remote_reward": True, **functions}
+    silent = {
+        **base,
+        f"{table}.reward_fns": [{"name": "never"}],
+        f"{table}.timeout_seconds": 0.5,
+        f"{table}.retries": 1,
+    }
+    return [
+        (Change(f"{table}.batch_size", 2, base), ("enqueued", 4, 2)),
+        (Change(f"{table}.timeout_seconds", 0.7, silent), ("error", "0.5 s", "0.7 s")),
+        (Change(f"{table}.retries", 0, silent), ("enqueued", 8, 4)),
+        (Change(f"{table}.missing_score", "drop_group", silent), ("enqueued", 8, 4)),
+        (Change(f"{table}.max_in_flight", 1, {**silent, f"{table}.retries": 0}), ("in flight", 4, 1)),
+    ]
+
+
+@changes(*under("train.train_policy"), *under("validation"))
+def test_it_changes_how_the_service_is_asked(
+    change: Change, expected: tuple[str, Any, Any], tmp_path: Path, server: RewardServer
+) -> None:
+    server.on_pull = lambda sent: reply(400, {"X-Reward-State": "pending"}) if sent.form["type"] == "never" else None
+    what, *numbers = expected
+    of = reward_weights if change.key.startswith("validation.") else trained_rewards
+    assert [told(side, tmp_path, of(side), server)[what] for side in (change.before, change.after)] == numbers
+
+
+def told(recipe: Recipe, folder: Path, weights: Rewards, server: RewardServer) -> dict[str, Any]:
+    """What was asked for four completions, and what became of the first of them."""
+    server.sent.clear()
+    with open_rewards(stage_of(folder / "stage", recipe, kind="rl"), weights) as score_groups:
+        first, *_ = score_groups([GROUP] * 4)
+    waiting: set[str] = set()
+    most = 0
+    for sent in server.sent:
+        if sent in server.enqueued:
+            waiting = {key for key in waiting if key in asked_after(sent, server)}
+            waiting.add(sent.headers["Idempotency-Key"])
+            most = max(most, len(waiting))
+    error = first.scores[0].error
+    return {"enqueued": len(server.enqueued), "in flight": most, "error": error.rpartition("after ")[2]}
+
+
+def asked_after(sent: Sent, server: RewardServer) -> set[str]:
+    """The requests whose scores were asked for after this one arrived."""
+    later = server.sent[server.sent.index(sent) :]
+    return {each.form["uuid"] for each in later if each.path.endswith("/pull")}

@@ -48,6 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     lines = ["from cosmos_core.tools.base import tool", "@tool", "def now() -> str:", '    """Say the time."""']
     (tmp_path / "tools.py").write_text("\n".join(lines))
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    packer = f"class First:\n    def sft_process_sample(self, item):\n        return {turns}\n"
+    (tmp_path / "packer.py").write_text(packer)
     for name in ("rows/train", "rows/dev", "other"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row(name, i)) + "\n" for i in range(8)))
@@ -91,6 +94,7 @@ def asked(question: str, reference: str) -> str:
 
 @changes(
     (Change("train.train_policy.dataset.name", "other.jsonl", SFT_ROWS), ("train", 8, talk("other q 0", "a 0"))),
+    (Change("train.train_policy.data_packer", "packer.py:First", SFT_ROWS), ("train", 8, talk("q", "a"))),
     (Change("train.train_policy.dataset.split", ["dev", "train"], SFT_ROWS),
      ("train", 16, talk("rows/dev q 0", "a 0"))),
     (Change("train.train_policy.dataset.test_size", 0.25, SFT_ROWS), ("validation", 2, None)),

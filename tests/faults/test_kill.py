@@ -66,7 +66,9 @@ def chain(seed: int, steps: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("what", ["flow", "worker", "supervisor", "server", "all"])
+@pytest.mark.parametrize(
+    "what", ["flow", pytest.param("worker", marks=pytest.mark.full), "supervisor", "server", "all"]
+)
 def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterrupted_result(
     workspace: Workspace, what: str
 ) -> None:
@@ -95,7 +97,11 @@ def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterru
 
 @pytest.mark.parametrize(
     ("stage", "step", "number"),
-    [("first", 1, signal.SIGTERM), ("left", 5, signal.SIGTERM), ("left", 5, signal.SIGUSR1)],
+    [
+        pytest.param("first", 1, signal.SIGTERM, marks=pytest.mark.full),
+        ("left", 5, signal.SIGTERM),
+        ("left", 5, signal.SIGUSR1),
+    ],
     ids=["SIGTERM, one branch", "SIGTERM, two branches", "a signal to handle, two branches"],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint_and_exit_75(

@@ -300,8 +300,16 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
         "RolloutConfig.engine_timeout_seconds", "MultiTurnRolloutConfig.custom_chat_template_path",
         "MultiTurnRolloutConfig.tool_env",
+        "RemoteRewardConfig.max_in_flight",
         "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known
-        "LoggingConfig.logger",
+        *(f"HooksConfig.{when}_{what}_hook" for when in ("pre", "post")
+          for what in ("training", "training_step", "validation")),
+        "HooksConfig.load_checkpoint_hook", "HooksConfig.save_checkpoint_hook",
+        "ProfilerConfig.enable_profiler", *(f"SubProfilerConfig.{name}" for name in (
+            "do_profile", "active_steps", "warmup_steps", "wait_steps", "rank_filter", "record_shape", "profile_memory",
+            "with_stack",
+        )),
+        "LoggingConfig.logger", "LoggingConfig.report_mfu",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",
     }  # fmt: skip
 

@@ -225,7 +225,7 @@ def test_a_tied_head_gets_no_adapter_of_its_own(tied_folder: Path) -> None:
         ours(tied_folder, {"target_modules": ["q_proj", "lm_head"]})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
 def test_export_and_adapter_are_proven_by_transformers_and_by_peft(
     folder: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:

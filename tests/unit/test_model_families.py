@@ -23,9 +23,9 @@ from cosmos_core.data.batch import rows_of
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models import prove
+from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.open_causal_lm import _compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.run.progress import Progress
@@ -336,7 +336,7 @@ def test_compiled_blocks_give_the_same_logprobs_and_gradients(
     for is_compiled in (False, True):
         model = load(folders(name)).train()
         if is_compiled:
-            _compile_blocks(model)
+            compile_blocks(model)
         assert not packed or enable_packing(model) == ""
         logprobs = scored_logprobs(Scorer(model), packed=packed)
         found.append((logprobs.detach(), gradients(model, logprobs.sum())))

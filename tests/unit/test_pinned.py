@@ -71,7 +71,12 @@ def exporting(path: Path, upstream: dict[str, Any], checkpoint: str) -> Stage:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"train.ema_enable": True}, LORA, {"policy.freeze_pattern": ["embed_tokens"]}],
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"train.ema_enable": True},
+        LORA,
+        {"policy.freeze_pattern": ["embed_tokens"]},
+    ],
     ids=["all weights", "average", "adapter", "frozen"],
 )
 def test_the_last_checkpoint_is_what_the_training_handed_over(

@@ -74,6 +74,9 @@ class NoView:
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         raise AssertionError("asked for other weights")
 
+    def follow(self, weights: str, share: float) -> None:
+        raise AssertionError("asked for other weights")
+
 
 class Given:
     """A view whose outputs are given, by the name of the weights."""
@@ -84,6 +87,9 @@ class Given:
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         self.resets.append((weights, optimizer))
+
+    def follow(self, weights: str, share: float) -> None:
+        raise AssertionError("asked for other weights")
 
     def evaluate(
         self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None

@@ -7,16 +7,21 @@ means. Nobody else asks which algorithm is running: they ask for these declarati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Rows
+from cosmos_core.config.schema.values import Rows, Thing
+from cosmos_core.types import FlowSampling
 
-RowKind = Literal["sequences", "pairs", "prompts"]
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.diffusers import DiffusersConfig
+
+RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
 
 REWARD_TIMEOUT_SECONDS = 10.0
 
@@ -27,9 +32,12 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """The `trainer_type` that means this table."""
     rows: ClassVar[RowKind]
-    """What `prepare` makes: token sequences, pairs of them, or prompts to complete."""
+    """What `prepare` makes: token sequences, pairs of them, or prompts to complete; of a diffusion model images and
+    clips with their prompts (`media`), or prompts alone (`media_prompts`)."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
+    has_rollouts: ClassVar[bool] = False
+    """Whether it learns from scored groups of what the policy makes of prompts."""
     scores_rows_once: ClassVar[bool] = False
     """Whether the reference policy is asked for each row before the first step alone, so that no copy of it is kept."""
 
@@ -37,6 +45,9 @@ class AlgorithmConfig(Table):
     """The algorithm: a name, or `path/file.py:Class` of a user's own, with its parameters in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
     """Rows to learn from."""
+    data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
+    """A class of your own, `path/file.py:Class`, whose `get_rollout_input(item)` gives the prompt of a row, or whose
+    `sft_process_sample(item)` its tokens or its turns; empty: rows are what they are."""
     mini_batch: Rows = 2
     """Rows per forward pass; changes speed and memory, not results."""
     dataloader_shuffle: bool = True
@@ -70,6 +81,11 @@ class AlgorithmConfig(Table):
         return {}
 
     @property
+    def remote_rewards(self) -> RemoteRewardConfig | None:
+        """Return what is asked of a reward service in place of reward functions; None: nothing."""
+        return None
+
+    @property
     def reward_seconds(self) -> float:
         """Return how long one reward may take."""
         return REWARD_TIMEOUT_SECONDS
@@ -100,6 +116,10 @@ class AlgorithmConfig(Table):
     def env_of_rewards(self) -> tuple[str, ...]:
         """Return the environment variables that rewards see beyond those that any program needs."""
         return ()
+
+    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling | None:
+        """Return how rollouts of a diffusion model are drawn; None: there are none, or they are text."""
+        return None
 
     @property
     def named_weights(self) -> tuple[str, ...]:

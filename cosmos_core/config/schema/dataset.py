@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import field_validator
 
@@ -16,7 +16,8 @@ class DatasetConfig(Table):
 
     name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, a URL of
-    either in a store (`s3://BUCKET/KEY`), or a Hub id; the fingerprint takes its content."""
+    either in a store (`s3://BUCKET/KEY`), a Hub id, or a data set class of your own, `path/file.py:Class`; the
+    fingerprint takes its content."""
     subset: str = ""
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""
@@ -30,8 +31,16 @@ class DatasetConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Most rows that may be left out because they cannot be read or the chat template refuses them; above it the
     `prepare` stage fails with the first of them. Rows with nothing to learn are counted, and not part of it."""
-    local_dir: str = ""
-    """Folder of prompts (`*.json`) and media for diffusion SFT; empty: `name`."""
+    local_dir: Annotated[str, NoResult, Where.PATH] = ""
+    """Folder of prompts (`*.json`) and media for diffusion models, in place of `name`; empty: `name`, which may be such
+    a folder as well, one of `metas` and `videos`, webdataset shards, rows with a column of images, or prompts; also the
+    name of a prompt set, `ocr`, `pickscore`, `geneval` or `dance_grpo_t2v`."""
+    aspect_ratio_buckets: bool = False
+    """Images and clips take the nearest of the sizes that have the area of `policy.diffusers.inference_size` and an
+    aspect ratio from 1:2 to 2:1; False: all are cropped to that size."""
+    frame_sampling: Literal["random", "first", "middle", "uniform"] = "random"
+    """Which `policy.diffusers.train_frames` of a longer video are learned: frames that follow one another from a start
+    that its content decides, from the first, or around the middle; or frames evenly spread over all of it."""
 
     @field_validator("split")
     @classmethod

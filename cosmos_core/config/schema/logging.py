@@ -21,8 +21,8 @@ class LoggingConfig(Table):
 
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
-    something), `tensorboard` (event files in the stage's folder `tensorboard/`), or a class of your own,
-    `path/file.py:Class`, with the methods of `Sink`."""
+    something), `tensorboard` (event files in the stage's folder `tensorboard/`), a class of your own,
+    `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_interval: Annotated[PositiveInt, Unit("train steps")] = 100
     """Steps between lines."""
     multi_modal_log_interval: Steps | None = None
@@ -33,8 +33,9 @@ class LoggingConfig(Table):
     """Group on Weights & Biases; None: the stages of one run together, as `<name>-<run id>` with the name below."""
     experiment_name: Annotated[str | None, NoResult] = None
     """Name on Weights & Biases, before run id and stage: `<name>-<run id>-<stage>`; None: the pipeline's."""
-    report_mfu: bool = False
-    """Report the share of the GPU's peak FLOPs."""
+    report_mfu: Annotated[bool, NoResult] = False
+    """Report `throughput/mfu`: the FLOPs of train steps against those of a large product of matrices in `param_dtype`,
+    measured on the ranks' devices when the training begins."""
 
     @field_validator("logger")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.marks import Only, Unit
+from cosmos_core.config.schema.marks import Unit
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import PositiveInt, Ranks
 
@@ -23,7 +23,7 @@ class ParallelismConfig(Table):
     """Context-parallel ranks, which share one sequence."""
     ep_size: Ranks = 1
     """Expert-parallel ranks."""
-    dp_shard_size: Annotated[int, Unit("ranks"), Only((1, -1), "not in this version; set it to 1")] = 1
+    dp_shard_size: Annotated[int, Unit("ranks")] = 1
     """Ranks that shard the parameters (FSDP); -1: whatever the other sizes leave."""
     pp_size: Ranks = 1
     """Pipeline stages."""
@@ -123,7 +123,7 @@ class PolicyParallelismConfig(ParallelismConfig):
         """Yield a batch that means another number of rows than in Cosmos-RL, and ranks that mostly wait."""
         ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, stage.recipe.train.train_batch_per_replica
         policy = stage.recipe.train.train_policy
-        if policy.rows != "prompts" and ranks > 1:
+        if not policy.has_rollouts and ranks > 1:
             yield (
                 f"train.train_batch_per_replica = {rows}: rows of an optimizer step, of all {ranks} data-parallel "
                 f"ranks together (Cosmos-RL: of each)"

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Where
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
-from cosmos_core.config.schema.planned import DiffusersConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import InStage, Table, as_toml
 from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
 
 
@@ -61,8 +61,21 @@ class PolicyConfig(Table):
     of each sequence, averaged over the tokens of an optimizer step, so that it does not depend on micro-batches; the
     metric `model_loss`. 0: off."""
 
+    @property
+    def modality(self) -> str:
+        """Return which adapter opens the model; algorithms say which of them they train."""
+        return "diffusion" if self.is_diffusers else "causal_lm"
+
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
+        algorithm = stage.recipe.train.train_policy
+        if stage.kind.trains and self.modality not in algorithm.modalities:
+            yield (
+                f"policy.is_diffusers = {as_toml(self.is_diffusers)}: train.train_policy.trainer_type = "
+                f"{algorithm.trainer_type!r} does not train such models; "
+                f"{'give one that does' if self.is_diffusers else 'set it to true'}"
+            )
+        yield from self._of_diffusion(stage) if self.is_diffusers else ()
         if self.enable_liger_kernel and stage.kind.has_mesh:
             yield from self.parallelism.only_data_parallel("policy.enable_liger_kernel = true")
         for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains else ():
@@ -71,6 +84,23 @@ class PolicyConfig(Table):
                     f"policy.aux_loss_coeff = {self.aux_loss_coeff} excludes policy.parallelism.{axis} = {size} here: "
                     f"routers must see whole sequences on one rank; set it to 1"
                 )
+
+    def _of_diffusion(self, stage: InStage) -> Iterator[str]:
+        """What is not done for diffusion models."""
+        for axis in ("tp_size", "cp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
+            if (size := getattr(self.parallelism, axis)) > 1:
+                yield (
+                    f"policy.parallelism.{axis} = {size}: this version spreads diffusion models by dp_shard_size and "
+                    f"dp_replicate_size alone; set it to 1"
+                )
+        if self.enable_liger_kernel:
+            yield "policy.enable_liger_kernel = true: Liger has no kernels for diffusion models; leave it out"
+        if stage.kind.trains and stage.recipe.train.fp8.enable_fp8:
+            yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"
+        if self.lora and self.lora.lora_path:
+            yield "policy.lora.lora_path: this version begins diffusion adapters anew; leave it out"
+        if self.lora and self.lora.modules_to_save:
+            yield "policy.lora.modules_to_save: diffusers loads adapters alone; leave it out, or train all weights"
 
     @field_validator("model_name_or_path")
     @classmethod

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.logging import LoggingConfig
-from cosmos_core.config.schema.planned import ProfilerConfig, VLAConfig
+from cosmos_core.config.schema.planned import VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.table import Table, say
@@ -79,6 +81,20 @@ class Recipe(Table):
     def reward_env(self) -> tuple[str, ...]:
         """Return the variables of the environment that rewards see beyond those that any program needs."""
         return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sft_of_the_modality(cls, values: Any) -> Any:
+        """Take `sft` of a diffusion model for the flow matching that it is."""
+        policy, train = (values.get(key) if isinstance(values, dict) else None for key in ("policy", "train"))
+        given = train.get("train_policy") if isinstance(train, dict) else None
+        if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(given, dict)):
+            return values
+        name = given.get("trainer_type", "sft")
+        if given.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
+            return values
+        found = DiffusionSftConfig.model_validate({**given, "trainer_type": "diffusion_sft" if name == "sft" else name})
+        return {**values, "train": {**train, "train_policy": found}}
 
     @model_validator(mode="after")
     def _replicas(self, info: ValidationInfo) -> Recipe:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
-from cosmos_core.config.schema.planned import RemoteRewardConfig
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import InStage, say
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
@@ -22,6 +22,7 @@ class RlConfig(AlgorithmConfig):
     """What the algorithms that sample groups of completions and score them share."""
 
     rows: ClassVar[RowKind] = "prompts"
+    has_rollouts: ClassVar[bool] = True
 
     type: Literal["grpo"] = "grpo"
     """Which kind of training."""
@@ -94,7 +95,12 @@ class RlConfig(AlgorithmConfig):
     @property
     def rewards(self) -> dict[str, float]:
         """See `AlgorithmConfig.rewards`."""
-        return {} if self.bypass_reward else self.reward_function
+        return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
+
+    @property
+    def remote_rewards(self) -> RemoteRewardConfig | None:
+        """See `AlgorithmConfig.remote_rewards`."""
+        return self.remote_reward if self.use_remote_reward and not self.bypass_reward else None
 
     @property
     def rewards_by_group(self) -> bool:

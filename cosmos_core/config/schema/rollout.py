@@ -171,7 +171,7 @@ class RolloutConfig(Table):
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what rollouts are that are not drawn from the policy."""
-        if stage.recipe.train.train_policy.rows != "prompts" or not self.changes_distribution:
+        if not stage.recipe.train.train_policy.has_rollouts or not self.changes_distribution:
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
         names = ("top_p", "top_k", "repetition_penalty")

@@ -10,8 +10,13 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, kinds
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
+from cosmos_core.config.schema.ddrl import DdrlConfig
+from cosmos_core.config.schema.diffusion_nft import DiffusionNftConfig
+from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.dpo import DpoConfig
+from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
 from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
@@ -37,7 +42,13 @@ _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every chil
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
-    Annotated[SftConfig, Tag("sft")] | Annotated[DpoConfig, Tag("dpo")] | Annotated[GrpoConfig, Tag("grpo")],
+    Annotated[SftConfig, Tag("sft")]
+    | Annotated[DiffusionSftConfig, Tag("diffusion_sft")]
+    | Annotated[DpoConfig, Tag("dpo")]
+    | Annotated[GrpoConfig, Tag("grpo")]
+    | Annotated[DiffusionNftConfig, Tag("diffusion_nft")]
+    | Annotated[FlowGrpoConfig, Tag("flow_grpo")]
+    | Annotated[DdrlConfig, Tag("ddrl")],
     Discriminator(algorithm_of),
 ]
 
@@ -146,6 +157,8 @@ class TrainConfig(Table):
 
     ckpt: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    hooks: HooksConfig = HooksConfig()
+    """Functions of your own at points of a training."""
     resume: Annotated[bool | str, NoResult, Where.PATH] = False
     """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
     this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import Needs, NoResult
-from cosmos_core.config.schema.planned import RemoteRewardConfig
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import (
@@ -63,3 +63,8 @@ class ValidationConfig(Table):
     """Ask the reward service; None: as in training, and nothing else is allowed."""
     remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward")] = None
     """What is asked of it; None: as in training."""
+
+    @property
+    def remote_rewards(self) -> RemoteRewardConfig | None:
+        """Return what is asked of a reward service; None: nothing."""
+        return self.remote_reward if self.use_remote_reward else None

@@ -6,12 +6,14 @@ the training a line in the log, nothing else.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, takewhile
 from typing import Any, Protocol
 
@@ -45,6 +47,20 @@ class Sink(Protocol):
         """Send what is left; the stage ends with this code, 0 if it succeeded."""
 
 
+class FunctionSink:
+    """A function of the user's own, called with the metrics of a step and the step."""
+
+    def __init__(self, function: Callable[[dict[str, Any], int], Any], stage: Stage, starting_step: int) -> None:
+        self._function, self.starting_step = function, starting_step
+
+    def log(self, line: dict[str, Any]) -> None:
+        """See `Sink.log`."""
+        self._function({name: value for name, value in line.items() if name != "step"}, line["step"])
+
+    def close(self, exit_code: int) -> None:
+        """See `Sink.close`."""
+
+
 Opener = Callable[[Stage, int], Sink]
 
 
@@ -54,8 +70,8 @@ def find_sink(name: str) -> Opener:
     Raises:
         ConfigError: there is none, or the user's file cannot be imported.
     """
-    opener: Opener = load_named(name, SINKS_FOLDER, "Sink")
-    return opener
+    found = load_named(name, SINKS_FOLDER, "Sink")
+    return partial(FunctionSink, found) if inspect.isfunction(found) else found
 
 
 @contextmanager

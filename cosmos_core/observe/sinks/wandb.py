@@ -1,4 +1,5 @@
-"""Weights & Biases: a run for each stage that measures something. Samples, code and machine statistics are not sent."""
+"""Weights & Biases: a run for each stage that measures something. Of samples only what a diffusion model drew of
+held-out prompts is sent; code and machine statistics are not."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.observe import gallery
 from cosmos_core.observe.sinks.base import numbers
 from cosmos_core.run.directory import Facts, read_facts
 from cosmos_core.run.files import write_text
@@ -26,6 +28,7 @@ class WandbSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import wandb
 
+        self._stage_path = stage.path
         config = stage.recipe.logging
         facts = read_facts(stage.run_path) or Facts()
         title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
@@ -47,7 +50,20 @@ class WandbSink:
 
     def log(self, line: dict[str, Any]) -> None:
         """Take one line of `metrics.jsonl`."""
-        self._run.log(numbers(line), step=line["step"])
+        self._run.log({**numbers(line), **self._drawings(line["step"])}, step=line["step"])
+
+    def _drawings(self, step: int) -> dict[str, Any]:
+        """Return what was drawn of held-out prompts after a step, where anything was."""
+        import wandb
+
+        folder = gallery.step_folder(self._stage_path, step)
+        if not (folder / gallery.GRID).is_file():
+            return {}
+        videos = sorted(folder.glob(f"*{gallery.VIDEO}"))
+        found: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID))}
+        if videos:
+            found["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
+        return found
 
     def close(self, exit_code: int) -> None:
         """Wait until everything is sent."""

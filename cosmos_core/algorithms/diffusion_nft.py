@@ -1,0 +1,88 @@
+"""DiffusionNFT (arXiv 2509.16117): samples of the old policy are learned along the forward process.
+
+Each sample is put to some of the noise levels of its sampler, with fresh noise; the policy learns to denoise good ones
+and, mirrored at the old policy, to leave bad ones. Then the old policy follows. What is learned is in
+`flow_objectives`, advantages are made in `flow_credit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cosmos_core.algorithms.base import Loss, Update, View
+from cosmos_core.algorithms.flow_credit import FlowRollout
+from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality
+from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, drawn_order, metrics_of
+from cosmos_core.config.schema.diffusion_nft import OLD
+from cosmos_core.models.base import MicroBatch
+
+_SEED_BITS = (1 << 63) - 1
+
+
+class DiffusionNft(FlowRl):
+    """DiffusionNFT with the settings of `[train.train_policy]` and `[policy.diffusers]`."""
+
+    def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+        """See `FlowRl.update_of`."""
+        if not rollouts:
+            return None
+        samples = [sample for rollout in rollouts for sample in self._samples(rollout)]
+        config, beta, total = self.config, self.diffusers.nft_beta, float(len(samples))
+
+        def loss(micro: MicroBatch) -> Loss:
+            outputs = micro.outputs
+            advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
+            inputs = NftInputs(
+                outputs["velocity"],
+                outputs[f"{OLD}/velocity"],
+                outputs.get("reference/velocity"),
+                outputs["noisy"],
+                outputs["latents"],
+                torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64),
+                optimality(advantages_B, config.advantage_low, config.advantage_high, config.advantage_mode),
+            )
+            terms = nft_loss(inputs, beta, config.advantage_high)
+            value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
+            metrics = metrics_of(
+                policy_loss=terms.policy_B,
+                unweighted_policy_loss=terms.unweighted_B,
+                old_deviation=terms.deviation_B,
+                optimality=inputs.optimality_B,
+                x0_norm=outputs["latents"].flatten(1).square().mean(1),
+            )
+            return Loss(value, metrics | (metrics_of(kl=terms.kl_B) if self._compares else {}))
+
+        return Update(samples, loss, compares=(OLD, *self._compares))
+
+    def after_step(self, view: View) -> None:
+        """Let the old policy follow."""
+        view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_steps - 1))
+
+    def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
+        """Return a completion at some of the noise levels of its sampler, in an order that its seed decides."""
+        sigmas = rollout.drawn.sigmas[:-1]
+        count = int(self.diffusers.timesteps_fraction * len(sigmas))
+        chosen = drawn_order(len(sigmas), rollout.seed)[:count]
+        return [
+            SeededSample(
+                rollout.drawn.latents,
+                sigmas[i],
+                rollout.prompt.embedding,
+                rollout,
+                (rollout.seed + 1 + i) & _SEED_BITS,
+            )
+            for i in chosen
+        ]
+
+
+def old_decay(kind: int, step: int) -> float:
+    """Return how much of itself the old policy keeps after train step `step`, counted from 0: nothing (0), a share that
+    grows to a half (1), or nothing for 75 steps and then one that grows to 0.999 (2)."""
+    if kind == 1:
+        return min(0.001 * step, 0.5)
+    return 0.0 if kind == 0 or step < 75 else min(0.0075 * (step - 75), 0.999)
+
+
+ALGORITHM = DiffusionNft

@@ -1,0 +1,68 @@
+"""Supervised flow matching: the network learns the velocity from data to noise at drawn noise levels.
+
+Not here: drawing noise, levels and dropped prompts (`data/flow_sample.py`), and putting noise onto latents, which the
+adapter does.
+
+Shapes: B samples, dots for the dimensions of a latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.data.flow_sample import FlowSample
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.models.flow import velocity
+
+
+def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean square of predicted minus target velocity of each sample, over what is not given: B, at least
+    float32."""
+    wide = torch.promote_types(predicted.dtype, torch.float32)
+    weights = mask.to(wide).expand_as(predicted).flatten(1)
+    squares = (predicted.to(wide) - target.to(wide)).square().flatten(1)
+    return (squares * weights).sum(1) / weights.sum(1)
+
+
+def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
+    """Return the weighted sum of the samples' errors divided by the number of samples of the whole update: what SFT
+    learns, and what a data term adds to any other loss."""
+    error_B = flow_error(
+        micro.outputs["velocity"], velocity(micro.outputs["latents"], micro.outputs["noise"]), micro.mask
+    )
+    weights_B = torch.tensor([sample.weight for sample in micro.samples], dtype=error_B.dtype, device=error_B.device)
+    count = torch.tensor(float(len(micro.samples)), dtype=torch.float64, device=error_B.device)
+    metric = torch.stack([error_B.detach().double().sum(), count])
+    return Loss((weights_B * error_B).sum() / num_samples, {"flow_error": metric})
+
+
+class DiffusionSft(Algorithm):
+    """One update per step: the mean over all its samples."""
+
+    def updates(self, samples: Sequence[FlowSample], view: View) -> Iterator[Update]:
+        """Yield one optimizer step with all samples."""
+        yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
+
+    def measure(self, chunks: Iterable[Sequence[FlowSample]], view: View, size: int) -> dict[str, float]:
+        """Return the mean error of held-out samples, at noise levels of their own that never change."""
+        total, count = 0.0, 0
+        for samples in chunks:
+            for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
+                total += _error(sample, row["velocity"])
+                count += 1
+        return {"loss": total / max(1, count), "samples": float(count)}
+
+
+def _error(sample: FlowSample, predicted: Tensor) -> float:
+    assert sample.noise is not None
+    target = velocity(sample.latents, sample.noise).to(predicted)
+    learned: Any = slice(None) if not sample.num_given else (slice(None), slice(sample.num_given, None))
+    return (predicted[learned] - target[learned]).double().square().mean().item()
+
+
+ALGORITHM = DiffusionSft

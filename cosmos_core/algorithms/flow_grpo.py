@@ -1,0 +1,112 @@
+"""FlowGRPO (arXiv 2505.05470): the stochastic steps of a sampler are actions, learned as GRPO learns tokens.
+
+Rollouts keep the latents before and after each step that is trained, in float32; here the policy is asked for the
+velocity before it, at the noise level that the sampler asked at, and the step's distribution is made by the function
+that made it in the rollout. What is learned is in `flow_objectives`, advantages are made in `flow_credit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.base import Loss, Update
+from cosmos_core.algorithms.flow_credit import FlowRollout
+from cosmos_core.algorithms.flow_objectives import MODES, RatioSettings, StepInputs, flow_grpo_loss
+from cosmos_core.algorithms.flow_rl import FlowRl, metrics_of
+from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
+from cosmos_core.data.flow_sample import FlowSample
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.models.denoiser import Wants
+from cosmos_core.models.flow_steps import Levels, Transition, transition
+
+_STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One stochastic step of a rollout."""
+
+    rollout: FlowRollout
+    n: int
+    """Its number among those that were kept."""
+
+    @property
+    def levels(self) -> tuple[float, float, float]:
+        """Return the noise levels before and after it, and the second of the table."""
+        sigmas, i = self.rollout.drawn.sigmas, self.rollout.drawn.steps[self.n]
+        return sigmas[i], sigmas[i + 1], sigmas[1]
+
+
+class FlowGrpo(FlowRl):
+    """FlowGRPO with the settings of `[train.train_policy]` and `[policy.diffusers.flow_rl]`."""
+
+    config: FlowGrpoConfig
+
+    def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+        """See `FlowRl.update_of`."""
+        assert self.sampling is not None and self.sampling.flow is not None
+        flow, config = self.sampling.flow, self.config
+        steps = [
+            _Step(rollout, n) for rollout in rollouts if rollout.advantage for n in range(len(rollout.drawn.steps))
+        ]
+        if not steps:
+            return None
+        is_guided = flow.guidance_scale > 1
+        samples = [
+            FlowSample(
+                step.rollout.drawn.before[step.n],
+                step.levels[0],
+                step.rollout.prompt.embedding,
+                negative=self.null_text if is_guided else None,
+                extra={_STEP: step},
+            )
+            for step in steps
+        ]
+        settings = RatioSettings(config.epsilon_low, config.epsilon_high, is_guarded=self.diffusers.flow_rl.guard)
+        total = float(len(samples))
+
+        def loss(micro: MicroBatch) -> Loss:
+            terms = flow_grpo_loss(self._inputs(micro), settings)
+            value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
+            metrics = metrics_of(
+                policy_loss=terms.policy_B,
+                ratio=terms.ratio_B,
+                clip_fraction=terms.is_clipped_B.double(),
+                ratio_deviation=(terms.ratio_B - 1).abs(),
+            )
+            return Loss(value, metrics | (metrics_of(kl=terms.kl_B) if self._compares else {}))
+
+        return Update(samples, loss, Wants(flow.guidance_scale if is_guided else 1.0), compares=self._compares)
+
+    def _inputs(self, micro: MicroBatch) -> StepInputs:
+        steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
+        x = micro.outputs["noisy"]
+        sigma_B, next_B, second_B = torch.tensor(
+            [step.levels for step in steps], dtype=torch.float64, device=x.device
+        ).T
+        levels = Levels(sigma_B, next_B, second_B)
+        reference = micro.outputs.get("reference/velocity")
+        advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
+        has_means = steps[0].rollout.drawn.means is not None
+        return StepInputs(
+            self._transition(x, micro.outputs["velocity"], levels),
+            torch.stack([step.rollout.drawn.after[step.n] for step in steps]).to(x),
+            torch.tensor([step.rollout.drawn.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
+            MODES[self.config.advantage_mode](
+                advantages_B.clamp(self.config.advantage_low, self.config.advantage_high)
+            ),
+            torch.stack([step.rollout.drawn.means[step.n] for step in steps]).to(x) if has_means else None,
+            self._transition(x, reference, levels) if reference is not None else None,
+            sigma_B - next_B,
+        )
+
+    def _transition(self, x: Tensor, velocity: Tensor, levels: Levels) -> Transition:
+        assert self.sampling is not None and self.sampling.flow is not None
+        return transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
+
+
+ALGORITHM = FlowGrpo

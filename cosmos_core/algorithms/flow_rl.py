@@ -1,0 +1,140 @@
+"""What DiffusionNFT and FlowGRPO share: credit with statistics of each prompt, what is watched, and optimizer batches.
+
+Everything that training draws is a function of the run's seed, the train step, the prompt and the completion, so that
+neither the split of the work nor a resumption changes it.
+
+Shapes: B samples, dots for the dimensions of a latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.base import Algorithm, Update, View
+from cosmos_core.algorithms.flow_credit import (
+    CreditSettings,
+    FlowRollout,
+    Watch,
+    flow_advantages,
+    noise_of,
+    rollouts_of,
+)
+from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
+from cosmos_core.rewards.base import metric_names
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.types import Group, Sampling, ScoredGroup
+
+_TRAINING = 1 << 20
+"""Added to the number of a completion in the seeds of training, which rollouts have without."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeededSample:
+    """A `data.flow_sample.FlowSample` whose noise is made when it is asked for: a train step has many times more noise
+    than latents."""
+
+    latents: Tensor
+    sigma: float
+    text: Mapping[str, Tensor]
+    rollout: FlowRollout
+    seed: int
+    num_given: int = 0
+    negative: Mapping[str, Tensor] | None = None
+
+    @property
+    def noise(self) -> Tensor:
+        """Return the noise that is put onto the latents."""
+        return noise_of(self.latents.shape, self.seed)
+
+
+class FlowRl(Algorithm):
+    """Credit of drawn images and videos; a subclass says what one optimizer step learns of them."""
+
+    config: FlowPolicyConfig
+
+    def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
+        super().__init__(config, custom, sampling)
+        names = metric_names(config.rewards)
+        self._watch = Watch(config.least_diversity, [names[r] for r, weight in config.rewards.items() if not weight])
+        self._weights = {names[reward]: weight for reward, weight in config.rewards.items() if weight}
+        self._num_steps = 0
+
+    def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
+        """Return the completions of groups whose rewards differ, each with its advantage."""
+        settings = CreditSettings(
+            over="batch" if self.diffusers.sample.global_std else "group",
+            divides=not self.config.unbiased_advantage,
+            each=self._weights if self.config.normalise_each_reward else {},
+        )
+        values, metrics = flow_advantages([group.scores for group in groups], settings)
+        if self.diffusers.flow_rl.exp_reward:
+            values = [[None if a is None else -math.exp(-a) for a in row] for row in values]
+        return rollouts_of(groups, values, self._seed), metrics | self._watch.metrics(groups)
+
+    def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
+        """Yield optimizer steps of `batch_size_per_optimize` completions."""
+        size = self.config.batch_size_per_optimize or len(samples)
+        for start in range(0, len(samples), size):
+            update = self.update_of(samples[start : start + size])
+            if update is not None:
+                yield self._with_data(update)
+        self._num_steps += 1
+        self.after_step(view)
+        interval = self.config.reference_reset_interval
+        if interval and self._num_steps % interval == 0:
+            view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
+
+    def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+        """Return the optimizer step that learns of some completions; None: nothing of them was kept."""
+        raise NotImplementedError(type(self).__name__)
+
+    def after_step(self, view: View) -> None:
+        """Do what a train step ends with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.state_dict`."""
+        return {"num_steps": self._num_steps, "watch": self._watch.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`."""
+        self._num_steps = int(state.get("num_steps", 0))
+        self._watch.load_state_dict(state.get("watch", {}))
+
+    @property
+    def _compares(self) -> tuple[str, ...]:
+        return ("reference",) if "reference" in self.config.named_weights else ()
+
+    def _seed(self, group: Group, k: int) -> int:
+        assert self.sampling is not None
+        return request_seed(self.sampling.seed, group.step, group.prompt.id, k + _TRAINING)
+
+    def _with_data(self, update: Update) -> Update:
+        if self.data_term is None:
+            return update
+        return Update(
+            update.samples, update.loss, update.wants, compares=update.compares, data=self.data_term(self._num_steps)
+        )
+
+
+def sample_metric(values_B: Tensor) -> Metrics:
+    """Return [sum, count] of the values of samples, as micro-batches are added up."""
+    flat = values_B.detach().double().flatten()
+    return {"": torch.stack([flat.sum(), flat.new_tensor(float(flat.numel()))])}
+
+
+def metrics_of(**values: Tensor) -> Metrics:
+    """Return the mean of each value over samples as a metric."""
+    return {name: sample_metric(value)[""] for name, value in values.items()}
+
+
+def drawn_order(count: int, seed: int) -> list[int]:
+    """Return `range(count)` in an order that a seed decides."""
+    return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")]

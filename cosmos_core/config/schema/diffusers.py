@@ -1,0 +1,73 @@
+"""`[policy.diffusers]`: how a diffusion model reads text and media, and where training looks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
+from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.marks import Unit
+from cosmos_core.config.schema.planned import TokenizerConfig
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class DiffusersConfig(Table):
+    """`[policy.diffusers]`"""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the text encoders; the VAE is always float32, the denoiser what `train.master_dtype` says."""
+    is_video: bool = False
+    """Latents of five dimensions in place of four."""
+    max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 300
+    """Longest prompt that the text encoder takes; of Stable Diffusion its T5."""
+    weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"
+    """Where SFT looks (arXiv 2403.03206, section 3.1), by the names of diffusers: `logit_normal` and `mode` are densities
+    of the noise levels, `sigma_sqrt` and `cosmap` weights of the loss over uniform ones, `none` neither."""
+    train_flow_shift: PositiveFloat | None = None
+    """Shifts the noise levels of training towards noise; None: as the pipeline's scheduler does, of Cosmos-Predict2.5 5.
+    Declared as 3.0 but never read in Cosmos-RL."""
+    offload: bool = True
+    """Keep text encoders and VAE in host memory between uses."""
+    logit_mean: float = 0.0
+    """Mean of the logit-normal density."""
+    logit_std: NonNegativeFloat = 1.0
+    """Standard deviation of the logit-normal density."""
+    prompt_dropout: Fraction = 0.1
+    """Share of the samples of SFT whose prompt is replaced by the empty one, which classifier-free guidance needs;
+    Cosmos-RL has none."""
+    min_given_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    """Fewest frames of a clip that SFT gives to a network which takes some (Cosmos-Predict2.5); 0: text alone."""
+    max_given_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 2
+    """Most frames of it; the number is drawn evenly for each sample. 1 trains image2world, 2 video2world too."""
+    inference_size: Annotated[tuple[PositiveInt, PositiveInt], Unit("pixels"), Field(strict=False)] = (1024, 1024)
+    """Height and width."""
+    inference_frames: Annotated[PositiveInt, Unit("frames")] = 41
+    """Of a generated video."""
+    train_frames: Annotated[PositiveInt, Unit("frames")] = 41
+    """Of a training clip."""
+    timesteps_fraction: Fraction = 1.0
+    """Share of the sampler's steps that DiffusionNFT trains on (also written `timestep_fraction`)."""
+    nft_beta: float = 1.0
+    """Beta of DiffusionNFT (arXiv 2509.16117)."""
+    weight_copy_decay_type: Literal[0, 1, 2] = 0
+    """How fast the old policy follows: 0 at once, 1 slowly, 2 after a start."""
+    lora: LoraConfig | None = None
+    """Adapters; see [policy.lora]."""
+    sample: SampleConfig = SampleConfig()
+    """Sampler."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Video tokenizer."""
+    flow_rl: FlowRLConfig = FlowRLConfig()
+    """FlowGRPO and DDRL."""
+
+    @model_validator(mode="after")
+    def _given_frames(self) -> DiffusersConfig:
+        if self.min_given_frames > self.max_given_frames:
+            raise ValueError(
+                f"min_given_frames = {self.min_given_frames} must not be above max_given_frames = "
+                f"{self.max_given_frames}"
+            )
+        return self

@@ -1,0 +1,46 @@
+"""`[train.train_policy]` with `trainer_type = "diffusion_nft"`: DiffusionNFT (arXiv 2509.16117)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.types import FlowSampling
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.diffusers import DiffusersConfig
+
+OLD = "old"
+"""The policy that draws: it follows the one that is trained."""
+
+
+class DiffusionNftConfig(FlowPolicyConfig):
+    """`trainer_type = "diffusion_nft"`: what is drawn is learned from along the forward process, good samples as they
+    are and bad ones inverted (arXiv 2509.16117); how is in `[policy.diffusers]`."""
+
+    algorithm: ClassVar[str] = "diffusion_nft"
+
+    trainer_type: Literal["diffusion_nft"] = "diffusion_nft"
+    """The algorithm."""
+
+    @property
+    def named_weights(self) -> tuple[str, ...]:
+        """See `AlgorithmConfig.named_weights`."""
+        return (OLD, *super().named_weights)
+
+    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling:
+        """See `FlowPolicyConfig.flow_sampling`."""
+        return replace(super().flow_sampling(diffusers), weights=OLD)
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        yield from super().refusals(stage)
+        diffusers = stage.recipe.policy.diffusers
+        if int(diffusers.timesteps_fraction * diffusers.sample.num_steps) < 1:
+            yield (
+                f"policy.diffusers.timesteps_fraction = {diffusers.timesteps_fraction} of "
+                f"policy.diffusers.sample.num_steps = {diffusers.sample.num_steps} is no step; raise one of them"
+            )

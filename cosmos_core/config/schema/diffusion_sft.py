@@ -1,0 +1,24 @@
+"""`[train.train_policy]` with `type = "sft"` of a diffusion model: supervised flow matching."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from cosmos_core.config.schema.algorithm import RowKind
+from cosmos_core.config.schema.marks import Only, Where
+from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.config.schema.values import Thing
+
+
+class DiffusionSftConfig(SupervisedConfig):
+    """`type = "sft"` with `policy.is_diffusers`: learn images or clips with their prompts; where on the way from noise,
+    `[policy.diffusers]` says."""
+
+    algorithm: ClassVar[str] = "diffusion_sft"
+    rows: ClassVar[RowKind] = "media"
+    modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
+
+    trainer_type: Annotated[
+        Thing, Only(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True), Where.CODE
+    ] = "diffusion_sft"
+    """The algorithm: `diffusion_sft`, also written `sft`, or `path/file.py:Class` of your own."""

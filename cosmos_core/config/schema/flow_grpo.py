@@ -1,0 +1,61 @@
+"""`[train.train_policy]` with `trainer_type = "flow_grpo"`: FlowGRPO (arXiv 2505.05470)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
+from cosmos_core.config.schema.flow_sampling import window_of
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.types import FlowSampling
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.diffusers import DiffusersConfig
+
+
+class FlowGrpoConfig(FlowPolicyConfig):
+    """`trainer_type = "flow_grpo"`: the steps of a stochastic sampler are the actions of a policy (arXiv 2505.05470);
+    how is in `[policy.diffusers.flow_rl]`."""
+
+    algorithm: ClassVar[str] = "flow_grpo"
+    reads: ClassVar[tuple[str, ...]] = (*FlowPolicyConfig.reads, "epsilon_low", "epsilon_high")
+
+    trainer_type: Literal["flow_grpo"] = "flow_grpo"
+    """The algorithm."""
+    epsilon_low: float = 1e-4
+    """Ratios are clipped below at 1 - this; negative: no lower clip. They are of means over all elements of a latent,
+    and hardly leave 1."""
+    epsilon_high: float = 1e-4
+    """Ratios are clipped above at 1 + this; negative: no upper clip."""
+
+    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling:
+        """See `FlowPolicyConfig.flow_sampling`."""
+        found, flow_rl = super().flow_sampling(diffusers), diffusers.flow_rl
+        steps = range(found.num_steps - 1)
+        return replace(
+            found,
+            kernel=found.kernel or "flow",
+            window=window_of(flow_rl, found.num_steps),
+            trained_on=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
+            keeps_means=flow_rl.guard,
+            shares_noise=flow_rl.use_same_seed,
+        )
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        yield from super().refusals(stage)
+        diffusers = stage.recipe.policy.diffusers
+        if diffusers.sample.deterministic_sampling:
+            yield (
+                "policy.diffusers.sample.deterministic_sampling = true leaves FlowGRPO nothing to learn from; set it "
+                "to false"
+            )
+        if not diffusers.sample.noise_level:
+            yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
+        if not diffusers.flow_rl.window_size and not self.flow_sampling(diffusers).trained_on:
+            yield (
+                f"policy.diffusers.flow_rl.train_on has no step below the last of policy.diffusers.sample.num_steps = "
+                f"{diffusers.sample.num_steps}; name one"
+            )

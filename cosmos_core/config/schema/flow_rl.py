@@ -1,0 +1,77 @@
+"""`[train.train_policy]` of diffusion models: what learning from scored images and videos has, whatever the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import field_validator
+
+from cosmos_core.config.schema.algorithm import RowKind
+from cosmos_core.config.schema.flow_sampling import KERNELS
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.values import Fraction
+from cosmos_core.types import FlowSampling
+
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.diffusers import DiffusersConfig
+
+
+class FlowPolicyConfig(GrpoConfig):
+    """What DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt, scored and compared."""
+
+    rows: ClassVar[RowKind] = "media_prompts"
+    modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
+    reads: ClassVar[tuple[str, ...]] = (
+        "advantage_low", "advantage_high", "kl_beta", "unbiased_advantage", "reference_reset_interval",
+        "reset_optimizer_with_reference",
+    )  # fmt: skip
+    """Keys of GRPO's own table that have a meaning here."""
+
+    advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
+    """What is made of clipped advantages: nothing, 0 for negative or for positive ones, 1 for positive and 0 for all
+    others, or their sign."""
+    normalise_each_reward: bool = False
+    """Normalise each reward function by itself before they are weighted and summed, for rewards of different scales;
+    False: the weighted sum of their values."""
+    least_diversity: Fraction = 0.5
+    """Below this share of the diversity that samples had at first, or where a reward of weight 0 falls by more than the
+    rest of it while the total rises, `watch/alarm` is 1 and a warning is said."""
+
+    @field_validator("mu_iterations")
+    @classmethod
+    def _one_pass(cls, passes: int) -> int:
+        if passes != 1:
+            raise ValueError(f"mu_iterations = {passes}: rollouts of diffusion models are learned once; set it to 1")
+        return passes
+
+    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling:
+        """Return how rollouts are drawn."""
+        sample = diffusers.sample
+        kernel = sample.solver if sample.solver in KERNELS and not sample.deterministic_sampling else ""
+        return FlowSampling(
+            num_steps=sample.num_steps,
+            guidance_scale=sample.guidance_scale,
+            solver="dpm2" if sample.solver == "dpm2" else "euler",
+            kernel=kernel,
+            eta=sample.noise_level,
+            schedule=sample.sigma_schedule,
+            size=diffusers.inference_size,
+            num_frames=diffusers.inference_frames if diffusers.is_video else 1,
+        )
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        yield from super().refusals(stage)
+        if not stage.recipe.policy.is_diffusers:
+            yield (
+                f"train.train_policy.trainer_type = {self.trainer_type!r} trains diffusion models; set "
+                f"policy.is_diffusers = true"
+            )
+        unread = [name for name in GrpoConfig.__annotations__ if name not in (*self.reads, "trainer_type")]
+        for name in self.model_fields_set & set(unread) & set(GrpoConfig.model_fields):
+            if getattr(self, name) != GrpoConfig.model_fields[name].default:
+                yield (
+                    f"train.train_policy.{name} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"
+                )

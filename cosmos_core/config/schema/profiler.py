@@ -1,0 +1,46 @@
+"""`[profiler]`: traces of train steps by torch.profiler."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import NonNegativeInt, PositiveInt
+
+
+class SubProfilerConfig(Table):
+    """`[profiler.sub_profiler_config]`"""
+
+    do_profile: Annotated[bool, NoResult] = False
+    """Record from the beginning of an attempt; False: when `cosmos profile RUN` asks for it."""
+    active_steps: Annotated[PositiveInt, Unit("train steps"), NoResult] = 1
+    """Recorded."""
+    warmup_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
+    """Traced before them and thrown away, as the first events cost more."""
+    wait_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
+    """Before those, not traced."""
+    rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), NoResult] = ()
+    """Ranks that record; empty: rank 0."""
+    record_shape: Annotated[bool, NoResult] = False
+    """Record the shapes of the inputs of operators."""
+    profile_memory: Annotated[bool, NoResult] = False
+    """Record what operators allocate."""
+    with_stack: Annotated[bool, NoResult] = False
+    """Record the Python stack of operators."""
+    with_modules: Annotated[bool, NoResult] = False
+    """Record the modules that operators belong to."""
+
+
+class ProfilerConfig(Table):
+    """`[profiler]`"""
+
+    enable_profiler: Annotated[bool, NoResult] = False
+    """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
+    that took longest, which the report shows."""
+    enable_nsys: bool = False
+    """Start workers under Nsight Systems."""
+    sub_profiler_config: Annotated[SubProfilerConfig, Needs("enable_profiler")] = SubProfilerConfig()
+    """Which steps and ranks."""

@@ -1,0 +1,87 @@
+"""`[train.train_policy.remote_reward]`: what is asked of a reward service, and what its scores make."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Completions, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class RewardFunctionConfig(Table):
+    """`[[...remote_reward.reward_fns]]`: one function of the service."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """What the service calls it."""
+    weight: float = 1.0
+    """In the sum."""
+    score_key: str | None = None
+    """Key among the returned scores, `a+b` for a sum of keys; None: `name`."""
+    clip_min: float = -5.0
+    """Lowest score."""
+    clip_max: float = 5.0
+    """Highest score."""
+
+    @field_validator("score_key")
+    @classmethod
+    def _key_is_the_name(cls, key: str | None, info: ValidationInfo) -> str | None:
+        return info.data.get("name") if key is None else key
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RewardFunctionConfig:
+        if self.clip_min > self.clip_max:
+            raise ValueError(f"clip_min = {self.clip_min} must not be above clip_max = {self.clip_max}")
+        return self
+
+
+class RemoteRewardConfig(Table):
+    """`[...remote_reward]`"""
+
+    scale: float = 1.0
+    """Multiplies the clipped sum."""
+    reward_fns: Annotated[tuple[RewardFunctionConfig, ...], Field(strict=False)] = (
+        RewardFunctionConfig(name="dance_grpo", score_key="overall_reward"),
+    )
+    """Functions that are asked for."""
+    reward_clip_min: float = -5.0
+    """Lowest weighted sum."""
+    reward_clip_max: float = 5.0
+    """Highest weighted sum."""
+    batch_size: Completions = 1
+    """Completions per request."""
+    timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 600.0
+    """A score that has not come by then is missing."""
+    max_in_flight: Annotated[PositiveInt, Unit("requests"), NoResult] = 64
+    """Most requests that wait for their scores at a time."""
+    missing_score: Literal["retry", "drop_group", "fail"] = "retry"
+    """What happens where a score is missing: its completions are sent again, up to `retries` times, and after that
+    their groups are dropped; their groups are dropped at once; the stage fails. It is never taken for 0."""
+    retries: NonNegativeInt = 2
+    """With missing_score = 'retry': how often completions without a score are sent again."""
+
+    @field_validator("reward_fns")
+    @classmethod
+    def _once_each(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+        if not functions:
+            raise ValueError("reward_fns is empty; name at least one function of the service")
+        asked = [(function.name, function.score_key) for function in functions]
+        if twice := next((name for name, key in asked if asked.count((name, key)) > 1), None):
+            raise ValueError(f"reward_fns has {twice!r} twice with the same score_key; name it once")
+        return functions
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RemoteRewardConfig:
+        if self.reward_clip_min > self.reward_clip_max:
+            raise ValueError(
+                f"reward_clip_min = {self.reward_clip_min} must not be above reward_clip_max = {self.reward_clip_max}"
+            )
+        return self
+
+    @property
+    def full(self) -> float:
+        """Return the reward where each function gives 1."""
+        total = sum(each.weight * min(max(1.0, each.clip_min), each.clip_max) for each in self.reward_fns)
+        return self.scale * min(max(total, self.reward_clip_min), self.reward_clip_max)

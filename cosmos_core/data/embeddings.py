@@ -1,0 +1,81 @@
+"""Text embeddings that a data set brings with it: safetensors, or a pickle of numpy arrays and of nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cosmos_core.data.formats import first_line
+from cosmos_core.errors import DataError
+
+_ALLOWED = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy.core.numeric", "_frombuffer"),
+    ("_codecs", "encode"),
+}
+"""What a pickle of numpy arrays calls. Anything else could run a program."""
+
+
+def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the tensors of a text embedding, without the dimension of the batch.
+
+    Args:
+        path: the file.
+        names: what the text encoder gives; a pickle, which has no names, holds the only one of them.
+
+    Raises:
+        DataError: it is damaged, holds something else than arrays, or has not these names.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path.name}: damaged safetensors file, {first_line(error)}") from error
+    else:
+        if len(names) != 1:
+            raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
+                            "safetensors with these names")  # fmt: skip
+        tensors = {names[0]: torch.from_numpy(_unpickled(path))}
+    if missing := set(names) - tensors.keys():
+        raise DataError(
+            f"{path.name}: it has {', '.join(sorted(tensors))}, and the model needs {', '.join(sorted(missing))}"
+        )
+    return {name: tensors[name] for name in names}
+
+
+class _Arrays(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and a pickle may hold numpy arrays alone")
+        return super().find_class(module, name)
+
+
+def _unpickled(path: Path) -> np.ndarray:
+    """Return the array of a pickle, which may be in a list of one.
+
+    Raises:
+        DataError: it holds anything else, nothing of which was called.
+    """
+    try:
+        with open(path, "rb") as file:
+            value = _Arrays(file).load()
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise DataError(f"{path.name}: {first_line(error)}") from error
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating):
+        raise DataError(f"{path.name}: it holds {type(value).__name__}, not one array of floating-point numbers")
+    return value

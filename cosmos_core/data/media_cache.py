@@ -1,0 +1,135 @@
+"""Encoded text and media, kept by content: what was encoded once is never encoded again, by any run.
+
+    <output_dir>/.cosmos/media/<encoders>/<key>.safetensors   the tensors of a shard's entries
+    <output_dir>/.cosmos/media/<encoders>/<key>.json          its digest, written last: without it there is no shard
+
+An entry is what an encoder made of one text or one image; its key is the digest of that. A shard is entries that follow
+one another, and its key is the digest of theirs and of the encoders, so that the same data gives the same files in
+whichever order runs come. Where a shard ends is decided by the keys: a row that is put in the middle of a data set
+changes the shard that it is in, and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_leftovers, sha256, sync_folder, write_json
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_USUAL_ENTRIES, _MOST_ENTRIES = 32, 128
+
+Entry = dict[str, Tensor]
+ItemT = TypeVar("ItemT")
+
+
+class Keyed(NamedTuple, Generic[ItemT]):
+    """Something to encode, with the digest of its content."""
+
+    key: str
+    item: ItemT
+
+
+def digest_of(*parts: object) -> str:
+    """Return the digest of JSON values."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
+
+
+def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
+    """Yield items in shards, whose ends are decided by the keys alone; an item that comes twice is in the first."""
+    seen: set[str] = set()
+    shard: list[Keyed[ItemT]] = []
+    for each in items:
+        if each.key in seen:
+            continue
+        seen.add(each.key)
+        shard.append(each)
+        if int(each.key[:8], 16) % _USUAL_ENTRIES == 0 or len(shard) == _MOST_ENTRIES:
+            yield shard
+            shard = []
+    if shard:
+        yield shard
+
+
+class MediaCache:
+    """The shards of one set of encoders; several processes may write to it at a time."""
+
+    def __init__(self, root: Path, encoders: str) -> None:
+        """`encoders`: the digest of all that decides what is encoded, but the content."""
+        self.folder = root / encoders
+        self._encoders = encoders
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.folder)
+
+    def key_of(self, keys: Sequence[str]) -> str:
+        """Return the key of the shard with these entries."""
+        return digest_of(_VERSION, self._encoders, list(keys))
+
+    def has(self, shard: str) -> bool:
+        """Return whether a shard is there and is what was written; one that is not is told of and forgotten."""
+        record, path = read_json(self._record(shard)), self.path(shard)
+        if not isinstance(record, dict):
+            return False
+        if path.is_file() and path.stat().st_size == record.get("size") and sha256(path) == record.get("sha256"):
+            return True
+        logger.warning("%s is damaged; its rows are encoded again", path)
+        self._record(shard).unlink(missing_ok=True)
+        return False
+
+    def refused(self, shard: str) -> dict[str, str]:
+        """Return the items of a shard that could not be encoded, by key, and why."""
+        record = read_json(self._record(shard))
+        return dict(record.get("refused", {})) if isinstance(record, dict) else {}
+
+    def write(self, shard: str, entries: Mapping[str, Entry | str]) -> None:
+        """Write a shard: its tensors, then the record that says it is whole; a text in place of an entry says why the
+        item could not be encoded."""
+        path = self.path(shard)
+        building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        encoded = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
+        tensors = {
+            f"{key}.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for key, entry in encoded.items()
+            for name, value in entry.items()
+        }
+        save_file(tensors, building)
+        follow_umask(building)
+        digest = sha256(building, durable=True)
+        size = building.stat().st_size
+        building.replace(path)
+        sync_folder(path.parent)
+        refused = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
+        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refused})
+
+    def copy(self, shard: str, target: Path) -> None:
+        """Copy a shard: its blocks are shared where the file system can."""
+        copy_file(self.path(shard), target)
+
+    def shapes(self, shard: str, name: str) -> dict[str, list[int]]:
+        """Return the shape of one tensor of each entry of a shard, by key, from the head of its file."""
+        found = {}
+        with safe_open(str(self.path(shard)), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                entry, _, tensor = key.partition(".")
+                if tensor == name:
+                    found[entry] = list(file.get_slice(key).get_shape())
+        return found
+
+    def path(self, shard: str) -> Path:
+        """Return where the tensors of a shard lie."""
+        return self.folder / f"{shard}.safetensors"
+
+    def _record(self, shard: str) -> Path:
+        return self.folder / f"{shard}.json"

@@ -1,0 +1,150 @@
+"""Pixels of an image or a clip as a VAE is given them: one size of a few, one number of frames, values in [-1, 1].
+
+An image is scaled until it covers the size and cropped around its middle. A video is read frame by frame, and only the
+frames of the clip are kept, at their final size.
+
+Shapes: F frames, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cosmos_core.data.formats import first_line
+from cosmos_core.data.media_source import Content
+from cosmos_core.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = tuple[int, int]
+"""Height and width."""
+_STEPS = 8
+"""Aspect ratios between square and 1:2."""
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How media of any size become pixels of one."""
+
+    size: Size
+    """Height and width; with `buckets` the area that every size has."""
+    num_frames: int = 0
+    """Frames of a clip; 0: an image, which has no dimension of time."""
+    multiple: int = 16
+    """What height and width of a bucket are divisible by."""
+    buckets: bool = False
+    """Take the size of this area whose aspect ratio is nearest; False: `size` always."""
+    sampling: str = "random"
+    """Which frames of a longer video: `first`, `middle` or `random` are consecutive, `uniform` spreads over it."""
+
+    def size_of(self, height: int, width: int) -> Size:
+        """Return the size that media of this size are brought to."""
+        if not self.buckets:
+            return self.size
+        ratio = math.log(height / width)
+        return min(bucket_sizes(self.size, self.multiple), key=lambda size: abs(math.log(size[0] / size[1]) - ratio))
+
+
+@lru_cache(maxsize=8)
+def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
+    """Return the sizes with about the area of one, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
+    side = math.sqrt(size[0] * size[1])
+    found = []
+    for step in range(-_STEPS, _STEPS + 1):
+        ratio = 2.0 ** (step / _STEPS / 2)
+        height, width = (max(multiple, round(length / multiple) * multiple) for length in (side * ratio, side / ratio))
+        found.append((height, width))
+    return tuple(dict.fromkeys(found))
+
+
+def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
+    """Return an image (HWC) or a clip (FHWC) as uint8; `draw`, from 0 to 1, chooses a clip where `sampling` is random.
+
+    Raises:
+        DataError: it cannot be decoded as a whole, or a video has too few frames.
+    """
+    try:
+        if content.is_video:
+            if not framing.num_frames:
+                raise DataError("it is a video, and the model makes images")
+            return _clip(content, framing, draw)
+        image = _framed(_image(content), framing)
+        return image[None] if framing.num_frames else image
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # decoders raise whatever they like over a damaged file
+        raise DataError(f"it cannot be decoded: {first_line(error)}") from error
+
+
+def _image(content: Content) -> Image:
+    from PIL import Image as pillow
+    from PIL import ImageOps
+
+    with pillow.open(BytesIO(content.read())) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _framed(image: Image, framing: Framing) -> np.ndarray:
+    """Return the image scaled to cover its size, cropped around the middle."""
+    from PIL import Image as pillow
+
+    height, width = framing.size_of(image.height, image.width)
+    scale = min(image.width / width, image.height / height)
+    left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
+    box = (left, top, left + width * scale, top + height * scale)
+    if box == (0, 0, width, height):
+        return np.asarray(image)
+    return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=box))
+
+
+def _clip(content: Content, framing: Framing, draw: float) -> np.ndarray:
+    """Return the frames of a clip; the video is decoded once, to the last of them."""
+    total = _count(content)
+    if total < framing.num_frames:
+        raise DataError(f"it has {total} frames, and policy.diffusers.train_frames = {framing.num_frames} are needed")
+    wanted = _chosen(total, framing, draw)
+    frames = []
+    for index, frame in enumerate(_frames(content)):
+        if index == wanted[len(frames)]:
+            frames.append(_framed(frame.to_image(), framing))
+        if len(frames) == len(wanted):
+            return np.stack(frames)
+    raise DataError(f"its frame {wanted[len(frames)]} of {total} cannot be decoded")
+
+
+def _chosen(total: int, framing: Framing, draw: float) -> list[int]:
+    """Return the frames of a clip in a video of `total`."""
+    count = framing.num_frames
+    if framing.sampling == "uniform":
+        return np.linspace(0, total - 1, count).round().astype(int).tolist()
+    room = total - count
+    start = {"first": 0, "middle": room // 2}.get(framing.sampling, min(room, int(draw * (room + 1))))
+    return list(range(start, start + count))
+
+
+def _count(content: Content) -> int:
+    """Return the number of frames of a video: what its head says, otherwise its packets are counted."""
+    with _opened(content) as container:
+        stream = container.streams.video[0]
+        return stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+
+
+def _frames(content: Content) -> Iterator[Any]:
+    with _opened(content) as container:
+        yield from container.decode(container.streams.video[0])
+
+
+def _opened(content: Content) -> Any:
+    """Return a container of PyAV: it streams a file of its own, and reads what is a part of one from memory."""
+    import av
+
+    is_whole = content.path is not None and content.size is None
+    return av.open(str(content.path) if is_whole else BytesIO(content.read()))

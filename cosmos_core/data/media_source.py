@@ -1,0 +1,307 @@
+"""Images, clips and prompts of a data set as items behind their location, of which nothing is decoded yet.
+
+    NAME.json + NAME.jpg | png | webp | mp4 ...     a folder of pairs; the JSON object has `prompt`
+    metas/NAME.txt + videos/NAME.mp4                and perhaps t5_xxl/NAME.safetensors, the embedding of the text
+    SHARD.tar                                       webdataset: members of one name, `json` or `txt` beside the media
+    rows with a column of images                    a `save_to_disk` folder, parquet, or a data set on the Hub
+    prompts alone                                   a line each (.txt), or rows with `prompt`
+
+Pixels are `media_pixels.py`; which rows are for training and which are held out is `prepare_media.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cosmos_core.config.prompt_sets import metadata_of, named_set, prompt_files
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.data.formats import Located, first_line
+from cosmos_core.data.rows import load_rows
+from cosmos_core.errors import DataError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
+EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
+PROMPT_KEYS = ("prompt", "caption", "text")
+_MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4")
+_MEDIA_FOLDERS = ("videos", "images")
+_EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The bytes of an image or a video: a file, a range of one, or what a row holds."""
+
+    is_video: bool
+    path: Path | None = None
+    offset: int = 0
+    size: int | None = None
+    """None: to the end."""
+    held: bytes = field(default=b"", repr=False)
+
+    def digest(self) -> str:
+        """Return the sha256 of the bytes.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self.path is None:
+            return hashlib.sha256(self.held).hexdigest()
+        digest, remaining = hashlib.sha256(), self.size
+        with self.open() as file:
+            while block := file.read(_BLOCK if remaining is None else min(_BLOCK, remaining)):
+                digest.update(block)
+                remaining = None if remaining is None else remaining - len(block)
+        return digest.hexdigest()
+
+    def open(self) -> BinaryIO:
+        """Open the file where the bytes begin."""
+        assert self.path is not None
+        file = open(self.path, "rb")  # noqa: SIM115 - the caller closes it
+        file.seek(self.offset)
+        return file
+
+    def read(self) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self.path is None:
+            return self.held
+        with self.open() as file:
+            return file.read() if self.size is None else file.read(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A prompt, and the image or clip that it describes where there is one."""
+
+    where: str
+    """What an error about it says."""
+    prompt: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The other keys of its line, for rewards."""
+    content: Content | None = None
+    embedding: Path | None = None
+    """A file with the embedding of the prompt; None: the text encoder makes it."""
+    problem: str = ""
+    """Why the row cannot be used, as one line; empty: it can."""
+
+
+Items = Callable[[], Iterator[Item]]
+"""Reads a data set from its beginning."""
+
+
+def open_items(dataset: DatasetConfig, key: str) -> Items:
+    """Return what reads the items of a data set, its splits one after another.
+
+    Args:
+        dataset: where they are.
+        key: the table's name in the TOML, for messages.
+
+    Raises:
+        DataError: there is nothing to read there.
+    """
+    name = dataset.local_dir or dataset.name
+    if not name.strip():
+        raise DataError(f"{key}.local_dir and {key}.name are empty; give a folder of prompts and media, or prompts")
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):
+        path = named_set(name, f"{key}.name") or path
+    readers = [_reader(path, split, dataset, key) for split in dataset.split]
+    return lambda: (item for reader in readers for item in reader())
+
+
+def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
+    if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
+        path = path / split
+    elif split != "train" and path.is_dir() and _is_media_folder(path):
+        raise DataError(f"{key}.split = {split!r}, but {path} has no folder of that name")
+    if files := prompt_files(path, split):
+        return lambda: _prompt_lines(files, path)
+    if path.is_dir() and (path / "metas").is_dir():
+        return lambda: _metas(path)
+    if tars := _tars(path):
+        return lambda: (item for path in tars for item in _members(path))
+    if path.is_dir() and _is_media_folder(path):
+        return lambda: _pairs(path)
+    rows = load_rows(dataset.derived(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
+    return lambda: (_item_of_row(located, rows.folder) for located in rows)
+
+
+def _is_media_folder(path: Path) -> bool:
+    """Return whether a folder has images or videos, or files of one prompt each."""
+    if (path / "metas").is_dir() or _tars(path):
+        return True
+    names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
+    if any(name.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) for name in names):
+        return True
+    first = next((name for name in names if name.endswith(".json") and not name.startswith(".")), None)
+    if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
+        return False
+    return isinstance(_json_of(path / first), dict)
+
+
+def _json_of(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _pairs(folder: Path) -> Iterator[Item]:
+    """Yield the items of NAME.json files, each with the media of its name."""
+    media: dict[str, Path] = {}
+    for entry in sorted(folder.iterdir()):
+        if entry.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+            media.setdefault(entry.stem, entry)
+    embeddings = {file.stem: file for file in folder.iterdir() if file.suffix in EMBEDDING_SUFFIXES}
+    described = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
+    for file in described:
+        try:
+            value = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
+            continue
+        yield _described(value, file.name, _content(media.get(file.stem)), embeddings.get(file.stem))
+    for stem in sorted(media.keys() - {file.stem for file in described}):
+        name = media[stem].name
+        yield Item(name, "", problem=f"{name}: there is no {stem}.json with its prompt")
+
+
+def _metas(folder: Path) -> Iterator[Item]:
+    """Yield the items of metas/NAME.txt, each with the video or image of its name."""
+    media = {
+        file.stem: file
+        for below in _MEDIA_FOLDERS
+        if (folder / below).is_dir()
+        for file in sorted((folder / below).iterdir())
+        if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+    }
+    embeddings = {
+        file.stem: file
+        for below in _EMBEDDING_FOLDERS
+        if (folder / below).is_dir()
+        for file in sorted((folder / below).iterdir())
+        if file.suffix in EMBEDDING_SUFFIXES
+    }
+    for file in sorted((folder / "metas").glob("*.txt")):
+        where = f"metas/{file.name}"
+        try:
+            prompt = file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            yield Item(where, "", problem=f"{where}: {first_line(error)}")
+            continue
+        yield _described({"prompt": prompt}, where, _content(media.get(file.stem)), embeddings.get(file.stem))
+
+
+def _content(path: Path | None) -> Content | None:
+    return None if path is None else Content(path.suffix.lower() in VIDEO_SUFFIXES, path)
+
+
+def _tars(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
+    return [path] if path.suffix == ".tar" else []
+
+
+def _members(path: Path) -> Iterator[Item]:
+    """Yield the items of a webdataset shard: members that follow one another with one name up to its first dot."""
+    group: dict[str, tarfile.TarInfo] = {}
+    name, end = "", 0
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in filter(tarfile.TarInfo.isfile, archive):
+                folder, _, base = member.name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                if group and f"{folder}/{stem}" != name:
+                    yield _item_of_members(archive, path, group)
+                    group = {}
+                name = f"{folder}/{stem}"
+                group[suffix.lower()] = member
+                end = member.offset_data + member.size
+            if group:
+                yield _item_of_members(archive, path, group)
+        if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a block of zeros is behind the last member
+            raise tarfile.ReadError("unexpected end of data")
+    except (tarfile.TarError, OSError) as error:
+        yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
+
+
+def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
+    where = f"{path.name}:{next(iter(group.values())).name}"
+    media = next((suffix for suffix in group if f".{suffix}" in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)), None)
+    content = None
+    if media is not None:
+        member = group[media]
+        content = Content(f".{media}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
+    try:
+        if "json" in group:
+            value = json.loads(_bytes(archive, group["json"]))
+        else:
+            text = next((suffix for suffix in ("txt", "caption", "prompt") if suffix in group), None)
+            value = {} if text is None else {"prompt": _bytes(archive, group[text]).decode().strip()}
+    except (ValueError, RecursionError) as error:
+        return Item(where, "", problem=f"{where}: {first_line(error)}")
+    return _described(value, where, content, None)
+
+
+def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    assert file is not None
+    return file.read()
+
+
+def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
+    """Yield the prompts of text files, a line each; blank lines are left out."""
+    for file in files:
+        with open(file, encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{file.name}:{number}"
+                if file.suffix == ".txt":
+                    yield Item(where, line.strip(), metadata_of(line.strip(), path))
+                    continue
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield Item(where, "", problem=f"{where}: malformed JSON, {first_line(error)}")
+                    continue
+                yield _described(value, where, None, None)
+
+
+def _item_of_row(located: Located, folder: Path) -> Item:
+    where, row = located
+    key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
+    if key is None:
+        return _described(row, where, None, None)
+    value, is_video = row[key], key in {"video", "mp4"}
+    described = {name: other for name, other in row.items() if name not in _MEDIA_KEYS}
+    if isinstance(value, dict):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        return _described(described, where, Content(is_video, held=value), None)
+    if isinstance(value, str):
+        return _described(described, where, Content(is_video, folder / os.path.expanduser(value)), None)
+    return Item(where, "", problem=f"{where}: column {key!r} holds neither a path nor the bytes of a file")
+
+
+def _described(value: Any, where: str, content: Content | None, embedding: Path | None) -> Item:
+    """Return the item that a JSON object describes."""
+    if not isinstance(value, dict):
+        return Item(where, "", problem=f'{where}: it must be a JSON object such as {{"prompt": "..."}}')
+    key = next((name for name in PROMPT_KEYS if isinstance(value.get(name), str)), None)
+    if key is None:
+        return Item(where, "", problem=f"{where}: it has no text {', '.join(PROMPT_KEYS)}")
+    metadata = {name: other for name, other in value.items() if name != key}
+    return Item(where, value[key].strip(), metadata, content, embedding)

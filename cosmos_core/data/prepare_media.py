@@ -1,0 +1,412 @@
+"""The program of a `prepare` stage of a diffusion model: prompts, images and clips in, embeddings and latents out.
+
+Text encoders and VAE run here, once for each text and each image, and never in training. What they gave is kept by its
+content beside the runs (`media_cache.py`), so that a stage which was killed, another run and another algorithm go on
+from there; the stage has its own files of it (`media_rows.py`). Where all is known already no encoder is loaded.
+
+A row that cannot be read or decoded is left out, counted and named; too many of them end the stage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.embeddings import read_embedding
+from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
+from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
+from cosmos_core.data.media_source import Content, Item, Items, open_items
+from cosmos_core.data.order import shuffled
+from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
+from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.models.families import open_family
+from cosmos_core.run.content import files_of_encoders
+from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.files import SHARED, replaced_folder, write_json
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import JsonValue, Outcome
+
+logger = logging.getLogger(__name__)
+
+CACHE = "media"
+"""Folder of what was encoded, in the folder that runs share."""
+_TRAIN, _VALIDATION = "train", "validation"
+_TEXTS_AT_ONCE = 32
+_DECODERS = 4  # threads, for which Pillow and PyAV let go of the interpreter
+_MOST_NAMED = 5
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Encoders(Protocol):
+    """What turns text and pixels into what a diffusion model is trained on: a part of its adapter."""
+
+    def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the embeddings of prompts, each with a dimension of the batch."""
+        ...
+
+    def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]; None: the VAE draws
+        nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Encoders, which load their weights when they are first asked for, and what is known of them before."""
+
+    encoders: Encoders
+    digest: str
+    """Of their weights and of all settings that decide what they give for a text or for pixels."""
+    multiple: int = 16
+    """What height and width have to be divisible by."""
+    is_video: bool = False
+
+
+class _Row(NamedTuple):
+    """What is kept of an item between two passes."""
+
+    where: str
+    prompt: str
+    metadata: str
+    text: str
+    """Key of the embedding."""
+    media: str
+    """Key of the latent; empty: a prompt alone."""
+
+
+class _Split(NamedTuple):
+    items: Items
+    rows: list[_Row | None]
+    """One per item; None: it is not of this split, or is left out."""
+    skipped: list[str]
+    total: int
+    config: DatasetConfig
+
+    @property
+    def kept(self) -> list[_Row]:
+        return [row for row in self.rows if row is not None]
+
+
+def run(stage: Stage) -> Outcome:
+    """Encode the rows of a stage with the encoders of its model.
+
+    Raises:
+        ModelError: the model is no pipeline that is known.
+        DataError, Preempted: as `prepare`.
+    """
+    return prepare(stage, source_of(stage))
+
+
+def source_of(stage: Stage) -> Source:
+    """Return the encoders of a stage's model, of which no weight is loaded yet.
+
+    Raises:
+        ModelError: the model is no pipeline that is known.
+    """
+    policy = stage.recipe.policy
+    family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    folder = family.folder.path
+    weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
+    settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
+    return Source(family, digest_of(weights, type(family).__name__, settings), family.size_multiple, family.is_video)
+
+
+def prepare(stage: Stage, source: Source) -> Outcome:
+    """Encode the training rows, and the held-out rows where there are any.
+
+    Raises:
+        DataError: a data set is missing, too many rows cannot be used, or none is left.
+        Preempted: a signal came; what was encoded stays encoded.
+    """
+    stage.progress.phase("prepare")
+    kind: RowKind = stage.recipe.train.train_policy.rows
+    splits = _splits(stage, source, kind)
+    work = _Work(stage, source, kind)
+    with replaced_folder(stage.path / "data") as folder:
+        (folder / TENSORS).mkdir()
+        null = work.texts([Keyed(digest_of("text", ""), "")], folder)
+        metrics: dict[str, float] = {}
+        notices: list[JsonValue] = []
+        for name, split in splits.items():
+            skipped = work.write(name, split, next(iter(null.values())), folder)
+            metrics |= {f"data/{name}_rows": float(len(split.kept)), f"data/{name}_skipped_rows": float(len(skipped))}
+            for line in _told(name, skipped, split.total):
+                logger.warning("%s", line)
+                notices.append(line)
+        write_json(folder / "statistics.json", metrics)
+    logger.info("%d texts and %d images or clips were encoded, the others were known", *work.num_encoded)
+    metrics |= {"data/encoded_texts": float(work.num_encoded[0]), "data/encoded_media": float(work.num_encoded[1])}
+    return Outcome(
+        outputs=("data",), metrics=metrics, info={"data": "data", **({"notices": notices} if notices else {})}
+    )
+
+
+def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framing:
+    """Return how media of a data set become pixels.
+
+    Raises:
+        ConfigError: the model cannot take such a size.
+    """
+    diffusers = recipe.policy.diffusers
+    for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
+        if size % source.multiple:
+            raise ConfigError(
+                f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
+            )
+    return Framing(
+        diffusers.inference_size,
+        diffusers.train_frames if source.is_video else 0,
+        source.multiple,
+        dataset.aspect_ratio_buckets,
+        dataset.frame_sampling,
+    )
+
+
+class _Work:
+    """Encodes what the cache does not have, and writes what it has."""
+
+    def __init__(self, stage: Stage, source: Source, kind: RowKind) -> None:
+        self._stage, self._source, self._learns = stage, source, kind == MEDIA[0]
+        self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, source.digest)
+        self._batch = stage.recipe.train.train_policy.mini_batch
+        self.num_encoded = [0, 0]
+
+    def write(self, name: str, split: _Split, null: dict[str, str], folder: Path) -> list[str]:
+        """Write a split and return why each row is not in it that was left out.
+
+        Raises:
+            DataError: too many rows cannot be used, or none is left.
+        """
+        is_media = self._learns and (name == _TRAIN or all(row.media for row in split.kept))
+        texts = self._entries(split, is_media=False, folder=folder)
+        media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
+        skipped = list(split.skipped)
+        records = []
+        for row in split.kept:
+            problem = texts.refused.get(row.text) or media.refused.get(row.media)
+            if problem:
+                skipped.append(f"{row.where}: {problem}")
+                continue
+            values = [row.prompt, row.metadata, texts.at[row.text]]
+            values += [media.at[row.media], media.shapes[row.media]] if is_media else []
+            records.append((*values, row.where))
+        _check_skipped(name, skipped, split, len(records))
+        schema = SCHEMAS["media" if is_media else "media_prompts"]
+        schema = schema.with_metadata({**schema.metadata, NULL_TEXT: json.dumps(null).encode()})
+        columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
+        with pa.ipc.new_file(split_path(folder, name), schema) as file:
+            file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        return skipped
+
+    def texts(self, texts: Sequence[Keyed[str]], folder: Path) -> dict[str, dict[str, str]]:
+        """Return where the embeddings of texts lie, by key."""
+        shard = self._shard(list(texts), self._encode_texts, folder, 0)
+        return {each.key: {"shard": shard, "entry": each.key} for each in texts}
+
+    def _entries(self, split: _Split, *, is_media: bool, folder: Path) -> _Entries:
+        """Encode the texts or the media of a split, shard by shard."""
+        chosen = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
+        entries = _Entries({}, {}, {})
+        if is_media:
+            framing = framing_of(self._stage.recipe, split.config, self._source)
+            encode: Any = lambda items: self._encode_media(items, framing)  # noqa: E731
+            keyed: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in chosen)
+        else:
+            encode = self._encode_texts
+            keyed = (Keyed(row.text, item.embedding or row.prompt) for row, item in chosen)
+        for shard in shards_of(keyed):
+            name = self._shard(shard, encode, folder, int(is_media))
+            entries.refused.update(self._cache.refused(name))
+            shapes = self._cache.shapes(name, "mean") if is_media else {}
+            for each in shard:
+                entries.at[each.key] = {"shard": name, "entry": each.key}
+                entries.shapes[each.key] = shapes.get(each.key, [])
+        return entries
+
+    def _shard(
+        self, shard: Sequence[Keyed[T]], encode: Callable[[Sequence[T]], list[Entry | str]], folder: Path, which: int
+    ) -> str:
+        """Put a shard into the folder of the stage, encoded before if it is not known; return its name."""
+        if self._stage.stop_requested:
+            raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
+        keys = [each.key for each in shard]
+        name = self._cache.key_of(keys)
+        if not self._cache.has(name):
+            entries = encode([each.item for each in shard])
+            self._cache.write(name, dict(zip(keys, entries, strict=True)))
+            self.num_encoded[which] += len(keys)
+        if not (target := folder / TENSORS / f"{name}.safetensors").exists():
+            self._cache.copy(name, target)
+        self._stage.progress.beat()
+        return name
+
+    def _encode_texts(self, texts: Sequence[str | Path]) -> list[Entry | str]:
+        """Return the embedding of each text; a path is that of an embedding which the data set brings with it."""
+        prompts = [text for text in texts if isinstance(text, str)]
+        made: list[Entry] = []
+        for start in range(0, len(prompts), _TEXTS_AT_ONCE):
+            with torch.no_grad():
+                batch = self._source.encoders.text_embedding(prompts[start : start + _TEXTS_AT_ONCE])
+            size = len(prompts[start : start + _TEXTS_AT_ONCE])
+            made += [{name: values[i] for name, values in batch.items()} for i in range(size)]
+        encoded = iter(made)
+        return [next(encoded) if isinstance(text, str) else self._given(text) for text in texts]
+
+    def _given(self, path: Path) -> Entry | str:
+        try:
+            return read_embedding(path, self._names)
+        except DataError as error:
+            return str(error)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        with torch.no_grad():
+            return tuple(self._source.encoders.text_embedding([""]))
+
+    def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
+        """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
+        found: dict[int, Entry | str] = {}
+        waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
+        for index, pixels in enumerate(_in_threads(lambda item: _decoded(item[0], item[1], framing), items)):
+            self._stage.progress.beat()
+            if isinstance(pixels, str):
+                found[index] = pixels
+                continue
+            batch = waiting.setdefault(pixels.shape, [])
+            batch.append((index, pixels))
+            if len(batch) == self._batch:
+                found |= self._latents(waiting.pop(pixels.shape))
+        for batch in waiting.values():
+            found |= self._latents(batch)
+        return [found[i] for i in range(len(items))]
+
+    def _latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Entry | str]:
+        pixels = torch.from_numpy(np.stack([each for _, each in batch])).float().div_(127.5).sub_(1)
+        with torch.no_grad():
+            mean, logvar = self._source.encoders.visual_embedding(pixels.movedim(-1, 1).contiguous())
+        latents: dict[int, Entry | str] = {}
+        for b, (index, _) in enumerate(batch):
+            latents[index] = {"mean": mean[b]} | ({} if logvar is None else {"logvar": logvar[b]})
+        return latents
+
+
+class _Entries(NamedTuple):
+    at: dict[str, dict[str, str]]
+    shapes: dict[str, list[int]]
+    refused: dict[str, str]
+
+
+def _splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, _Split]:
+    """Return the rows to train on, and the held-out rows where there are any, none of which is encoded."""
+    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
+    key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
+    config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
+    train = _looked_at(stage, source, config, key, needs_media=kind == MEDIA[0])
+    if validation.dataset.name or validation.dataset.local_dir:
+        held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
+        return {_TRAIN: train, _VALIDATION: held_out}
+    if stage.data is not None and ((stage.data / _VALIDATION).is_dir() or any(stage.data.glob(f"{_VALIDATION}.*"))):
+        held_out = _looked_at(stage, source, config.derived(split=(_VALIDATION,)), key, needs_media=False)
+        return {_TRAIN: train, _VALIDATION: held_out}
+    size = policy.dataset.test_size
+    if size is None:
+        return {_TRAIN: train}
+    count = int(np.ceil(len(train.rows) * size)) if isinstance(size, float) else size
+    if count >= len(train.rows):
+        raise DataError(
+            f"test_size = {size} of {len(train.rows)} rows leaves none to train on; lower dataset.test_size"
+        )
+    chosen = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
+    held_out = train._replace(rows=[row if i in chosen else None for i, row in enumerate(train.rows)], skipped=[])
+    train = train._replace(rows=[None if i in chosen else row for i, row in enumerate(train.rows)])
+    return {_TRAIN: train, _VALIDATION: held_out}
+
+
+def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> _Split:
+    """Read a data set once, for the keys of its texts and media."""
+    items = open_items(config, key)
+    framing = framing_of(stage.recipe, config, source)
+    rows: list[_Row | None] = []
+    skipped: list[str] = []
+    for item, found in _in_threads(lambda item: (item, _row_of(item, framing, needs_media)), items()):
+        stage.progress.beat()
+        rows.append(None if isinstance(found, str) else found)
+        if isinstance(found, str):
+            skipped.append(found if found.startswith(item.where) else f"{item.where}: {found}")
+    if not rows:
+        raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
+    return _Split(items, rows, skipped, len(rows), config)
+
+
+def _row_of(item: Item, framing: Framing, needs_media: bool) -> _Row | str:
+    """Return what is kept of an item, or why it is left out."""
+    if item.problem:
+        return item.problem
+    if needs_media and item.content is None:
+        return "there is no image or video beside it"
+    try:
+        text = digest_of("text", item.prompt)
+        if item.embedding is not None:
+            text = digest_of("embedding", Content(False, item.embedding).digest())
+        media = ""
+        if item.content is not None:
+            media = digest_of("media", item.content.digest(), item.content.is_video, repr(framing))
+    except OSError as error:
+        return f"{error.strerror}: {error.filename}"
+    metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
+    return _Row(item.where, item.prompt, metadata, text, media)
+
+
+def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray | str:
+    assert content is not None
+    try:
+        return pixels_of(content, framing, int(key[:13], 16) / 16**13)
+    except DataError as error:
+        return str(error)
+
+
+def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield results in the order of the items, a few of which are worked on ahead."""
+    remaining = iter(items)
+    with ThreadPoolExecutor(_DECODERS) as pool:
+        pending: deque[Future[R]] = deque(pool.submit(function, item) for item in islice(remaining, 2 * _DECODERS))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(pool.submit(function, item) for item in islice(remaining, 1))
+
+
+def _check_skipped(name: str, skipped: Sequence[str], split: _Split, num_kept: int) -> None:
+    most = split.config.max_skipped_fraction
+    if len(skipped) > most * split.total:
+        raise DataError(
+            f"{skipped[0]}; {len(skipped)} of {split.total} rows of {name} cannot be used, more than "
+            f"dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+        )
+    if not num_kept:
+        raise DataError(f"{name}: no row is left of {split.total}; give others")
+
+
+def _told(name: str, skipped: Sequence[str], total: int) -> list[str]:
+    """Return a line about rows that were left out, with the first of them."""
+    if not skipped:
+        return []
+    more = f" and {len(skipped) - _MOST_NAMED} more" if len(skipped) > _MOST_NAMED else ""
+    return [f"{name}: {len(skipped)} of {total} rows skipped: {'; '.join(skipped[:_MOST_NAMED])}{more}"]

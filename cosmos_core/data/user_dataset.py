@@ -1,0 +1,166 @@
+"""Rows of a data set class and of a data packer of a user's own, as launcher scripts of Cosmos-RL have them.
+
+    train.train_policy.dataset.name = "mine.py:Questions"     # a class, or a function of the recipe
+    train.train_policy.data_packer = "mine.py:Packer"
+
+A data set has `__len__`, `__getitem__` and, where wanted, `setup(config[, tokenizer])` and
+`get_reference_answer(index)`.
+An item is a row (a dict), a conversation (a list of turns), an object with `prompt` or `conversation` and perhaps
+`reference_answer`, or a string, which is text as the model shall see it: no chat template is applied to it.
+
+Of a packer `get_rollout_input(item)` gives the prompt of an item, and `sft_process_sample(item)` an item in one of
+these forms, or `token_ids` and `label_ids` (-100 where nothing is learned). Batches are made by the model's adapter, so
+that its other methods are refused where a class has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.data.formats import Located, Part
+from cosmos_core.data.messages import Row, SkippedRow
+from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.registry import import_user_code, location_of
+
+RENDERED = "rendered text"
+"""Column of a prompt that is what the model sees."""
+TOKENS, LABELS = "token_ids", "label_ids"
+"""Columns of a sequence that is tokenised; -100 where nothing is learned."""
+NOTHING = -100
+
+_NOT_CALLED = (
+    "rollout_collate_fn", "get_rollout_output", "get_policy_input", "policy_compute_max_len", "policy_collate_fn",
+    "sft_compute_max_len", "sft_collate_fn", "dpo_process_sample", "dpo_collate_fn", "batch_size", "slice_batch",
+)  # fmt: skip
+
+
+class Opener:
+    """Opens data sets and packers for one recipe; `load_tokenizer` is called for a `setup` that asks for one."""
+
+    def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
+        self._recipe, self._load_tokenizer = recipe, load_tokenizer
+
+    def part(self, name: str, key: str) -> Part:
+        """Return the rows of a data set class.
+
+        Raises:
+            ConfigError: there is none, or it cannot be imported.
+            DataError: it raised, or has no length.
+        """
+        made = import_user_code(name)
+        with _blamed(f"{key}.name = {name!r}", made):
+            dataset: Any = made() if inspect.isclass(made) else _given(made, self._recipe)
+            self._set_up(dataset)
+            length = len(dataset)
+        return Part(name, length, partial(_items, dataset, name, length, self._recipe.train.train_policy))
+
+    def packer(self) -> Callable[[Row, str], Row] | None:
+        """Return what the recipe's packer makes of a row; None: it names none.
+
+        Raises:
+            ConfigError: it has methods that would not be called.
+        """
+        policy = self._recipe.train.train_policy
+        if not policy.data_packer:
+            return None
+        made = import_user_code(policy.data_packer)
+        if unused := [name for name in _NOT_CALLED if name in vars(made)]:
+            raise ConfigError(
+                f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
+                "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
+            )
+        wanted = "get_rollout_input" if isinstance(policy, RlConfig) else "sft_process_sample"
+        packer = made()
+        self._set_up(packer)
+        method = getattr(packer, wanted, None)
+        if policy.rows == "pairs" or method is None:
+            raise ConfigError(
+                f"train.train_policy.data_packer = {policy.data_packer!r}: a training on {policy.rows} calls "
+                + ("none; leave it out" if policy.rows == "pairs" else f"{wanted}, which it does not have")
+            )
+        return partial(_packed, method, policy)
+
+    def _set_up(self, thing: Any) -> None:
+        if not hasattr(thing, "setup"):
+            return
+        names = list(inspect.signature(thing.setup).parameters)
+        wants_tokenizer = "tokenizer" in names or len(names) > 1
+        thing.setup(*(self._recipe, self._load_tokenizer())[: 1 + wants_tokenizer])
+
+
+def _given(function: Callable[..., Any], recipe: Recipe) -> Any:
+    return function(recipe) if inspect.signature(function).parameters else function()
+
+
+def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:
+    look_up = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
+    for index in range(length):
+        where = f"{name} item {index}"
+        with _blamed(where, type(dataset)):
+            row = _row(dataset[index], policy, where)
+            if look_up is not None:
+                row |= {_reference_column(policy): _text(look_up(index))}
+        yield where, row
+
+
+def _packed(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, where: str) -> Row:
+    with _blamed(where, method):
+        packed = method(row)
+    if isinstance(packed, dict) or not isinstance(policy, RlConfig):
+        return _row(packed, policy, where)
+    kept = {name: value for name, value in row.items() if name == _reference_column(policy) or name in _REFERENCES}
+    return kept | _row(packed, policy, where)
+
+
+_REFERENCES = ("answer", "response", "solution", "result", "reference_answer")
+
+
+def _reference_column(policy: AlgorithmConfig) -> str:
+    return (isinstance(policy, RlConfig) and policy.response_column_name) or "answer"
+
+
+def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
+    """Return an item as a row with the columns that the recipe reads."""
+    is_prompt = isinstance(policy, RlConfig)
+    column = (policy.prompt_column_name if isinstance(policy, RlConfig) else "") or (
+        "prompt" if is_prompt else "messages"
+    )
+    if isinstance(item, dict):
+        return dict(item)
+    if isinstance(item, str):
+        return {RENDERED: item, column: item} if is_prompt else {"text": item}
+    if isinstance(item, list | tuple):
+        return {column: list(item)}
+    content = getattr(item, "conversation", None) or getattr(item, "prompt", None)
+    if content is None:
+        raise DataError(
+            f"{where} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
+            "prompt or conversation"
+        )
+    reference = getattr(item, "reference_answer", None)
+    return _row(content, policy, where) | ({} if reference is None else {_reference_column(policy): _text(reference)})
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+class _blamed:
+    """What a user's code raises is an error about its data, with file and line; a row that is skipped stays one."""
+
+    def __init__(self, where: str, function: Any) -> None:
+        self._where, self._function = where, function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ConfigError | DataError | SkippedRow):
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(f"{self._where}: {reason} ({location_of(error)})") from error

@@ -1,0 +1,31 @@
+"""torch.compile, block by block: one graph serves all blocks of a kind, and a break costs one block alone."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import torch
+from torch import nn
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.parallel.fsdp import blocks_of
+
+logger = logging.getLogger(__name__)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each transformer block with torch.compile.
+
+    Raises:
+        ConfigError: there is no C++ compiler for a model on CPU.
+    """
+    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        raise ConfigError(
+            "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
+        )
+    blocks = blocks_of(model)
+    for block in blocks:
+        block.compile(dynamic=True)
+    names = sorted({type(block).__name__ for block in blocks})
+    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))

@@ -1,0 +1,138 @@
+"""Cosmos-Predict2.5: clips from text, from an image or from a clip; a language model's every layer reads the prompt.
+
+The guardrail of its pipeline is no part of training. Its licence asks for it where people use the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.sana_video import SanaVideo, video_compression
+
+PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
+
+GIVEN_LEVEL = 0.0001
+"""What the network takes as the noise level of a frame that it is given."""
+_TRAIN_SHIFT = 5.0
+_NETWORK = "diffusers.models.transformers.transformer_cosmos"
+
+
+class Unguarded:
+    """Stands for the guardrail, which the pipeline cannot be made without: nobody here asks it."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Unguarded:
+        """Stay."""
+        return self
+
+    def check_text_safety(self, prompt: str) -> bool:
+        """Let it pass."""
+        return True
+
+    def check_video_safety(self, frames: Any) -> Any:
+        """Let it pass."""
+        return frames
+
+
+class CosmosPredict(SanaVideo):
+    """Frames that are given come clean; the network is told which they are."""
+
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
+    pipeline_multiple = 16
+    max_given = 2
+
+    def text_embedding(self, prompts: Sequence[str]) -> Text:
+        """See `DiffusionModel.text_embedding`."""
+        with self._working("text_encoder"):
+            rows = [self._encoded(prompt) for prompt in prompts]
+        return {"prompt_embeds": torch.cat(rows)}
+
+    def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
+        """See `DiffusionModel.dropped_text`: zeros, as those who made the model drop prompts."""
+        return {name: torch.zeros_like(value) for name, value in empty.items()}
+
+    def nft_prepare_transformer_input(
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+    ) -> dict[str, Any]:
+        """See `DiffusionModel.nft_prepare_transformer_input`: levels are from 0 to 1, one for each frame."""
+        is_learned = self.learned_mask(latents, num_given_B)
+        if is_learned is None:
+            is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
+        sigma = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
+        height, width = latents.shape[-2:]
+        in_space = self.pixels_per_latent[1]
+        return {
+            "hidden_states": latents,
+            "condition_mask": (1 - is_learned).expand(-1, -1, -1, height, width),
+            "timestep": (1 - is_learned) * GIVEN_LEVEL + is_learned * sigma,
+            "encoder_hidden_states": text["prompt_embeds"],
+            "padding_mask": latents.new_zeros(1, 1, height * in_space, width * in_space),
+        }
+
+    def probe(self) -> dict[str, Any]:
+        """See `DiffusionModel.probe`."""
+        return DiffusionModel.probe(self)
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """See `DiffusionModel.guided`: here 0 is none."""
+        return conditional + scale * (conditional - unconditional)
+
+    @property
+    def train_shift(self) -> float:
+        """See `DiffusionModel.train_shift`: the scheduler has none."""
+        return self.config.train_flow_shift or _TRAIN_SHIFT
+
+    @property
+    def pixels_per_latent(self) -> tuple[int, int]:
+        """See `DiffusionModel.pixels_per_latent`: as the pipeline reads them."""
+        return video_compression({"temperal_downsample": self.folder.settings("vae")["temperal_downsample"]})
+
+    @property
+    def num_channels(self) -> int:
+        """See `DiffusionModel.num_channels`: the network takes the mask of given frames as one more."""
+        return super().num_channels - 1
+
+    @classmethod
+    def stand_ins(cls) -> dict[str, Any]:
+        """See `DiffusionModel.stand_ins`; where torchvision is missing the network gets what it calls of it too."""
+        stand_in_for_torchvision()
+        return {"safety_checker": Unguarded()}
+
+    def load_denoiser(self, dtype: torch.dtype) -> Any:
+        """See `DiffusionModel.load_denoiser`."""
+        stand_in_for_torchvision()
+        return super().load_denoiser(dtype)
+
+    def _encoded(self, prompt: str) -> Tensor:
+        found: Tensor = self.pipeline.encode_prompt(
+            [prompt], do_classifier_free_guidance=False, device=self.device,
+            max_sequence_length=self.config.max_prompt_length,
+        )[0]  # fmt: skip
+        return found.cpu()
+
+
+def stand_in_for_torchvision() -> None:
+    """Let the network resize its padding mask where torchvision is not installed, which it calls for nothing else."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+
+    def resize(image: Tensor, size: list[int], interpolation: object = None) -> Tensor:
+        return functional.interpolate(image, size=size, mode="nearest")
+
+    network = importlib.import_module(_NETWORK)
+    network.__dict__.setdefault(
+        "transforms",
+        SimpleNamespace(
+            functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
+        ),
+    )
+
+
+FAMILY = CosmosPredict

@@ -1,0 +1,102 @@
+"""Write a trained diffusion model as a pipeline that diffusers loads, and prove it.
+
+    <target>/model_index.json, <component>/...     the whole pipeline, an adapter merged into the denoiser
+    <target>/lora/model.safetensors                the adapter by itself, for `load_lora_weights` on the base pipeline
+
+What was not trained is copied, file by file. The proof is in `prove_pipeline.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.disk import saving
+from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
+from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
+from cosmos_core.run.files import copy_file, replaced_folder
+
+ADAPTER_FILE = "model.safetensors"
+_WEIGHTS = "diffusion_pytorch_model{suffix}.safetensors"
+_ADAPTER = "default"
+
+
+def export_pipeline(
+    family: DiffusionModel,
+    model: Any,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    extra_files: Mapping[str, bytes] = {},
+) -> None:
+    """Write the pipeline with `model` as its denoiser to `target`, in one rename, and `extra_files` by relative path.
+
+    Weights of the denoiser are cast to `dtype` (None: as they are); the model itself is not changed.
+
+    Raises:
+        StageFailed: the disk is full or broken.
+    """
+    with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
+        for file in untrained_files(family.folder, family.denoiser_name):
+            (building / file).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(family.folder.path / file, building / file)
+        with merged(model):
+            _save_denoiser(model, building / family.denoiser_name, dtype)
+        if is_adapted(model):
+            save_pipeline_adapter(family, model, building / FOLDER)
+        for name, content in extra_files.items():
+            (building / name).parent.mkdir(exist_ok=True)
+            (building / name).write_bytes(content)
+
+
+def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
+    """Yield the files of a pipeline, relative to its folder, that belong to no trained component."""
+    yield Path(INDEX)
+    for name in folder.components:
+        if name != denoiser_name:
+            files = sorted(file for file in (folder.path / name).rglob("*") if file.is_file())
+            yield from (file.relative_to(folder.path) for file in files)
+
+
+def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
+    """Write the adapter as the pipeline's own `save_lora_weights` does, with its settings: without them whoever loads it
+    takes alpha for the rank, and half of a recipe's scale is gone."""
+    state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    assert not changes_base(model), "refused by `check`: the adapter would not fit the untouched base"
+    name = family.denoiser_name
+    folder.mkdir(parents=True)
+    family.folder.pipeline_class.save_lora_weights(
+        str(folder),
+        weight_name=ADAPTER_FILE,
+        **{f"{name}_lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}},
+        **{f"{name}_lora_adapter_metadata": adapter_settings(model)},
+    )
+
+
+def adapter_settings(model: Any) -> dict[str, Any]:
+    """Return the settings of the adapter as JSON values, in the same order in each process."""
+    settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True}
+    plain = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
+    found: dict[str, Any] = json.loads(json.dumps(plain, default=str, sort_keys=True))
+    return found
+
+
+def exported_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the denoiser's tensors as they are written; call it inside `merged`."""
+    return {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+        for name, tensor in plain_state(model).items()
+    }
+
+
+def _save_denoiser(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    model.save_config(folder)
+    save_torch_state_dict(exported_state(model, dtype), folder, filename_pattern=_WEIGHTS, metadata={"format": "pt"})

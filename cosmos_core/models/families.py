@@ -1,0 +1,64 @@
+"""Which family a pipeline is of: each file of this folder with `PIPELINES` and `FAMILY`, found without importing any
+other; or a user's own class."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.pipeline_folder import PipelineFolder
+from cosmos_core.models.source import KEY
+from cosmos_core.registry import import_user_code, suggestion
+
+
+def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
+    """Return the diffusion model of a folder or Hub id, without its denoiser; its encoders are not loaded yet.
+
+    Raises:
+        ModelError: it is no pipeline, or of a family that is not known.
+        ConfigError: `policy.model_class` names no subclass of `DiffusionModel`.
+    """
+    folder = PipelineFolder(model, policy.model_revision)
+    return family_of(folder, policy.model_class)(folder, policy.diffusers, device)
+
+
+def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
+    """Return the class for a pipeline: the user's own, or that of its `_class_name`.
+
+    Raises:
+        ModelError, ConfigError: see `open_family`.
+    """
+    if model_class is not None:
+        found = import_user_code(model_class)
+        if not (isinstance(found, type) and issubclass(found, DiffusionModel)):
+            raise ConfigError(
+                f"policy.model_class = {model_class!r} must be a subclass of "
+                f"cosmos_core.models.diffusion.DiffusionModel"
+            )
+        return found
+    known = known_pipelines()
+    if folder.class_name not in known:
+        raise ModelError(
+            f"{KEY} = {folder.model!r}: {folder.class_name} is of no family here"
+            f"{suggestion(folder.class_name, list(known))}; write one of your own and name it in policy.model_class"
+        )
+    family: type[DiffusionModel] = importlib.import_module(f"cosmos_core.models.{known[folder.class_name]}").FAMILY
+    return family
+
+
+@cache
+def known_pipelines() -> dict[str, str]:
+    """Return the classes of pipelines that files of this folder know, and which file that is."""
+    found: dict[str, str] = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PIPELINES":
+                found |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
+    return found

@@ -1,0 +1,73 @@
+"""FLOPs of training, and the device's own rate, for the share of it that a training reaches (MFU)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_MATRIX = {"cuda": 8192, "cpu": 1024}
+_TRIES = 5
+
+
+class TrainFlops:
+    """FLOPs of a train step: forward and backward, each weight of a matrix twice for a multiplication and an addition.
+
+    Weights that are frozen cost no gradient of their own, of experts those that a token is sent to count, and a lookup
+    of embeddings is none. Attention over the causal half of a sequence is added; recomputation is not (PaLM, arXiv
+    2204.02311, appendix B).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: whole, its weights on any device, or on none."""
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        chosen = getattr(text, "num_experts_per_tok", 1) / (
+            getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
+        )
+        lookup = _lookup(model)
+        self.of_token = 0.0
+        for parameter in model.parameters():
+            if parameter.ndim < 2 or parameter is lookup:
+                continue
+            fraction = chosen if parameter.ndim == 3 else 1.0
+            self.of_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+        heads = getattr(text, "num_attention_heads", 0)
+        width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
+        self._of_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
+
+    def of(self, costs: Sequence[int]) -> float:
+        """Return the FLOPs of samples of so many tokens."""
+        return sum(self.of_token * cost + self._of_pair * cost * cost for cost in costs)
+
+
+def _lookup(model: nn.Module) -> nn.Parameter | None:
+    """Return the embeddings that only look up; tied ones are the head's matrix too."""
+    language: Any = model
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    weight: nn.Parameter | None = getattr(language.get_input_embeddings(), "weight", None)
+    head = language.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return None if head is not None and getattr(head, "weight", None) is weight else weight
+
+
+@torch.no_grad()
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of a large product of matrices on this rank's device, measured: the best of a few."""
+    size = _MATRIX.get(device.type, 1024)
+    left = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(_TRIES):
+        began = _now(device)
+        left @ left
+        best = min(best, _now(device) - began)
+    return 2.0 * size**3 / best
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

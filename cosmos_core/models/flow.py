@@ -1,0 +1,137 @@
+"""Rectified flow: the path from data to noise, where on it training looks, and the noise levels of a sampler.
+
+One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e drawn
+from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and ours:
+the integer timesteps of a scheduler are off by up to one of a thousand, and a pipeline's call changes them.
+
+Not here: steps from one noise level to the next (`flow_steps`), networks, losses.
+
+Shapes: B samples, N noise levels, dots for the dimensions of a latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scheme = Literal["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"]
+"""Names of diffusers for where training looks: a density of the noise levels, a weight of the loss, or neither."""
+
+MODE_SCALE = 1.29
+_TRAIN_LEVELS = 1000
+"""Noise levels that the schedulers of diffusers are made of."""
+
+
+def at_noise_level(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
+    """Return the latents at the noise level of each sample."""
+    sigma = per_sample(sigma_B, x0)
+    return (1 - sigma) * x0 + sigma * noise
+
+
+def velocity(x0: Tensor, noise: Tensor) -> Tensor:
+    """Return what the network should predict, whatever the noise level."""
+    return noise - x0
+
+
+def clean_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
+    """Return x0 as a velocity sees it from noisy latents."""
+    return x - per_sample(sigma_B, x) * v
+
+
+def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
+    """Return the noise as a velocity sees it from noisy latents."""
+    return x + (1 - per_sample(sigma_B, x)) * v
+
+
+def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
+    """Return a value for each sample, or one for all, in the shape and on the device of latents, in their dtype."""
+    return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
+
+
+def mean_per_sample(values: Tensor) -> Tensor:
+    """Return the mean over all dimensions but the first."""
+    return values.flatten(1).mean(1)
+
+
+def shifted(sigma: Tensor, shift: float) -> Tensor:
+    """Return noise levels moved towards noise (shift above 1), as larger images need (arXiv 2403.03206, 5.3.2)."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def draw_noise_levels(  # noqa: PLR0913 - one density and its parameters
+    count: int,
+    scheme: str,
+    generator: torch.Generator | None = None,
+    *,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+    mode_scale: float = MODE_SCALE,
+    shift: float = 1.0,
+) -> Tensor:
+    """Return `count` noise levels from the density of a scheme (arXiv 2403.03206, section 3.1), then shifted: float64.
+
+    `logit_normal` is sigmoid(logit_mean + logit_std z); `mode` prefers the middle or, with a negative scale, the ends;
+    all other schemes are uniform.
+    """
+    if scheme == "logit_normal":
+        z_N = torch.randn(count, generator=generator, dtype=torch.float64)
+        u_N = torch.sigmoid(logit_mean + logit_std * z_N)
+    else:
+        u_N = torch.rand(count, generator=generator, dtype=torch.float64)
+        if scheme == "mode":
+            u_N = 1 - u_N - mode_scale * (torch.cos(math.pi * u_N / 2) ** 2 - 1 + u_N)
+    return shifted(u_N, shift)
+
+
+def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
+    """Return the weight of the loss at each noise level: sigma^-2 (`sigma_sqrt`), 2 / (pi (1 - 2 sigma + 2 sigma^2))
+    (`cosmap`), else 1, because a density that is drawn from must not weight a second time."""
+    if scheme == "sigma_sqrt":
+        return sigma_B**-2
+    if scheme == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma_B + 2 * sigma_B**2))
+    return torch.ones_like(sigma_B)
+
+
+def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
+    """Return the noise levels of a sampler, num_steps + 1 from 1 to 0: evenly spaced, then shifted."""
+    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
+
+
+def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
+    """Return the table that FlowMatchEulerDiscreteScheduler of diffusers has, with which the papers' results were made:
+    it shifts its smallest level twice, so its last step has little to do."""
+    smallest = shifted(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
+    return _ending_at_0(shifted(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
+
+
+def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
+    """Return the table that DPMSolverMultistepScheduler of diffusers has for flows: from 0.999, shifted."""
+    largest = 1 - 1 / _TRAIN_LEVELS
+    return _ending_at_0(shifted(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
+
+
+def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
+    """Return the table of Cosmos-Predict2.5: noise levels of EDM from `most` to `least` by the rule of Karras et al.
+    (arXiv 2206.00364, rho = 7), as those of a flow, s / (1 + s); it has no shift."""
+    rho = 7.0
+    ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+    edm_N = (most ** (1 / rho) + ramp_N * (least ** (1 / rho) - most ** (1 / rho))) ** rho
+    return _ending_at_0(edm_N / (1 + edm_N))
+
+
+SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
+    "flow": flow_schedule,
+    "euler": euler_schedule,
+    "dpm": dpm_schedule,
+    "karras": karras_schedule,
+}
+"""Tables of noise levels by name: of how many steps, with which shift."""
+
+
+def _ending_at_0(sigma_N: Tensor) -> Tensor:
+    return torch.cat([sigma_N, sigma_N.new_zeros(1)])

@@ -1,0 +1,143 @@
+"""Steps of a sampler from one noise level to the next: stochastic ones with their log-probability, and solvers.
+
+A stochastic step is a Gaussian around a mean; `transition` gives both parameters from a velocity, in rollouts and,
+with gradient, in training, so that the two cannot differ. Everything is computed in float32 or better, whatever the
+network computes in.
+
+Not here: tables of noise levels (`flow`), networks, which steps of a rollout are stochastic, losses.
+
+Shapes: B samples, dots for the dimensions of a latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cosmos_core.models.flow import clean_estimate, mean_per_sample, noise_estimate, per_sample
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Where a step begins and ends, for each sample or for all."""
+
+    sigma: Tensor
+    next: Tensor
+    second: Tensor
+    """The second noise level of the table: it bounds what is divided by 1 - sigma, which is 0 at pure noise."""
+
+
+class Transition(NamedTuple):
+    """The distribution of the next latents."""
+
+    mean: Tensor
+    std: Tensor
+    """Standard deviation of each element, of each sample or of all; 0: the step is deterministic."""
+    rate: Tensor
+    """The noise of the differential equation, std / sqrt(sigma - next): what the KL of the papers divides by."""
+    has_density: bool = True
+    """False: its log-probability is minus the mean squared distance, without variance and constants (FlowCPS)."""
+
+
+Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
+
+
+def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+    """Return the step of FlowGRPO (arXiv 2505.05470): noise eta sqrt(sigma / (1 - sigma)), with the drift that keeps
+    the distribution at each noise level."""
+    sigma, step = levels.sigma, levels.next - levels.sigma
+    rate = eta * torch.sqrt(sigma / (1 - torch.minimum(sigma, levels.second)))
+    half = rate**2 / (2 * sigma)
+    mean = x * per_sample(1 + half * step, x) + v * per_sample((1 + half * (1 - sigma)) * step, x)
+    return Transition(mean, rate * torch.sqrt(-step), rate)
+
+
+def dance_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+    """Return the step of DanceGRPO (arXiv 2505.07818): constant noise eta, drift by the score."""
+    sigma, step = levels.sigma, levels.next - levels.sigma
+    score = (per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / per_sample(sigma**2, x)
+    mean = x + v * per_sample(step, x) - score * per_sample(0.5 * eta**2 * step, x)
+    rate = torch.full_like(sigma, eta)
+    return Transition(mean, rate * torch.sqrt(-step), rate)
+
+
+def cps(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+    """Return the step of FlowCPS (arXiv 2509.05952): of the noise that the next level has, a share sin(eta pi / 2) is
+    new, so that its amount stays that of the schedule."""
+    new = levels.next * math.sin(eta * math.pi / 2)
+    kept = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
+    clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
+    mean = per_sample(1 - levels.next, x) * clean + per_sample(kept, x) * noise
+    return Transition(mean, new, new, has_density=False)
+
+
+def ddim(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+    """Return the step of DDIM (arXiv 2010.02502) for a flow: eta = 0 is the Euler step, eta = 1 the posterior of the
+    forward process."""
+    sigma, later = levels.sigma, levels.next
+    carried = (1 - sigma) / (1 - later)
+    variance = (sigma**2 - (carried * later) ** 2).clamp(min=0)
+    std = torch.minimum(eta * later / sigma * torch.sqrt(variance), later)
+    kept = torch.sqrt(later**2 - std**2)
+    mean = per_sample(1 - later, x) * clean_estimate(x, v, sigma) + per_sample(kept, x) * noise_estimate(x, v, sigma)
+    return Transition(mean, std, std / torch.sqrt(sigma - later))
+
+
+KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_sde, "cps": cps, "ddim": ddim}
+"""Stochastic steps by the name that `policy.diffusers.sample.solver` has for them."""
+
+
+def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+    """Return the distribution of the latents after a stochastic step from `x`, with the velocity `v` there."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
+
+
+def log_prob(found: Transition, later: Tensor) -> Tensor:
+    """Return the log-probability of the latents after a step for each sample: the *mean* over their elements, which is
+    why clip ranges are as small as 1e-4."""
+    mean, later = found.mean, later.to(found.mean.dtype)
+    squared_B = mean_per_sample((later - mean) ** 2)
+    if not found.has_density:
+        return -squared_B
+    std = found.std.to(squared_B)
+    return -squared_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+
+
+def euler(x: Tensor, v: Tensor, sigma: Tensor, later: Tensor) -> Tensor:
+    """Return the latents after a deterministic step of order 1, which DDIM and DPM-Solver++ of order 1 are too."""
+    return x + v * per_sample(later - sigma, x)
+
+
+class Dpm2:
+    """DPM-Solver++(2M) (arXiv 2211.01095) on a flow: each step uses the clean estimate of the one before.
+
+    Its first step, its second from pure noise, and its last are of order 1, because log((1 - sigma) / sigma) is
+    infinite at both ends.
+    """
+
+    def __init__(self, sigmas_N: Tensor) -> None:
+        self._sigmas_N = sigmas_N
+        self._clean: Tensor | None = None
+
+    def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
+        """Return the latents after step `i` of the table; steps are taken in their order."""
+        sigma, later = self._sigmas_N[i], self._sigmas_N[i + 1]
+        clean, before = clean_estimate(x, v, sigma), self._clean
+        self._clean = clean
+        if before is None or later == 0 or self._sigmas_N[i - 1] >= 1:
+            return euler(x, v, sigma, later)
+        log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[i - 1], sigma, later)]
+        length, previous = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
+        slope = (clean - before) / (previous / length)
+        scale = (1 - later).item() * math.expm1(-length)
+        return (later / sigma).item() * x - scale * clean - 0.5 * scale * slope
+
+    def restart(self) -> None:
+        """Forget the step before, such as after a stochastic one."""
+        self._clean = None

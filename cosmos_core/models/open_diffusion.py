@@ -1,0 +1,63 @@
+"""The diffusion model of a stage: its family, its denoiser on the mesh, what of it is trained."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cosmos_core.models.compiled import compile_blocks
+from cosmos_core.models.denoiser import Denoiser
+from cosmos_core.models.families import open_family
+from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.recompute import Recompute, selective
+from cosmos_core.parallel.fsdp import move_buffers
+from cosmos_core.parallel.mesh import open_mesh
+from cosmos_core.run.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+def open_model(stage: Stage) -> Denoiser:
+    """Load the denoiser of a stage's pipeline on this machine's device, split over the mesh, seeded. Text encoders and
+    VAE stay where they are.
+
+    Raises:
+        ModelError: the model is no pipeline of a known family, or cannot be loaded.
+        ConfigError: the recipe asks for what the model cannot do.
+    """
+    train, policy = stage.recipe.train, stage.recipe.policy
+    stage.progress.phase("load")
+    torch.manual_seed(stage.seed)
+    torch.use_deterministic_algorithms(train.deterministic)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    family = open_family(stage.model, policy, device)
+    mesh = open_mesh(policy.parallelism, device.type)
+    if mesh:
+        logger.info("every rank loads the whole denoiser before it is split")
+    model = family.load_denoiser(getattr(torch, train.master_dtype))
+    model.to(torch.device("cpu") if train.fsdp_offload else device)
+    move_buffers(model, device)
+    recompute_blocks(model, policy.model_gradient_checkpointing)
+    if stage.kind.trains:
+        choose_trained(model, policy, family.lora_targets)
+    if train.compile:
+        compile_blocks(model)
+    adapter = Denoiser(model, family, train, mesh)
+    adapter.model_class = policy.model_class
+    return adapter
+
+
+def recompute_blocks(model: Any, how: Recompute) -> None:
+    """Make the blocks of a denoiser recompute in the backward pass, as `recompute.recompute` does of a language model."""
+    if not how:
+        return
+    settings = {"context_fn": selective} if how == "selective" else {}
+    run = partial(checkpoint, use_reentrant=False, **settings)
+    try:
+        model.enable_gradient_checkpointing(lambda module, *args: run(module.__call__, *args))
+    except ValueError as error:
+        logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)

@@ -1,0 +1,138 @@
+"""The files of a diffusion pipeline: what `model_index.json` says, and its components, each loaded by itself.
+
+A pipeline's own `from_pretrained` loads everything at once; a training needs the denoiser alone, and `prepare` everything
+but the denoiser.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosmos_core.errors import ModelError
+from cosmos_core.models.source import KEY, hub_is_reachable, read_object, reading, source_of
+
+INDEX = "model_index.json"
+_LIBRARIES = ("diffusers", "transformers")
+
+
+class PipelineFolder:
+    """A folder that `save_pretrained` of a pipeline wrote, or one of the Hub."""
+
+    def __init__(self, model: str, revision: str | None = None) -> None:
+        """Find the folder and read its index.
+
+        Raises:
+            ModelError: there is no such folder, or it is no pipeline.
+        """
+        self.model = model
+        self.path = _located(model, revision)
+        self.index = read_object(self.path / INDEX, model)
+        if not isinstance(self.index.get("_class_name"), str):
+            raise ModelError(
+                f"{KEY} = {model!r}: the folder has no {INDEX} that names a pipeline; give a folder that "
+                f"DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
+            )
+
+    @property
+    def class_name(self) -> str:
+        """Return the name of the pipeline's class."""
+        return str(self.index["_class_name"])
+
+    @property
+    def pipeline_class(self) -> Any:
+        """Return the class of diffusers.
+
+        Raises:
+            ModelError: diffusers has none of that name.
+        """
+        found = getattr(importlib.import_module("diffusers"), self.class_name, None)
+        if not isinstance(found, type):
+            raise ModelError(f"{KEY} = {self.model!r}: the installed diffusers has no {self.class_name}; update it")
+        return found
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Return the names of the components that are there."""
+        return tuple(
+            name
+            for name, entry in self.index.items()
+            if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and entry[1]
+        )
+
+    def component_class(self, name: str) -> Any:
+        """Return the class of a component.
+
+        Raises:
+            ModelError: the pipeline has no such component, or it is of neither diffusers nor transformers.
+        """
+        if name not in self.components:
+            raise ModelError(
+                f"{KEY} = {self.model!r}: {INDEX} names no {name!r}; it has {', '.join(self.components) or 'nothing'}"
+            )
+        library, class_name = self.index[name]
+        found = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
+        if not isinstance(found, type):
+            raise ModelError(
+                f"{KEY} = {self.model!r}: {INDEX} wants {library}.{class_name} for {name!r}, which is not installed"
+            )
+        return found
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
+        """Return a component with its weights on the CPU in `dtype` (None: it has no weights), in evaluation mode.
+
+        Raises:
+            ModelError: its files are missing or damaged, or hold other tensors than its class has.
+        """
+        found = self.component_class(name)
+        options: dict[str, Any] = {}
+        is_module = issubclass(found, torch.nn.Module)
+        if is_module:
+            options = {"dtype": dtype, "output_loading_info": True}
+        with reading(name, self.model):
+            loaded = found.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
+        if not is_module:
+            return loaded
+        module, about = loaded
+        missing = sorted(map(str, about["missing_keys"]))
+        if missing:
+            raise ModelError(
+                f"{KEY} = {self.model!r}: {len(missing)} tensors of {name!r} are missing from the files, first "
+                f"{missing[0]!r}; copy it again"
+            )
+        return module.eval()
+
+    def build(self, name: str) -> Any:
+        """Return a component from its configuration alone, on the device that tensors are made on.
+
+        Raises:
+            ModelError: its configuration is missing or wrong.
+        """
+        found = self.component_class(name)
+        with reading(name, self.model):
+            return found.from_config(found.load_config(str(self.path), subfolder=name, local_files_only=True))
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return the configuration of a component without making it; empty: it has none."""
+        for file in (f"{name}_config.json", "config.json"):
+            if found := read_object(self.path / name / file, self.model):
+                return found
+        return {}
+
+
+def is_pipeline(model: str) -> bool:
+    """Return whether a local folder is a diffusion pipeline."""
+    return os.path.isfile(Path(os.path.expanduser(model)) / INDEX)
+
+
+def _located(model: str, revision: str | None) -> Path:
+    source, options = source_of(model, revision)
+    if isinstance(source, Path):
+        return source
+    pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
+    with reading("pipeline", model):
+        return Path(pipeline.download(source, **options | {"local_files_only": not hub_is_reachable()}))

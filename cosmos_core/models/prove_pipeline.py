@@ -1,0 +1,201 @@
+"""Proof that an exported pipeline is what was trained: its files, its tensors, and images of a fresh interpreter.
+
+The fresh interpreter loads the folder as any user does, with `DiffusionPipeline.from_pretrained` and
+`load_lora_weights`, and draws a small image from a seed, on the CPU. It has to be the image of the policy in memory, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from pebble import ProcessPool
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.export_pipeline import exported_state, untrained_files
+from cosmos_core.models.families import family_of
+from cosmos_core.models.lora import FOLDER, is_adapted, merged
+from cosmos_core.models.pipeline_folder import PipelineFolder
+from cosmos_core.models.prove import _same_bits, _some, _start
+
+_PROMPT = "7 red apples on a table, 東京"
+_SECONDS = 3000
+
+
+class Probe(NamedTuple):
+    """How a fresh interpreter draws its image."""
+
+    folder: Path
+    adapter: Path | None
+    """What `load_lora_weights` is given; None: nothing."""
+    settings: dict[str, Any]
+    """Of the pipeline's call."""
+    dtypes: dict[str, torch.dtype]
+    model_class: str | None
+    num_threads: int
+
+
+def prove_pipeline(
+    family: DiffusionModel,
+    model: Any,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    model_class: str | None = None,
+) -> list[str]:
+    """Compare the pipeline in `target` with the policy in memory; return the checks that ran and passed. `dtype` is what
+    the denoiser was cast to (None: as it is); `model_class`: the user's own family.
+
+    Raises:
+        StageFailed: a check failed.
+    """
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval().to("cpu")
+    family = type(family)(family.folder, family.config)
+    try:
+        with merged(model):
+            checks = [_prove_tensors(exported_state(model, dtype), target, family.denoiser_name)]
+            checks.append(_prove_copies(family, target))
+        text = family.text_embedding([_PROMPT])
+        family.drop_encoders()
+        checks += _prove_images(family, model, text, target, dtype, model_class)
+        return checks
+    finally:
+        model.train(was_training).to(device)
+
+
+def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
+    """The files hold the denoiser's tensors, no other, bit for bit."""
+    found: set[str] = set()
+    wrong: list[str] = []
+    for file in sorted((target / name).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118 - not a mapping
+                    found.add(key)
+                    if key in expected and not _same_bits(reader.get_tensor(key), expected[key]):
+                        wrong.append(key)
+        except SafetensorError as error:
+            raise StageFailed(
+                f"export file {file} is damaged ({error}); check the disk, run the stage again"
+            ) from error
+    missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
+    if missing or unexpected or wrong:
+        raise StageFailed(
+            f"export {target} failed the check 'tensors': missing {_some(missing)}, unexpected {_some(unexpected)}, "
+            f"changed {_some(sorted(wrong))}; it must not be used, run the stage again"
+        )
+    return "tensors"
+
+
+def _prove_copies(family: DiffusionModel, target: Path) -> str:
+    """What was not trained is what the policy started from."""
+    folder = family.folder
+    files = untrained_files(folder, family.denoiser_name)
+    wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
+    if wrong:
+        raise StageFailed(
+            f"export {target} failed the check 'copies': {_some(wrong)} is not what was copied; check the disk and run "
+            f"the stage again"
+        )
+    return "copies"
+
+
+def _prove_images(
+    family: DiffusionModel, model: Any, text: Text, target: Path, dtype: torch.dtype | None, model_class: str | None
+) -> list[str]:
+    """The exported pipeline draws what the policy does, and so does the adapter on the untouched base."""
+    denoiser_dtype, settings = dtype or model.dtype, family.probe()
+    num_threads = torch.get_num_threads()
+    with merged(model):
+        ours = {"images": _image(family, model, text, denoiser_dtype)}
+    probes = {"images": Probe(target, None, settings, _dtypes(family, denoiser_dtype), model_class, num_threads)}
+    if is_adapted(model):
+        ours["adapter"] = _image(family, model, text, model.dtype)
+        base, dtypes = family.folder.path, _dtypes(family, model.dtype)
+        probes["adapter"] = Probe(base, target / FOLDER, settings, dtypes, model_class, num_threads)
+    theirs = _fresh(list(probes.values()))
+    return [_compared(check, ours[check], each, target) for check, each in zip(probes, theirs, strict=True)]
+
+
+def _dtypes(family: DiffusionModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return {family.denoiser_name: dtype, "vae": torch.float32, "default": getattr(torch, family.config.dtype)}
+
+
+@torch.no_grad()
+def _image(family: DiffusionModel, model: Any, text: Text, dtype: torch.dtype) -> Tensor:
+    """Return what the policy draws with its pipeline: weights rounded to `dtype`, as they were exported."""
+    names = set(family.folder.components) & {"scheduler", "vae"}
+    parts = {name: family.folder.load(name, torch.float32) for name in names}
+    pipeline = family.make_pipeline({**parts, family.denoiser_name: model})
+    kept = {parameter: parameter.data for parameter in model.parameters()}
+    try:
+        for parameter in kept if dtype != model.dtype else ():
+            parameter.data = parameter.data.to(dtype)
+        return _drawn(pipeline, family.probe(), **text)
+    finally:
+        for parameter, data in kept.items():
+            parameter.data = data
+
+
+def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
+    """Return the image or clip of one call, from 0 to 1."""
+    generator = torch.Generator().manual_seed(0)
+    images = pipeline(**what, **settings, generator=generator, output_type="pt", return_dict=False)[0]
+    return images.float().cpu()  # type: ignore[no-any-return]
+
+
+def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
+    """Return the image of each probe, drawn by a fresh interpreter."""
+    failed = f"export {probes[0].folder} failed the check 'reload'"
+    with ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
+        try:
+            found = pool.schedule(draw_all, (probes,), timeout=_SECONDS).result()
+        except TimeoutError:
+            raise StageFailed(f"{failed}: not loaded after {_SECONDS} s") from None
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+    return [torch.from_numpy(image) for image in found]
+
+
+def _compared(check: str, ours: Tensor, theirs: Tensor, target: Path) -> str:
+    if _same_bits(ours, theirs):
+        return f"{check}: bit-identical"
+    difference = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
+    raise StageFailed(
+        f"export {target} failed the check {check!r}: what a fresh interpreter draws differs by {difference:.2g} from "
+        f"what the policy draws; it must not be used, run the stage again"
+    )
+
+
+# What follows runs in the fresh interpreter.
+
+
+def draw_all(probes: Sequence[Probe]) -> list[np.ndarray]:
+    """Return the image of each probe."""
+    return [draw(probe) for probe in probes]
+
+
+@torch.no_grad()
+def draw(probe: Probe) -> np.ndarray:
+    """Load a pipeline as any user would, with its adapter, and draw the image of the probe."""
+    torch.set_num_threads(probe.num_threads)
+    folder = PipelineFolder(str(probe.folder))
+    pipeline = family_of(folder, probe.model_class).load_pipeline(folder, probe.dtypes)
+    if probe.adapter is not None:
+        pipeline.load_lora_weights(str(probe.adapter))
+        if not pipeline.get_active_adapters():
+            raise StageFailed("load_lora_weights attached nothing")
+    found: np.ndarray = _drawn(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
+    return found

@@ -1,0 +1,74 @@
+"""SANA: Gemma 2 reads the prompt, behind an instruction to make more of it, and a deep-compression autoencoder, which
+draws nothing, the image."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_core.models.diffusion import TIMESTEPS, DiffusionModel, Text
+
+PIPELINES = ("SanaPipeline",)
+
+
+class Sana(DiffusionModel):
+    """Text is the tokens of the prompt with a mask."""
+
+    lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k",
+                    "attn2.to_v", "attn2.to_out.0")  # fmt: skip
+
+    pipeline_multiple = 32
+
+    def text_embedding(self, prompts: Sequence[str]) -> Text:
+        """See `DiffusionModel.text_embedding`; a call of the pipeline puts its instruction before each prompt, but not
+        before the empty one of guidance."""
+        call = inspect.signature(type(self.pipeline).__call__).parameters
+        instruction = call["complex_human_instruction"].default
+        rows = []
+        with self._working("text_encoder"):
+            for prompt in prompts:
+                tokens_1LD, mask_1L, _, _ = self.pipeline.encode_prompt(
+                    [prompt], False, device=self.device, max_sequence_length=self.config.max_prompt_length,
+                    complex_human_instruction=instruction if prompt else None,
+                )  # fmt: skip
+                rows.append((tokens_1LD.cpu(), mask_1L.cpu()))
+        tokens_BLD, mask_BL = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return {"prompt_embeds": tokens_BLD, "prompt_attention_mask": mask_BL}
+
+    def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `DiffusionModel.visual_embedding`."""
+        with self._working("vae") as vae:
+            latents: Tensor = vae.encode(pixels.to(self.device, torch.float32)).latent * self._scaling[0]
+            return latents.cpu(), None
+
+    @property
+    def pixels_per_latent(self) -> tuple[int, int]:
+        """See `DiffusionModel.pixels_per_latent`."""
+        return 1, 2 ** (len(self.folder.settings("vae")["encoder_block_out_channels"]) - 1)
+
+    def nft_prepare_transformer_input(
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+    ) -> dict[str, Any]:
+        """See `DiffusionModel.nft_prepare_transformer_input`."""
+        return {
+            "hidden_states": latents,
+            "timestep": sigma_B * TIMESTEPS * self.timestep_scale,
+            "encoder_hidden_states": text["prompt_embeds"],
+            "encoder_attention_mask": text["prompt_attention_mask"],
+        }
+
+    def probe(self) -> dict[str, Any]:
+        """See `DiffusionModel.probe`: the size that is asked for, not the nearest of a list."""
+        return super().probe() | {"use_resolution_binning": False}
+
+    @property
+    def timestep_scale(self) -> float:
+        """Return what the network's timesteps are multiplied by."""
+        return float(self.folder.settings(self.denoiser_name).get("timestep_scale", 1.0))
+
+
+FAMILY = Sana

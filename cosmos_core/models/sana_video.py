@@ -1,0 +1,73 @@
+"""SANA-Video: SANA with frames; clips are read by the VAE of Wan, or by one of those that newer checkpoints have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_core.models.sana import Sana
+
+PIPELINES = ("SanaVideoPipeline",)
+
+
+class SanaVideo(Sana):
+    """The network takes timesteps as they are."""
+
+    is_video = True
+
+    def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `DiffusionModel.visual_embedding`: the mode of the posterior, by channel."""
+        with self._working("vae") as vae:
+            found = vae.encode(pixels.to(self.device, torch.float32))
+            latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+            mean, std = channel_statistics(vae, latents)
+            return ((latents - mean) / std).cpu(), None
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """See `DiffusionModel.decode`."""
+        with self._working("vae") as vae:
+            latents = latents.to(self.device, torch.float32)
+            mean, std = channel_statistics(vae, latents)
+            pixels: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+            return pixels
+
+    @property
+    def pixels_per_latent(self) -> tuple[int, int]:
+        """See `DiffusionModel.pixels_per_latent`."""
+        return video_compression(self.folder.settings("vae"))
+
+    def probe(self) -> dict[str, Any]:
+        """See `DiffusionModel.probe`."""
+        found = super().probe()
+        return found | {"frames": found.pop("num_frames")}
+
+    @property
+    def timestep_scale(self) -> float:
+        """See `Sana.timestep_scale`: the pipeline does not multiply."""
+        return 1.0
+
+
+def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 where it names none."""
+    found = []
+    for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
+        values = vae.config.get(name)
+        values = vae.__dict__.get("_buffers", {}).get(name) if values is None else values
+        each = torch.full((latents.shape[1],), default) if values is None else torch.as_tensor(values)
+        found.append(each.to(latents).view(1, -1, 1, 1, 1))
+    return found[0], found[1]
+
+
+def video_compression(settings: dict[str, Any]) -> tuple[int, int]:
+    """Return how many frames and how many pixels of a side a latent of a VAE stands for, by its settings."""
+    in_time = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
+    in_space = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
+    if in_time and in_space:
+        return int(in_time), int(in_space)
+    down = settings.get("temperal_downsample") or []
+    return 2 ** sum(down), 2 ** len(down)
+
+
+FAMILY = SanaVideo

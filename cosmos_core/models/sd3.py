@@ -1,0 +1,45 @@
+"""Stable Diffusion 3 and 3.5: two CLIPs and a T5 read the prompt, a VAE with a posterior the image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cosmos_core.models.diffusion import TIMESTEPS, DiffusionModel, Text
+
+PIPELINES = ("StableDiffusion3Pipeline",)
+
+
+class SD3(DiffusionModel):
+    """Text is the tokens of all three encoders, and what the two CLIPs say of the whole prompt."""
+
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+
+    def text_embedding(self, prompts: Sequence[str]) -> Text:
+        """See `DiffusionModel.text_embedding`; without a T5 its tokens are zeros, as in the pipeline."""
+        given = list(prompts)
+        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"):
+            tokens, _, pooled, _ = self.pipeline.encode_prompt(
+                given, given, given, device=self.device, do_classifier_free_guidance=False,
+                max_sequence_length=self.config.max_prompt_length,
+            )  # fmt: skip
+        return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled.cpu()}
+
+    def nft_prepare_transformer_input(
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+    ) -> dict[str, Any]:
+        """See `DiffusionModel.nft_prepare_transformer_input`."""
+        return {
+            "hidden_states": latents,
+            "timestep": sigma_B * TIMESTEPS,
+            "encoder_hidden_states": text["prompt_embeds"],
+            "pooled_projections": text["pooled_prompt_embeds"],
+        }
+
+
+FAMILY = SD3

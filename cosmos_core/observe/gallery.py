@@ -1,0 +1,187 @@
+"""What a diffusion model drew, as files for people: each image and video, and a grid of them with their rewards.
+
+    <stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
+    <stage>/visual_output/step_<N>/grid.png             a row for each prompt; of a video its middle frame
+
+The report, the artifacts of Prefect and the sinks read these; nothing here knows how they were drawn.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.run.files import replaced_folder
+
+FOLDER = "visual_output"
+GRID = "grid.png"
+VIDEO = ".mp4"
+FRAMES_PER_SECOND = 8
+_MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
+_CELL = 96  # smallest width of a cell of the grid, in pixels
+_LARGEST = 256
+_LINE, _MARGIN, _INK, _PAPER = 12, 4, (40, 40, 48), (255, 255, 255)
+_LETTER = 6  # width of one, about
+_MOST_EMBEDDED_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An image or a video, with what it was drawn for."""
+
+    prompt: str
+    pixels: np.ndarray
+    """uint8: height, width and 3; frames before them of a video."""
+    reward: float | None
+    """None: no valid one."""
+
+    @property
+    def is_video(self) -> bool:
+        """Return whether it has frames."""
+        return self.pixels.ndim == 4
+
+    @property
+    def still(self) -> np.ndarray:
+        """Return the image, or the middle frame of the video."""
+        return self.pixels[len(self.pixels) // 2] if self.is_video else self.pixels
+
+    @property
+    def caption(self) -> str:
+        """Return the reward as people read it."""
+        return "no valid reward" if self.reward is None else f"{self.reward:.3g}"
+
+
+def step_folder(stage: Path, step: int) -> Path:
+    """Return where the drawings after a step lie."""
+    return stage / FOLDER / f"step_{step}"
+
+
+def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list[str]]:
+    """Write the drawings of each prompt and their grid; return the paths of each row, relative to the stage.
+
+    Of many prompts and completions the first are kept.
+    """
+    rows = [row[:_MOST_OF_PROMPT] for row in rows[:_MOST_PROMPTS]]
+    target = step_folder(stage, step)
+    with replaced_folder(target) as folder:
+        names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]
+        _image(grid(rows)).save(folder / GRID)
+    return [[str((target / name).relative_to(stage)) for name in row] for row in names]
+
+
+def newest_grid(stage: Path) -> Path | None:
+    """Return the grid of the last step that has one; None: none has."""
+    found = {_step(path): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
+    return found[max(found)] if found else None
+
+
+def grid(rows: Sequence[Sequence[Drawing]]) -> np.ndarray:
+    """Return all drawings on one sheet, a row for each prompt, with the prompt above it and each reward below."""
+    from PIL import Image, ImageDraw
+
+    height, width = _cell_size([drawing.still.shape for row in rows for drawing in row])
+    num_columns = max(len(row) for row in rows)
+    sheet = Image.new(
+        "RGB",
+        (_MARGIN + num_columns * (width + _MARGIN), _MARGIN + len(rows) * (height + 2 * _LINE + 2 * _MARGIN)),
+        _PAPER,
+    )
+    draw = ImageDraw.Draw(sheet)
+    for p, row in enumerate(rows):
+        top = _MARGIN + p * (height + 2 * _LINE + 2 * _MARGIN)
+        draw.text((_MARGIN, top), _cut(row[0].prompt, sheet.width), fill=_INK)
+        for k, drawing in enumerate(row):
+            left = _MARGIN + k * (width + _MARGIN)
+            sheet.paste(_fitted(drawing.still, height, width), (left, top + _LINE))
+            draw.text((left, top + _LINE + height), _cut(drawing.caption, width), fill=_INK)
+    return np.asarray(sheet)
+
+
+def data_uri(path: Path) -> str:
+    """Return a file as a data: URI, an image as a thumbnail; empty: it is not there, or too large to be embedded."""
+    from PIL import Image
+
+    try:
+        if path.suffix == VIDEO:
+            content = path.read_bytes()
+            return "" if len(content) > _MOST_EMBEDDED_BYTES else _uri("video/mp4", content)
+        with Image.open(path) as image:
+            return _uri("image/png", _png(_fitted(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]]))))
+    except OSError:
+        return ""
+
+
+def png_uri(path: Path) -> str:
+    """Return a PNG as it is, as a data: URI."""
+    return _uri("image/png", path.read_bytes())
+
+
+def _write(folder: Path, name: str, drawing: Drawing) -> str:
+    if not drawing.is_video:
+        _image(drawing.pixels).save(folder / f"{name}.png")
+        return f"{name}.png"
+    _write_video(folder / f"{name}{VIDEO}", drawing.pixels)
+    return f"{name}{VIDEO}"
+
+
+def _write_video(path: Path, frames: np.ndarray) -> None:
+    """Write frames as H.264, whose sides are even."""
+    import av
+
+    height, width = (length - length % 2 for length in frames.shape[1:3])
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=FRAMES_PER_SECOND)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for frame in frames:
+            content = np.ascontiguousarray(frame[:height, :width])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(content, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return height and width at which all are shown: small ones enlarged by whole numbers, large ones reduced."""
+    height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+    scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _LARGEST / max(height, width))
+    return round(height * scale), round(width * scale)
+
+
+def _fitted(pixels: np.ndarray, height: int, width: int) -> Any:
+    from PIL import Image
+
+    is_larger = pixels.shape[0] > height
+    return _image(pixels).resize((width, height), Image.Resampling.LANCZOS if is_larger else Image.Resampling.NEAREST)
+
+
+def _image(pixels: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels)
+
+
+def _png(image: Any) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _cut(text: str, width: int) -> str:
+    """Return as much of a text as fits, in letters that the font of Pillow surely has."""
+    line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
+    most = max(1, width // _LETTER)
+    return line if len(line) <= most else f"{line[: most - 2]}.."
+
+
+def _step(path: Path) -> int:
+    number = path.parent.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1

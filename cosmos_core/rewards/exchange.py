@@ -1,0 +1,247 @@
+"""One request to a reward service: enqueued at a replica, fetched from it, and sent again where it was lost.
+
+Not here: what is asked and what scores make of a reward (remote.py), the wire format (protocol.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, LATENT_ATTR, PIN, PING, STATE
+
+ENQUEUE_URL = "REMOTE_REWARD_ENQUEUE_URL"
+FETCH_URL = "REMOTE_REWARD_FETCH_URL"
+TOKEN = "REMOTE_REWARD_TOKEN"
+NO_PINNING = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_MOST_MISSES = 5
+"""Fetches in a row without a response, after which a request goes to another replica."""
+_LEAST_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
+_FETCH_SECONDS = 30.0
+_REFUSED = {400, 401, 403, 404, 405, 411, 413, 415, 422}
+"""Statuses of an enqueue after which asking again cannot help."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where replicas of a reward service are, and how they know us."""
+
+    replicas: tuple[tuple[str, str], ...]
+    """Of each the URLs to enqueue at and to fetch from."""
+    token: str = ""
+    pins: bool = True
+    """Whether a request is fetched from the replica that said it has it."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return what says who we are."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def service_of(environment: Mapping[str, str] = os.environ) -> Service:
+    """Return the service that the environment names; both URLs may be lists, separated by commas.
+
+    Raises:
+        RewardError: it names none.
+    """
+    enqueue, fetch = (
+        [url for each in environment.get(name, "").split(",") if (url := each.strip())]
+        for name in (ENQUEUE_URL, FETCH_URL)
+    )
+    if not enqueue or not fetch:
+        raise RewardError(
+            f"train.train_policy.use_remote_reward = true: set {ENQUEUE_URL} and {FETCH_URL} in the environment, and "
+            f"{TOKEN} where the service asks for one"
+        )
+    if len(enqueue) != len(fetch):
+        raise RewardError(
+            f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
+        )
+    if wrong := next((url for url in (*enqueue, *fetch) if not url.startswith(("http://", "https://"))), None):
+        raise RewardError(f"{wrong!r} is no URL of a reward service; it begins with http:// or https://")
+    return Service(
+        tuple(zip(enqueue, fetch, strict=True)), environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1"
+    )
+
+
+def ping(service: Service, names: Sequence[str]) -> None:
+    """Ask each replica whether it is there and knows us.
+
+    Raises:
+        RewardError: one is not, or does not.
+    """
+    _tell(service, PING, {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})})
+
+
+def set_latent_attr(service: Service, fields: Mapping[str, Any]) -> None:
+    """Tell each replica how the latents are made that it will be sent.
+
+    Raises:
+        RewardError: one is not there, or refuses.
+    """
+    _tell(service, LATENT_ATTR, {"fields": json.dumps(dict(fields))})
+
+
+def _tell(service: Service, path: str, form: Mapping[str, str]) -> None:
+    last = path.rpartition("/")[2]
+    for enqueue, _ in service.replicas:
+        url = f"{enqueue.rstrip('/').rpartition('/')[0]}/{last}"
+        try:
+            response = httpx.post(url, data=dict(form), timeout=_FETCH_SECONDS, headers=service.headers)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}")
+
+
+@dataclass
+class Watch:
+    """What the requests of one client know of each other."""
+
+    busy: list[int]
+    """Requests at each replica."""
+    counts: dict[str, int]
+    """What happened so far."""
+
+
+class Missing(Exception):
+    """A request has no scores, and the reason."""
+
+
+class Asked:
+    """One request: enqueued at a replica, then fetched from it; anew elsewhere when that one has lost it."""
+
+    def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, watch: Watch) -> None:
+        self._service, self._client, self._watch, self._seconds = service, client, watch, seconds
+        self._deadline = time.monotonic() + seconds
+        self._replica = -1
+        self._pin = ""
+        self._pause = _FIRST_PAUSE
+
+    async def results(self, body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return what the service said for each function.
+
+        Raises:
+            Missing: it did not by the deadline.
+            RewardError: it never will.
+        """
+        key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
+        try:
+            while len(results) < len(names):
+                request_id = await self._enqueue(body, key)
+                for name in names:
+                    if name not in results and (said := await self._fetch(request_id, name)) is not None:
+                        results[name] = said
+        finally:
+            self._leave()
+        return results
+
+    async def _enqueue(self, body: bytes, key: str) -> str:
+        seconds = min(max(_LEAST_SECONDS + _SECONDS_PER_MIB * len(body) / 2**20, _BOUNDS[0]), _BOUNDS[1])
+        headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_KEY: key}
+        while True:
+            url = self._choose()
+            response = await self._post(url, seconds, content=body, headers=headers)
+            if response is None:
+                self._leave()
+                continue
+            if response.status_code == 200:
+                said = _object(response)
+                self._pin, self._pause = str(said.get("replica_id") or ""), _FIRST_PAUSE
+                if isinstance(said.get("uuid"), str):
+                    return str(said["uuid"])
+            if response.status_code in _REFUSED:
+                raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
+            await self._wait(response, f"the reward service at {url} does not take the request: {_reason(response)}")
+
+    async def _fetch(self, request_id: str, name: str) -> dict[str, Any] | None:
+        """Return what the service says of one function; None: it has lost the request."""
+        headers = {PIN: self._pin} if self._pin and self._service.pins else {}
+        url = self._service.replicas[self._replica][1]
+        self._pause, misses = _FIRST_PAUSE, 0
+        while True:
+            response = await self._post(url, _FETCH_SECONDS, data={"uuid": request_id, "type": name}, headers=headers)
+            if response is None:
+                misses += 1
+                if misses >= _MOST_MISSES and len(self._service.replicas) > 1:
+                    self._leave()
+                    return None
+                continue
+            if response.status_code == 200:
+                return _object(response)
+            if response.status_code in {401, 403}:
+                raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
+            if response.headers.get(STATE) == "unknown":
+                self._leave()
+                return None
+            await self._wait(response, f"no score of {name!r} after {self._seconds:g} s")
+
+    async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
+        """Return a response; None: there was none, and time has passed."""
+        try:
+            return await self._client.post(url, timeout=max(0.1, min(seconds, self._left())), **content)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            await self._wait(
+                None, f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
+            )
+            return None
+
+    def _choose(self) -> str:
+        """Take the replica with the fewest requests of ours, any of those."""
+        busy = self._watch.busy
+        if self._replica < 0:
+            self._replica = min(range(len(busy)), key=lambda i: (busy[i], random.random()))
+            busy[self._replica] += 1
+        return self._service.replicas[self._replica][0]
+
+    def _leave(self) -> None:
+        """Be free to choose another replica for the next enqueue."""
+        if self._replica >= 0 and len(self._service.replicas) > 1:
+            self._watch.busy[self._replica] -= 1
+            self._replica = -1
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    async def _wait(self, response: httpx.Response | None, reason: str) -> None:
+        """Pause, longer each time and never for the same time as others.
+
+        Raises:
+            Missing: the deadline has passed.
+        """
+        pause = self._pause * random.uniform(0.5, 1.5)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if response is not None and response.status_code == 429:
+            self._watch.counts["throttled"] += 1
+        after = response.headers.get("Retry-After", "") if response is not None else ""
+        if after.isascii() and after.isdigit():
+            pause = max(pause, min(float(after), 30.0) * random.uniform(1.0, 1.25))
+        if self._left() <= pause:
+            raise Missing(reason)
+        await asyncio.sleep(pause)
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        said = response.json()
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _reason(response: httpx.Response) -> str:
+    said = _object(response)
+    text = str(said.get("message") or said.get("detail") or response.text)
+    return " ".join(f"status {response.status_code}: {text}".split())[:300]

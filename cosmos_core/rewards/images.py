@@ -1,0 +1,34 @@
+"""What rewards of images and videos share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def frames_of(media: Any, most: int = 0) -> list[Image.Image]:
+    """Return an image, or the frames of a video: all, or `most` of them at even distances.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(media, Image.Image):
+        return [media.convert("RGB")]
+    if isinstance(media, np.ndarray) and media.ndim == 4 and media.shape[-1] == 3 and len(media):
+        count = min(most, len(media)) if most else len(media)
+        chosen = np.linspace(0, len(media) - 1, count).round().astype(int)
+        return [Image.fromarray(np.ascontiguousarray(media[i], dtype=np.uint8)) for i in chosen]
+    raise ValueError("it scores images (PIL.Image) and videos (uint8 array of frames, height, width and 3)")
+
+
+def image_of(media: Any) -> Image.Image:
+    """Return the image, or the middle frame of a video."""
+    frames = frames_of(media, 3)
+    return frames[len(frames) // 2]
+
+
+def array_of(image: Image.Image) -> np.ndarray:
+    """Return the pixels of an image, uint8 of height, width and 3."""
+    return np.asarray(image.convert("RGB"))

@@ -1,0 +1,38 @@
+"""How small an image is as JPEG: compressible, with a negative weight incompressible (DDPO, arXiv 2305.13301)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+from cosmos_core.rewards.images import frames_of
+from cosmos_core.rewards.served import Columns, Item, Settings
+
+_QUALITY = 95
+_SCALE = 100_000.0
+
+
+class JpegSizeReward:
+    """Minus the size as JPEG, in units of 100 kB; `options`: `quality` (95)."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._quality = int(settings.options.get("quality", _QUALITY))
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return `jpeg_size`, of a video the mean over its frames."""
+        return {"jpeg_size": [_score(item.media, self._quality) for item in items]}
+
+
+def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any) -> float:
+    """Return minus the size of the image as JPEG, in units of 100 kB."""
+    return _score(media, _QUALITY)
+
+
+def _score(media: Any, quality: int) -> float:
+    sizes = []
+    for image in frames_of(media):
+        stream = BytesIO()
+        image.save(stream, format="JPEG", quality=quality)
+        sizes.append(stream.tell())
+    return -sum(sizes) / len(sizes) / _SCALE

@@ -1,0 +1,124 @@
+"""The wire format of the remote protocol: one line of JSON, a newline, and an array in numpy's file format.
+
+Both sides use it: the client (remote.py) encodes requests, the service decodes them. What comes from the network is
+never unpickled, and nothing is allocated before its size is known to fit. Not here: HTTP, queues, scores.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+ENQUEUE = "/api/reward/enqueue"
+PULL = "/api/reward/pull"
+PING = "/api/reward/ping"
+LATENT_ATTR = "/api/reward/latent_attr"
+PUSH = "/api/reward/push"
+
+PIN = "X-Lepton-Replica-Target"
+"""Header of a pull: the replica that has the request."""
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""Header of an enqueue: the uuid that the request shall have, so that one that is sent twice is scored once."""
+STATE = "X-Reward-State"
+"""Header of a pull without scores: `pending`, or `unknown` where the service has forgotten the request."""
+
+MAX_JSON_BYTES = 16 * 2**20
+_MAX_NPY_HEADER = 4096
+_MAX_AXES = 5
+_MAX_DEPTH = 32
+_DTYPES = {"|u1", "<f2", "<f4", "<f8"}
+
+
+class ProtocolError(ValueError):
+    """A body that is not of the protocol; the message says what is wrong on one line."""
+
+
+def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
+    """Return the body of an enqueue, byte for byte as Cosmos-RL's client writes it."""
+    body = io.BytesIO()
+    body.write(json.dumps(fields).encode("utf-8") + b"\n")
+    np.save(body, array, allow_pickle=False)
+    return body.getvalue()
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
+    """Return the JSON fields and the array of an enqueue's body; the array is a read-only view of it.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    view = memoryview(body)
+    head = bytes(view[: MAX_JSON_BYTES + 1])
+    end = head.find(b"\n")
+    if end < 0:
+        raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
+    return _fields(head[:end]), decode_array(view[end + 1 :])
+
+
+def decode_array(content: memoryview) -> np.ndarray:
+    """Return the array of a file in numpy's format, which is never unpickled.
+
+    Raises:
+        ProtocolError: it is none, holds other things than numbers, or is not as long as it says.
+    """
+    stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER + 16]))
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version not in {(1, 0), (2, 0)}:
+            raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
+    except ProtocolError:
+        raise
+    except Exception as error:  # the header is Python source that anybody may have written
+        raise ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}") from error
+    if dtype.str not in _DTYPES:
+        raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
+    if not 1 <= len(shape) <= _MAX_AXES or any(not isinstance(n, int) or n < 0 for n in shape):
+        raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
+    start, size = stream.tell(), math.prod(shape) * dtype.itemsize
+    if len(content) - start != size:
+        raise ProtocolError(f"the array has {len(content) - start} bytes; its shape and dtype make {size}")
+    flat = np.frombuffer(content, dtype, offset=start)
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    if _depth(line) > _MAX_DEPTH:
+        raise ProtocolError(f"the JSON is nested more than {_MAX_DEPTH} deep")
+    try:
+        fields = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"the JSON is a {type(fields).__name__}; the rule is an object")
+    return fields
+
+
+def _depth(line: bytes) -> int:
+    """Return an upper bound of how deep the JSON is nested: brackets inside of strings count too."""
+    opened = line.count(b"[") + line.count(b"{")
+    if opened <= _MAX_DEPTH:
+        return opened
+    deepest = depth = 0
+    is_text = is_escaped = False
+    for byte in line:
+        if is_text:
+            is_text, is_escaped = is_escaped or byte != 0x22, not is_escaped and byte == 0x5C
+        elif byte == 0x22:
+            is_text = True
+        elif byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,254 @@
+"""Asks a reward service for the scores of completions, over the protocol of Cosmos-RL.
+
+Completions are sent `batch_size` at a time, many requests in flight. A request that is refused for now, lost or cut off
+is sent again with growing, jittered pauses, under the same uuid so that ours scores it once; of several replicas each
+request stays with the one that took it. A score that is still missing at the deadline is invalid, never 0.
+
+    reward = scale * clip(sum of weight * clip(score))
+
+Not here: how one request goes (exchange.py), the wire format (protocol.py), local rewards (runner.py), the
+service itself (service/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import numpy as np
+
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFunctionConfig
+from cosmos_core.errors import RewardError, StageFailed
+from cosmos_core.rewards.base import request_of
+from cosmos_core.rewards.exchange import Asked, Missing, Service, Watch
+from cosmos_core.rewards.process import wait_for
+from cosmos_core.rewards.protocol import encode_request
+from cosmos_core.types import Group, Score, ScoredGroup
+
+_FPS = 16.0
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Found:
+    """What is known of one completion: of each function its score, or why there is none."""
+
+    scores: dict[RewardFunctionConfig, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    is_told: bool = False
+    """The service said that it cannot be scored, rather than nothing."""
+
+
+class RemoteRewards:
+    """Score completions by the functions of a reward service.
+
+    `beat` is called while it waits. `counts` has what happened so far: requests, those that were sent again
+    (`resent`), pauses because the service was full (`throttled`), completions without a score (`missing`).
+    """
+
+    def __init__(
+        self, config: RemoteRewardConfig, service: Service, *, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self._config, self._service, self._beat = config, service, beat
+        self.counts = dict.fromkeys(("requests", "resent", "throttled", "missing"), 0)
+        self._watch = Watch([0] * len(service.replicas), self.counts)
+
+    def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Return the groups, in order, each with one score per completion.
+
+        Raises:
+            RewardError: the service refuses us, or does not have what is asked for.
+            StageFailed: a score is missing, and `missing_score` says that the stage fails then.
+        """
+        requests = [request_of(group, k) for group in groups for k in range(len(group.completions))]
+        scores = iter(self.score(requests))
+        by_group = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
+        return [ScoredGroup(group, _all_or_none(each)) for group, each in zip(groups, by_group, strict=True)]
+
+    def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """Return one score per request, in order; a request has `prompt` and `media`, or `to_be_evaluated`.
+
+        Raises:
+            RewardError, StageFailed: see `score_groups`.
+        """
+        config, found = self._config, [_Found() for _ in requests]
+        waiting, attempts = list(range(len(requests))), 1
+        while waiting and attempts <= 1 + (config.retries if config.missing_score == "retry" else 0):
+            if attempts > 1:
+                self.counts["resent"] += len(waiting)
+                log.warning(
+                    "%d completions have no score (%s); they are sent again", len(waiting), found[waiting[0]].error
+                )
+            for i in waiting:
+                found[i] = _Found()
+            self._run(self._score_all([(requests[i], found[i]) for i in waiting]))
+            waiting = [i for i in waiting if found[i].error]
+            attempts += 1
+        self.counts["missing"] += len(waiting)
+        if waiting and config.missing_score == "fail":
+            raise StageFailed(f"{len(waiting)} completions have no score: {found[waiting[0]].error}")
+        return [self._total(each) for each in found]
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in a thread of its own and say meanwhile that we are alive."""
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="remote rewards", daemon=True)
+        thread.start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            wait_for([future], math.inf, self._beat)
+            future.result()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            asyncio.run_coroutine_threadsafe(_cancelled(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    def _total(self, found: _Found) -> Score:
+        if found.error:
+            return Score(None, found.metrics, found.error, found.is_told)
+        total = sum(each.weight * min(max(score, each.clip_min), each.clip_max) for each, score in found.scores.items())
+        total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
+        return Score(self._config.scale * total, found.metrics)
+
+    async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Found]]) -> None:
+        slots = asyncio.Semaphore(self._config.max_in_flight)
+        headers = self._service.headers
+        limits = httpx.Limits(max_connections=self._config.max_in_flight)
+        async with (
+            httpx.AsyncClient(headers=headers, limits=limits) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for batch in _batches(items, self._config.batch_size):
+                tasks.create_task(self._score_batch(client, slots, batch))
+
+    async def _score_batch(
+        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[tuple[Mapping[str, Any], _Found]]
+    ) -> None:
+        async with slots:
+            self.counts["requests"] += 1
+            asked = Asked(self._service, client, self._config.timeout_seconds, self._watch)
+            found = [found for _, found in batch]
+            try:
+                body = await asyncio.to_thread(_body, [request for request, _ in batch], self._config.reward_fns)
+                results = await asked.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
+            except Missing as error:
+                for each in found:
+                    each.error = str(error)
+                return
+            for function in self._config.reward_fns:
+                _read(function, results[function.name], found)
+
+
+async def _cancelled() -> None:
+    """End what else runs in this loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
+    """Return the items, those of one shape together, at most `size` each."""
+    by_shape: dict[Any, list[Any]] = {}
+    for item in items:
+        media = item[0].get("media")
+        is_video = isinstance(media, np.ndarray)
+        shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
+        by_shape.setdefault(shape, []).append(item)
+    return [same[i : i + size] for same in by_shape.values() for i in range(0, len(same), size)]
+
+
+def _body(requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig]) -> bytes:
+    """Return the body of an enqueue: images as uint8 of B, H, W, C, videos of B, C, T, H, W, texts within the JSON."""
+    media = [request.get("media") for request in requests]
+    # A weight that is not above 0 would mean to the service that the function is not asked for.
+    weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
+    fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests], "reward_fn": weights}
+    if media[0] is None:
+        array = np.zeros((len(media), 0), np.uint8)
+        fields |= {"media_type": "text", "completions": [request["to_be_evaluated"] for request in requests]}
+        for name in ("num_tokens", "finish_reason", "turns"):
+            if any(name in request for request in requests):
+                fields[name] = [request.get(name) for request in requests]
+    elif isinstance(media[0], np.ndarray):
+        array = np.stack([np.moveaxis(each, -1, 0) for each in media])  # type: ignore[arg-type]
+        rates = [(request.get("metadata") or {}).get("video_fps", _FPS) for request in requests]
+        fields |= {"video_infos": [{"video_fps": rate} for rate in rates], "media_type": "video"}
+    else:
+        array = np.stack([np.asarray(each.convert("RGB")) for each in media])  # type: ignore[union-attr]
+        fields["media_type"] = "image"
+    if any(request.get("reference") for request in requests):
+        fields["references"] = [request.get("reference") or "" for request in requests]
+    return encode_request(fields | _geneval(requests), array)
+
+
+def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what rows of GenEval say of the objects in their images, as its reward wants it."""
+    rows = [request.get("metadata") or {} for request in requests]
+    if not all("include" in row and "tag" in row for row in rows):
+        return {"metadata": rows} if any(rows) else {}
+    fields = {"geneval_tags": [row["tag"] for row in rows], "geneval_includes": [row["include"] for row in rows]}
+    if any("exclude" in row for row in rows):
+        fields["geneval_excludes"] = [row.get("exclude", []) for row in rows]
+    return fields
+
+
+def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
+    """Note what a response says of each completion.
+
+    Raises:
+        RewardError: it has no score of the key that is asked for.
+    """
+    scores, errors = said.get("scores"), said.get("errors")
+    if not isinstance(scores, dict):
+        reason = f"{function.name}: {said.get('error') or 'the response has no scores'}"
+        for each in found:
+            each.error, each.is_told = each.error or reason, bool(said.get("error"))
+        return
+    key = function.score_key or function.name
+    keys = [key] if key in scores else [part.strip() for part in key.split("+") if part.strip()]
+    if not keys or (unknown := [part for part in keys if part not in scores]):
+        raise RewardError(
+            f"remote_reward.reward_fns: {function.name!r} returns no {', '.join(map(repr, unknown or [key]))}; set "
+            f"score_key to one of {', '.join(sorted(scores))}, or to several with +"
+        )
+    for i, each in enumerate(found):
+        values = [_number(scores[part], i, len(found)) for part in keys]
+        for name, value in ((name, _number(scores[name], i, len(found))) for name in scores):
+            if value is not None and (name != function.name):
+                each.metrics[f"{function.name}/{name}"] = value
+        if None in values:
+            reason = errors[i] if isinstance(errors, list) and len(errors) == len(found) and errors[i] else ""
+            each.error = each.error or f"{function.name}: {reason or 'the response has no number for it'}"
+            each.is_told = True
+            continue
+        each.scores[function] = each.metrics[function.name] = math.fsum(v for v in values if v is not None)
+
+
+def _number(column: Any, i: int, count: int) -> float | None:
+    """Return a finite number of a list with one for each completion; None: it is no such."""
+    value = column[i] if isinstance(column, list) and len(column) == count else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+
+
+def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:
+    """Return the scores of a group, all invalid where one is: what is left would be compared with too few."""
+    first = next((score for score in scores if score.value is None), None)
+    if first is None:
+        return scores
+    return tuple(
+        score if score.value is None else replace(score, value=None, error=f"its group is dropped: {first.error}")
+        for score in scores
+    )

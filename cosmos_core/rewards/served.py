@@ -1,0 +1,176 @@
+"""What a reward model is: loaded once with settings, then it scores batches of items, in process or in the service.
+
+    class PickscoreReward:
+        def __init__(self, settings: Settings) -> None: ...          # loads
+        def score(self, items: Sequence[Item]) -> Columns: ...       # {"pickscore": [0.9, None, ...]}
+
+`cosmos_core/rewards/NAME.py` has the class `NameReward`; a text reward of the project or a function of a user's own is
+wrapped into one. None means that an item has no score; it is never 0. This file and those of the models are also read
+by interpreters of their own (`venv_python`), so they import nothing heavy before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from cosmos_core.errors import RewardError
+from cosmos_core.registry import class_name, import_thing, import_user_code, offered_names, suggestion
+from cosmos_core.rewards.base import Reward, load_reward, one_line
+
+FOLDER = "cosmos_core.rewards"
+Columns = dict[str, Any]
+"""Key to a list with one value for each item; a dict of such lists may be among them, and text."""
+
+
+@dataclass
+class Item:
+    """What is to be scored."""
+
+    prompt: str = ""
+    media: Any = None
+    """An image (PIL.Image), a video (uint8 array of frames, height, width and 3), or None: a text."""
+    to_be_evaluated: str = ""
+    """The text, where it is one."""
+    reference: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What else came with it: `video_fps`, `tag` and `include` of GenEval, what the prompt's row says."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a reward model is loaded."""
+
+    model_path: str = ""
+    download_path: str = ""
+    dtype: str = "float32"
+    device: str = "cpu"
+    endpoint_url: str = ""
+    endpoint_api_key: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Scorer(Protocol):
+    """Scores batches of items."""
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return its scores of each item by key."""
+        ...
+
+
+class FunctionReward:
+    """A reward function, called once for each item."""
+
+    def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
+        self._name, self._reward, self._custom = name, reward, dict(settings.options)
+        self.errors: list[str] = []
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return what the function gives, and under their own keys the metrics that it gives with it."""
+        columns: Columns = {self._name: [None] * len(items)}
+        self.errors = [""] * len(items)
+        for i, item in enumerate(items):
+            fields = {
+                **item.info, "to_be_evaluated": item.to_be_evaluated, "reference": item.reference,
+                "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._custom,
+            }  # fmt: skip
+            try:
+                value, metrics = self._reward(fields)
+            except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the client
+                self.errors[i] = one_line(error, self._reward.location_of(error))
+                continue
+            columns[self._name][i] = value
+            for key, metric in metrics.items():
+                columns.setdefault(key, [None] * len(items))[i] = metric
+        return columns
+
+
+def load_served(name: str, entry: str, settings: Settings) -> Scorer:
+    """Return the reward of a name, or of a user's import path `entry`, loaded.
+
+    Raises:
+        RewardError: it does not exist, or cannot be loaded; the message says what to install.
+    """
+    classes = offered_names(FOLDER, "Reward")
+    if entry:
+        thing = import_user_code(entry)
+        if inspect.isclass(thing):
+            return cast(Callable[[Settings], Scorer], thing)(settings)
+        return FunctionReward(name, load_reward(entry), settings)
+    if name in classes:
+        of_ours: Callable[[Settings], Scorer] = import_thing(f"{FOLDER}.{name}:{class_name(name)}Reward")
+        return of_ours(settings)
+    known = sorted({*classes, *offered_names(FOLDER)})
+    if name not in known:
+        raise RewardError(
+            f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
+            f'"path/file.py:thing"{suggestion(name, known)}'
+        )
+    return FunctionReward(name, load_reward(name), settings)
+
+
+def checked(columns: Columns, count: int) -> tuple[Columns, list[str]]:
+    """Return the columns with None for what is no finite number, and for each item why it has no score.
+
+    Raises:
+        ValueError: a column has another length.
+    """
+    errors = [""] * count
+    return {key: _column(key, column, count, errors) for key, column in columns.items()}, errors
+
+
+def _column(key: str, column: Any, count: int, errors: list[str]) -> Any:
+    if isinstance(column, dict):
+        return {inner: _column(f"{key}.{inner}", values, count, [""] * count) for inner, values in column.items()}
+    if hasattr(column, "tolist"):
+        column = column.tolist()
+    if not isinstance(column, list) or len(column) != count:
+        raise ValueError(f"returned no list of {count} values as {key!r}")
+    found: list[Any] = []
+    for i, value in enumerate(column):
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, float) and not math.isfinite(number):
+            errors[i] = errors[i] or f"{key} is {number}"
+            number = None
+        found.append(number)
+    return found
+
+
+def require(name: str, extra: str, *modules: str) -> None:
+    """Refuse a reward whose packages are not installed.
+
+    Raises:
+        RewardError: one is not; the message says what to install.
+    """
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise RewardError(f"the reward {name!r} needs {', '.join(missing)}, not installed here; {extra}")
+
+
+def score_one(
+    name: str, reward: type[Any], item: Item, custom: Mapping[str, Any] | None
+) -> tuple[float, dict[str, float]]:
+    """Return the score of one item in process, of a model that is loaded at the first; its settings are in the recipe's
+    `[custom.NAME]`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    settings = dict((custom or {}).get(name) or {})
+    key = (name, repr(sorted(settings.items())))
+    if key not in _loaded:
+        fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
+        _loaded[key] = reward(Settings(**fields, options=settings | dict(fields.pop("options", {}))))
+    columns, errors = checked(_loaded[key].score([item]), 1)
+    numbers = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    value = numbers.pop(next(iter(columns)), None)
+    if value is None:
+        raise ValueError(errors[0] or "it has no score")
+    return float(value), {k: float(v) for k, v in numbers.items()}
+
+
+_loaded: dict[tuple[str, str], Any] = {}

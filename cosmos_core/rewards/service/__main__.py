@@ -1,0 +1,119 @@
+"""`python -m cosmos_core.rewards.service`: what `cosmos reward-service` runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from cosmos_core.environment import hide
+from cosmos_core.errors import EXIT_CRASH, EXIT_OK, CosmosError
+from cosmos_core.rewards.service.app import Face
+from cosmos_core.rewards.service.config import ServiceConfig, read_config
+from cosmos_core.rewards.service.engine import Engine
+
+log = logging.getLogger("cosmos.rewards")
+
+
+def main() -> int:
+    """Serve until a signal, or test each reward; return the exit code."""
+    parser = argparse.ArgumentParser(prog="cosmos reward-service", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--self-test", action="store_true")
+    parser.add_argument("--ready", type=Path, help="file that gets the URL once requests are taken")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    hide()
+    try:
+        config = read_config(arguments.config, host=arguments.host, port=arguments.port)
+        if arguments.self_test:
+            from cosmos_core.rewards.service.self_test import self_test
+
+            return asyncio.run(self_test(config))
+        return asyncio.run(serve(config, arguments.ready))
+    except CosmosError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+
+
+async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
+    """Serve until a signal, then finish what was accepted."""
+    token = config.token()
+    engine = Engine(config)
+    face = Face(engine, token)
+    server = _Server(
+        uvicorn.Config(
+            face.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
+            server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512,
+        ),
+        engine,
+    )  # fmt: skip
+    serving = asyncio.create_task(server.serve())
+    try:
+        starting = asyncio.create_task(engine.start())
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+        else:
+            starting.cancel()
+        if not serving.done():
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            _tell(server, config, ready)
+        await serving
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        await engine.close()
+    return EXIT_OK if server.started else EXIT_CRASH
+
+
+def _tell(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> None:
+    port = server.servers[0].sockets[0].getsockname()[1]
+    host = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
+    url = f"http://{host}:{port}"
+    log.info("rewards %s are served at %s", ", ".join(reward.reward_type for reward in config.rewards), url)
+    if ready:
+        temporary = ready.with_suffix(".tmp")
+        temporary.write_text(url, encoding="utf-8")
+        temporary.replace(ready)
+
+
+class _Server(uvicorn.Server):
+    """Goes on serving after a signal until what was accepted is finished; a second signal ends it."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to drain; the name is that of uvicorn."""
+        if self._draining is None and self.started:
+            log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
+            self._loop.call_soon_threadsafe(self._drain)
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def serve(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def _drain(self) -> None:
+        async def drain() -> None:
+            await self._engine.drain()
+            self.should_exit = True
+
+        self._draining = asyncio.create_task(drain())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

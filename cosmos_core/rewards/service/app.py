@@ -1,0 +1,283 @@
+"""The HTTP face of the reward service: Cosmos-RL's protocol, health, metrics and a page.
+
+The order is what keeps it standing: who asks, how much it is, whether there is room, and only then the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from cosmos_core.rewards.protocol import ENQUEUE, IDEMPOTENCY_KEY, LATENT_ATTR, PING, PULL, STATE, ProtocolError
+from cosmos_core.rewards.service import page
+from cosmos_core.rewards.service.engine import Draining, Engine, Full
+
+_FORM_BYTES = 2**20
+_BODY_SECONDS = 120.0
+_UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Face:
+    """The routes of one engine; `token` empty: nobody has to prove anything."""
+
+    def __init__(self, engine: Engine, token: str) -> None:
+        self.engine, self._token = engine, token.encode()
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def app(self) -> FastAPI:
+        """Return the application."""
+        app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
+        for path, handler in (
+            (ENQUEUE, self.enqueue), (PULL, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr),
+        ):  # fmt: skip
+            app.add_route(path, self._guarded(handler), methods=["POST"])
+        app.add_route("/health", self.health, methods=["GET"])
+        app.add_route("/metrics", self._guarded(self.metrics), methods=["GET"])
+        app.add_route("/", self._guarded(self.page), methods=["GET"])
+        return app
+
+    async def enqueue(self, request: Request) -> Response:
+        """Accept a request and return its uuid."""
+        key = request.headers.get(IDEMPOTENCY_KEY, "")
+        if key and not _UUID.fullmatch(key):
+            raise ProtocolError(f"{IDEMPOTENCY_KEY} must be a uuid")
+        if not self.engine.is_ready:
+            return _refusal(503, "the rewards are loading", retry_after=2)
+        size = _length(request, self.engine.config.max_body_bytes)
+        name = key.lower() or str(uuid.uuid4())
+        self.engine.reserve(size)
+        try:
+            body = await _body(request, size)
+            await self.engine.accept(name, body)
+        except BaseException:
+            self.engine.release(size)
+            raise
+        said = {"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {})
+        return JSONResponse(said)
+
+    async def pull(self, request: Request) -> Response:
+        """Return the scores of one reward, or 400 while they are not there."""
+        form = await _form(request)
+        key, name = form.get("uuid", ""), form.get("type", "")
+        if not _UUID.fullmatch(key) or (name and not _NAME.fullmatch(name)):
+            return _refusal(422, "uuid and type must be those of a request")
+        key = key.lower()
+        if not name and (pending := self.engine.pending.get(key)):
+            name = pending.names[0]
+        found = await self.engine.fetch(key, name) if name else None
+        if found is not None:
+            return Response(found, media_type="application/json")
+        state = "pending" if await self.engine.is_known(key) else "unknown"
+        return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE: state})
+
+    async def ping(self, request: Request) -> Response:
+        """Say that the service is there; with `info_data`, that it serves the rewards in it."""
+        form = await _form(request)
+        try:
+            asked = json.loads(form.get("info_data") or "{}")
+        except (ValueError, RecursionError):
+            return _refusal(422, "info_data must be JSON")
+        names = asked.get("reward_fn") if isinstance(asked, dict) else None
+        unknown = [name for name in names if name not in self.engine.pools] if isinstance(names, dict) else []
+        if unknown:
+            return _refusal(
+                422, f"not served here: {', '.join(unknown)[:200]}; there is {', '.join(self.engine.pools)}"
+            )
+        return JSONResponse({"message": "Ping request received"})
+
+    async def latent_attr(self, request: Request) -> Response:
+        """Take note of how latents are made."""
+        form = await _form(request)
+        try:
+            fields = json.loads(form.get("fields", ""))
+        except (ValueError, RecursionError):
+            return _refusal(422, "fields must be a JSON object")
+        if not isinstance(fields, dict):
+            return _refusal(422, "fields must be a JSON object")
+        self.engine.set_latent_attributes(fields)
+        return JSONResponse({"message": "Latent attributes set successfully"})
+
+    async def health(self, request: Request) -> Response:
+        """Say whether it takes requests, for probes: without a token, and without details."""
+        engine = self.engine
+        ready = {name: pool.ready for name, pool in engine.pools.items()}
+        state = "draining" if engine.is_draining else "loading" if not engine.is_ready else "ok"
+        if state == "ok" and not all(ready.values()):
+            state = "degraded"
+        said = {"status": state, "rewards": ready, "pending": len(engine.pending)}
+        return JSONResponse(said, 200 if state in {"ok", "degraded"} else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Return metrics in Prometheus' text format."""
+        return PlainTextResponse(generate_latest(self.registry), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        """Return a page that shows how it goes."""
+        return HTMLResponse(page.render(self.engine, self.statuses), headers=page.HEADERS)
+
+    def collect(self) -> Any:
+        """Yield the metrics; the name is that of prometheus_client."""
+        engine = self.engine
+        gauges = {
+            "queue": "Requests that wait",
+            "in_flight": "Requests being scored",
+            "ready": "Processes that are ready",
+        }
+        counters = {
+            "items": "Items scored", "errors": "Items without a score", "batches": "Batches scored",
+            "restarts": "Processes replaced", "retried": "Requests whose process was lost",
+            "seconds": "Seconds of scoring",
+        }  # fmt: skip
+        for name, text in gauges.items():
+            gauge = GaugeMetricFamily(f"reward_{name}", text, labels=["reward"])
+            for reward, pool in engine.pools.items():
+                value = len(pool.queue) if name == "queue" else getattr(pool, name)
+                gauge.add_metric([reward], value)
+            yield gauge
+        for name, text in counters.items():
+            counter = CounterMetricFamily(f"reward_{name}", text, labels=["reward"])
+            for reward, pool in engine.pools.items():
+                counter.add_metric([reward], getattr(pool.counts, name))
+            yield counter
+        yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", engine.pending_bytes)
+        yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted)
+        responses = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
+        for (path, status), count in self.statuses.items():
+            responses.add_metric([path, str(status)], count)
+        yield responses
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Return a handler that asks who it is first, and turns what goes wrong into one line."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                response = await handler(request) if self._knows(request) else _unknown(request)
+            except ProtocolError as error:
+                response = _refusal(400, str(error))
+            except HTTPException as error:
+                response = _refusal(error.status_code, str(error.detail))
+            except Full as error:
+                response = _refusal(429, str(error), retry_after=error.seconds)
+            except Draining:
+                response = _refusal(503, "the service ends; ask another", retry_after=5)
+            except ClientDisconnect:
+                response = _refusal(400, "the body ended early")
+            except Exception as error:
+                log.exception("a request failed")
+                response = _refusal(503, f"{type(error).__name__}; it is in the log", retry_after=2)
+            self.statuses[request.url.path, response.status_code] += 1
+            return response
+
+        return guarded
+
+    def _knows(self, request: Request) -> bool:
+        """Return whether the request has the token, in a time that does not say how much of it is right."""
+        if not self._token:
+            return True
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        content = given.strip().encode("utf-8", "replace")
+        if kind.lower() == "basic" and request.method == "GET":  # a browser that shows the page
+            try:
+                content = base64.b64decode(content, validate=True).partition(b":")[2]
+            except binascii.Error:
+                content = b""
+        elif kind.lower() != "bearer":
+            content = b""
+        return hmac.compare_digest(content, self._token)
+
+
+def _unknown(request: Request) -> Response:
+    kind = "Basic" if request.method == "GET" else "Bearer"
+    response = _refusal(401, "a bearer token is needed")
+    response.headers["WWW-Authenticate"] = f'{kind} realm="rewards"'
+    return response
+
+
+def _refusal(status: int, message: str, retry_after: int = 0) -> Response:
+    headers = {"Retry-After": str(retry_after)} if retry_after else {}
+    if status not in {429, 503}:
+        headers["Connection"] = "close"  # the rest of a body that nobody reads must not be taken for a request
+    return JSONResponse({"message": message}, status, headers=headers)
+
+
+def _length(request: Request, most: int) -> int:
+    """Return the length that a body says it has.
+
+    Raises:
+        HTTPException: it says none, or too much.
+    """
+    text = request.headers.get("Content-Length", "")
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise HTTPException(411, "a Content-Length is needed")
+    if int(text) > most:
+        raise HTTPException(413, f"the body has {int(text)} bytes; at most {most} are read (max_body_bytes)")
+    return int(text)
+
+
+async def _body(request: Request, size: int) -> bytearray:
+    """Return the body.
+
+    Raises:
+        ClientDisconnect: it ended early.
+        HTTPException: it is longer than it said, or does not come.
+    """
+    body, deadline = bytearray(), time.monotonic() + _BODY_SECONDS + size / 2**20
+    stream = request.stream().__aiter__()
+    while True:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                chunk = await anext(stream, None)
+        except TimeoutError as error:
+            raise HTTPException(408, "the body does not come") from error
+        if chunk is None:
+            break
+        body += chunk
+        if len(body) > size:
+            raise HTTPException(400, "the body is longer than its Content-Length")
+    if len(body) != size:
+        raise ClientDisconnect
+    return body
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the text fields of a form.
+
+    Raises:
+        HTTPException: it is none, or too large.
+    """
+    size = _length(request, _FORM_BYTES)
+    body = await _body(request, size)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    try:
+        form = await Request(request.scope, receive).form(max_files=0, max_fields=16, max_part_size=_FORM_BYTES)
+    except HTTPException:
+        raise
+    except Exception as error:
+        raise HTTPException(400, f"no form: {type(error).__name__}") from error
+    return {key: value for key, value in form.items() if isinstance(value, str)}

@@ -1,0 +1,279 @@
+"""The service behind its HTTP face: what is accepted, decoded, scored by each reward that is asked, and kept.
+
+A request is accepted when it is in the store; from then on each of its rewards gives it exactly one result, whatever
+happens to processes, and with Redis whatever happens to the service. Not here: HTTP (app.py), processes (pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections import deque
+from typing import Any
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.protocol import ProtocolError
+from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
+from cosmos_core.rewards.service.pool import Job, Lost, Pool, Program, interpreter
+from cosmos_core.rewards.service.request import Request, parse_request
+from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
+
+log = logging.getLogger(__name__)
+_RATE_SECONDS = 60.0
+
+
+class Full(Exception):
+    """There is no room for a request now; `seconds` says when there may be."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"too much waits already; come back in {seconds} s")
+        self.seconds = seconds
+
+
+class Draining(Exception):
+    """The service ends and takes nothing new."""
+
+
+class Engine:
+    """Accepts requests and scores them."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self.pools: dict[str, Pool] = {}
+        self.decoder: Pool | None = None
+        self.is_ready = self.is_draining = False
+        self.pending: dict[str, Request] = {}
+        self.pending_bytes = 0
+        self.num_accepted = 0
+        self._finished: deque[tuple[float, int]] = deque()
+        self._unfetched: set[tuple[str, str]] = set()
+        self._latent_attributes: dict[str, Any] = {}
+        self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
+        self.store: Store = _store(config, self.replica)
+
+    async def start(self) -> None:
+        """Load every reward, then go on with what an earlier service left.
+
+        Raises:
+            RewardError: one cannot be loaded.
+        """
+        self.pools = {reward.reward_type: Pool(self.program(reward), self._scored) for reward in self.config.rewards}
+        decode = self.config.decode_args
+        if decode.model_path and not decode.no_latent_decoder and not decode.model_path.endswith(".pth"):
+            self.decoder = Pool(self._decoder_program(), self._decoded)
+        waiting = dict(self.pools) if self.decoder is None else {**self.pools, "decode_args": self.decoder}
+        for name, pool in waiting.items():
+            try:
+                await pool.loaded
+            except Lost as error:
+                await self.close()
+                raise RewardError(f"the reward {name!r} cannot be loaded: {error}") from error
+        for uuid, body in await self.store.unfinished():
+            await self._resume(uuid, body)
+        self.is_ready = True
+
+    async def close(self) -> None:
+        """End all processes."""
+        for pool in (*self.pools.values(), *filter(None, [self.decoder])):
+            if pool.loaded.done():
+                pool.loaded.exception()
+            else:
+                pool.loaded.cancel()
+            await pool.close()
+        await self.store.close()
+
+    async def drain(self) -> None:
+        """Take nothing new, finish what was accepted, and where the store ends with us wait until it is fetched."""
+        self.is_draining = True
+        deadline = time.monotonic() + self.config.drain_seconds
+        while time.monotonic() < deadline and (self.pending or (self._unfetched and not _outlives(self.store))):
+            await asyncio.sleep(0.05)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for a request before its body is read.
+
+        Raises:
+            Full: there is none.
+            Draining: the service ends.
+        """
+        if self.is_draining:
+            raise Draining
+        is_alone = not self.pending_bytes  # one that is larger than the room for all may wait by itself
+        if len(self.pending) >= self.config.max_pending or (
+            self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_alone
+        ):
+            rate = self.rate()
+            waiting = sum(request.count for request in self.pending.values())
+            raise Full(min(30, max(1, round(waiting / rate / 4))) if rate else 1)
+        self.pending_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give room back."""
+        self.pending_bytes -= num_bytes
+
+    async def accept(self, uuid: str, body: bytes | bytearray) -> None:
+        """Keep a request for which room was made, and queue it; one that is known already is not scored again.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        if uuid in self.pending or await self.store.is_known(uuid):
+            self.release(len(body))
+            return
+        request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
+        if request.media == "latent" and self.decoder is None:
+            raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
+        if uuid in self.pending:  # it came twice at the same time
+            self.release(len(body))
+            return
+        self.pending[uuid] = request
+        try:
+            await self.store.accept(uuid, bytes(body))
+        except BaseException:
+            del self.pending[uuid]
+            raise
+        self.num_accepted += 1
+        self._queue(request)
+
+    async def fetch(self, uuid: str, name: str) -> str | None:
+        """Return the scores of one reward as JSON; None: they are not there."""
+        found = await self.store.get(uuid, name)
+        if found is not None:
+            self._unfetched.discard((uuid, name))
+        return found
+
+    async def is_known(self, uuid: str) -> bool:
+        """Return whether scores of a request may still come."""
+        return uuid in self.pending or await self.store.is_known(uuid)
+
+    def set_latent_attributes(self, fields: dict[str, Any]) -> None:
+        """Note how latents are made; what diffusers' VAE does not need is accepted, another VAE is not.
+
+        Raises:
+            ProtocolError: there is no decoder, or another VAE is asked for.
+        """
+        if self.decoder is None:
+            raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
+        path = fields.get("vae_pth", "")
+        if path and path != self.config.decode_args.model_path:
+            raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
+        self._latent_attributes = fields
+
+    def rate(self) -> float:
+        """Return the items scored per second, over the last minute."""
+        now = time.monotonic()
+        while self._finished and self._finished[0][0] < now - _RATE_SECONDS:
+            self._finished.popleft()
+        if not self._finished:
+            return 0.0
+        return sum(count for _, count in self._finished) / max(1.0, now - self._finished[0][0])
+
+    def _queue(self, request: Request) -> None:
+        if request.media == "latent":
+            assert self.decoder is not None
+            self.decoder.submit(Job(request))
+            return
+        for name in sorted(request.left, key=request.names.index):
+            self.pools[name].submit(Job(request, name))
+
+    async def _resume(self, uuid: str, body: bytes) -> None:
+        try:
+            request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
+        except ProtocolError as error:  # a reward is no longer served
+            log.warning("request %s is dropped: %s", uuid, error)
+            await self.store.finish(uuid)
+            return
+        request.left = {name for name in request.names if await self.store.get(uuid, name) is None}
+        if not request.left or (request.media == "latent" and self.decoder is None):
+            await self.store.finish(uuid)
+            return
+        self.pending[uuid] = request
+        self.pending_bytes += request.num_bytes
+        self._queue(request)
+
+    async def _decoded(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+        request = job.request
+        request.decoded_seconds = seconds
+        if result.get("error"):
+            for name in list(request.left):
+                await self._keep(request, name, {"error": f"[decoder] {result['error']}"}, 0.0)
+            return
+        request.array, request.media = result["array"], "video"
+        self._queue(request)
+
+    async def _scored(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+        await self._keep(job.request, job.name, result, seconds)
+
+    async def _keep(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
+        """Keep one result; while the store cannot be reached, wait for it rather than lose it."""
+        said: dict[str, Any] = {
+            "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
+            "decoded_duration": f"{request.decoded_seconds:.2f}", "type": name,
+        }  # fmt: skip
+        if result.get("error"):
+            said = {"error": result["error"], **said, "scores": None}
+        elif any(result.get("errors", [])):
+            said["errors"] = result["errors"]
+        self._finished.append((time.monotonic(), request.count))
+        request.left.discard(name)
+        await self._insist(self.store.put, request.uuid, name, json.dumps(said, separators=(",", ":")))
+        if not _outlives(self.store):
+            self._unfetched.add((request.uuid, name))
+        if not request.left and request.uuid in self.pending:
+            await self._insist(self.store.finish, request.uuid)
+            self.pending.pop(request.uuid, None)
+            self.release(request.num_bytes)
+
+    async def _insist(self, call: Any, *arguments: Any) -> None:
+        pause = 0.1
+        while True:
+            try:
+                await call(*arguments)
+                return
+            except OSError as error:
+                reason: Exception = error
+            except Exception as error:
+                if type(error).__module__.partition(".")[0] != "redis":
+                    raise
+                reason = error
+            log.warning("the queue cannot be reached (%s); trying again", reason)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    def program(self, reward: RewardArgs) -> Program:
+        """Return how the processes of a reward are started."""
+        key = reward.endpoint_api_key
+        settings = {
+            "model_path": reward.model_path, "download_path": reward.download_path, "dtype": reward.dtype,
+            "endpoint_url": reward.endpoint_url, "options": reward.options,
+            "endpoint_api_key": os.environ.get(key[1:], "") if key.startswith("$") else key,
+        }  # fmt: skip
+        start = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
+        return Program(
+            reward.reward_type, interpreter(reward.venv_python), start, reward.all_devices, env=reward.env,
+            work_dir=reward.work_dir, tmp_dir=reward.tmp_dir, batch_size=reward.batch_size,
+            batch_seconds=self.config.batch_seconds, timeout_seconds=reward.timeout_seconds,
+            load_seconds=reward.load_seconds, attempts=self.config.attempts,
+        )  # fmt: skip
+
+    def _decoder_program(self) -> Program:
+        decode = self.config.decode_args
+        settings = {
+            "model_path": decode.model_path, "dtype": decode.dtype, "options": {"load_mean_std": decode.load_mean_std},
+        }  # fmt: skip
+        start = {"name": "", "entry": "", "settings": settings}
+        return Program("", interpreter(""), start, (decode.device,), batch_size=1, attempts=self.config.attempts)
+
+
+def _outlives(store: Store) -> bool:
+    return bool(getattr(store, "outlives", False))
+
+
+def _store(config: ServiceConfig, replica: str) -> Store:
+    if config.queue == "memory":
+        return MemoryStore(config.result_seconds, config.max_results)
+    name = replica or f"{config.host}:{config.port}"
+    return RedisStore(config.redis_host, config.redis_port, config.result_seconds, name)

@@ -1,0 +1,57 @@
+"""The page at `/`: rewards, queue, throughput and the last errors; plain HTML without scripts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from html import escape
+
+from cosmos_core.rewards.service.engine import Engine
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1d2330;
+  background: #fbfbfd }
+h1 { font-size: 1.4rem; margin-bottom: .2rem } h2 { font-size: 1.05rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100% }
+th { text-align: right; font-weight: 600; border-bottom: 2px solid #d5d9e2; padding: .3rem .6rem }
+td { text-align: right; border-bottom: 1px solid #e8eaf0; padding: .3rem .6rem; font-variant-numeric: tabular-nums }
+th:first-child, td:first-child { text-align: left }
+.ok { color: #18794e } .bad { color: #b42318 } p { color: #4b5565 } li { font-family: ui-monospace, monospace;
+  font-size: .85rem; overflow-wrap: anywhere }
+"""
+_COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / item", "errors", "replaced", "tried again")
+
+
+def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
+    """Return the page."""
+    rows = "".join(_row(name, engine) for name in engine.pools)
+    errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20]
+    listed = "".join(f"<li>{escape(text)}</li>" for text in errors) or "<li>none</li>"
+    responses = ", ".join(f"{escape(path)} {status}: {count}" for (path, status), count in sorted(statuses.items()))
+    state = "ends after what it has accepted" if engine.is_draining else "takes requests"
+    waiting = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
+        f"<style>{_STYLE}</style><h1>Reward service</h1>"
+        f"<p>It {state}; {waiting}; {engine.rate():.1f} items/s over the last minute; {engine.num_accepted} requests "
+        f"accepted; {escape(engine.config.queue)} queue; {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
+        f"<table><tr>{head}</tr>{rows}</table><h2>Last errors</h2><ul>{listed}</ul><h2>Responses</h2>"
+        f"<p>{responses or 'none'}</p></html>"
+    )
+
+
+def _row(name: str, engine: Engine) -> str:
+    pool = engine.pools[name]
+    counts, devices = pool.counts, len(pool.program.devices)
+    processes = f"<td class={'ok' if pool.ready == devices else 'bad'}>{pool.ready} of {devices}</td>"
+    numbers = (
+        len(pool.queue), pool.in_flight, counts.items, f"{counts.seconds / counts.items:.4f}" if counts.items else "",
+        counts.errors, counts.restarts, counts.retried,
+    )  # fmt: skip
+    return f"<tr><td>{escape(name)}</td>{processes}" + "".join(f"<td>{number}</td>" for number in numbers) + "</tr>"

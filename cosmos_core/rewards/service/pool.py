@@ -1,0 +1,316 @@
+"""The processes of one reward: batches across requests, deadlines, and replacement of those that die.
+
+A request whose process ends or hangs goes back to the front of the queue and is tried alone, so that one that kills
+processes takes no other with it; after `attempts` it gets an error in place of scores. Each result is delivered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.environment import handed_on
+from cosmos_core.rewards.service.request import Request
+
+ROOT = Path(__file__).parents[3]
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+_LINE_BYTES = 64 * 2**20
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """A request, waiting for one reward."""
+
+    request: Request
+    name: str = ""
+    """Of the reward; empty: its latents are to be decoded."""
+    attempts: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the processes of one reward are started."""
+
+    name: str
+    """Empty: the decoder of latents."""
+    python: str
+    start: Mapping[str, Any]
+    """Name, entry and settings, as the program wants them; the device is that of each process."""
+    devices: tuple[str, ...]
+    env: tuple[str, ...] = ()
+    work_dir: str = ""
+    tmp_dir: str = ""
+    batch_size: int = 16
+    batch_seconds: float = 0.0
+    timeout_seconds: float = 300.0
+    load_seconds: float = 900.0
+    attempts: int = 5
+
+
+@dataclass
+class Counts:
+    """What a pool did so far."""
+
+    items: int = 0
+    errors: int = 0
+    batches: int = 0
+    restarts: int = 0
+    retried: int = 0
+    seconds: float = 0.0
+
+
+Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
+"""Takes the scores and errors of a request, or its error, and the seconds that its batch took."""
+
+
+class Lost(Exception):
+    """A process ended, hung, or could not load; the message says which."""
+
+
+class Pool:
+    """Runs one reward in a process per device."""
+
+    def __init__(self, program: Program, deliver: Deliver) -> None:
+        self.program, self._deliver = program, deliver
+        self.queue: deque[Job] = deque()
+        self.counts = Counts()
+        self.errors: deque[str] = deque(maxlen=20)
+        self.ready = 0
+        self.in_flight = 0
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._more = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._keep(device)) for device in program.devices]
+
+    def submit(self, job: Job) -> None:
+        """Queue a request."""
+        self.queue.append(job)
+        self._more.set()
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep(self, device: str) -> None:
+        """Have a process on the device, again and again."""
+        pause = _FIRST_PAUSE
+        while True:
+            process = Process(self.program, device)
+            try:
+                await process.start()
+                pause = _FIRST_PAUSE
+                if not self.loaded.done():
+                    self.loaded.set_result(None)
+                self.ready += 1
+                try:
+                    await self._serve(process)
+                finally:
+                    self.ready -= 1
+            except Lost as error:
+                if not self.loaded.done() and not process.is_ready:
+                    self.loaded.set_exception(error)
+                self._note(str(error))
+            finally:
+                await process.kill()
+            self.counts.restarts += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE) if not process.is_ready else _FIRST_PAUSE
+
+    async def _serve(self, process: Process) -> None:
+        while True:
+            jobs = await self._next(process)
+            began = time.monotonic()
+            self.in_flight += len(jobs)
+            try:
+                said, arrays = await process.score(jobs)
+            except BaseException as error:
+                for job in reversed(jobs):
+                    job.attempts += 1
+                    self.queue.appendleft(job)
+                self.counts.retried += len(jobs)
+                self._more.set()
+                if isinstance(error, Lost):
+                    await self._give_up(str(error))
+                raise
+            finally:
+                self.in_flight -= len(jobs)
+            self.counts.batches += 1
+            self.counts.seconds += time.monotonic() - began
+            if "error" in said and len(jobs) > 1:  # which of them is it
+                for job in reversed(jobs):
+                    job.attempts = max(1, job.attempts)
+                    self.queue.appendleft(job)
+                self._more.set()
+                continue
+            await self._hand_out(jobs, said, arrays)
+
+    async def _hand_out(self, jobs: Sequence[Job], said: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        results = said.get("results") or [{"error": said.get("error", "")}] * len(jobs)
+        for i, job in enumerate(jobs):
+            result = {**results[i], "array": arrays[i]} if arrays else results[i]
+            failed = job.request.count if result.get("error") else 0
+            failed = failed or sum(map(bool, result.get("errors", [])))
+            self.counts.items += job.request.count
+            self.counts.errors += failed
+            if failed:
+                self._note(result.get("error") or next(filter(None, result["errors"])))
+            await self._deliver(job, result, float(said.get("seconds", 0.0)))
+
+    async def _give_up(self, reason: str) -> None:
+        for job in [job for job in self.queue if job.attempts >= self.program.attempts]:
+            self.queue.remove(job)
+            self.counts.errors += job.request.count
+            text = f"tried {job.attempts} times, each of which ended its process; the last: {reason}"
+            await self._deliver(job, {"error": text}, 0.0)
+
+    async def _next(self, process: Process) -> list[Job]:
+        """Wait for the next batch: of several requests, or one that was tried before."""
+        while not self.queue:
+            self._more.clear()
+            await process.alive_while(self._more.wait())
+        if self.program.batch_seconds and sum(job.request.count for job in self.queue) < self.program.batch_size:
+            await asyncio.sleep(self.program.batch_seconds)
+        jobs: list[Job] = []
+        while self.queue and (not jobs or self._fits(jobs)):
+            jobs.append(self.queue.popleft())
+        if not jobs:
+            return await self._next(process)
+        return jobs
+
+    def _fits(self, jobs: Sequence[Job]) -> bool:
+        following = self.queue[0]
+        size = sum(job.request.count for job in jobs) + following.request.count
+        return not jobs[0].attempts and not following.attempts and size <= self.program.batch_size
+
+    def _note(self, text: str) -> None:
+        log.warning("reward %s: %s", self.program.name or "decoder", text)
+        self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text[:500]}")
+
+
+class Process:
+    """One process; see worker.py for what is said to it."""
+
+    def __init__(self, program: Program, device: str) -> None:
+        self._program, self._device = program, device
+        self._process: asyncio.subprocess.Process | None = None
+        self._number = 0
+        self.is_ready = False
+
+    async def start(self) -> None:
+        """Start it and wait until it has loaded.
+
+        Raises:
+            Lost: it does not.
+        """
+        program = self._program
+        environment = handed_on(program.env) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        if program.tmp_dir:
+            environment["TMPDIR"] = program.tmp_dir
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                program.python, "-m", "cosmos_core.rewards.service.worker",
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+                cwd=program.work_dir or None, start_new_session=True, limit=_LINE_BYTES,
+            )  # fmt: skip
+        except OSError as error:
+            raise Lost(f"{program.python} cannot be started: {error}") from error
+        start = {**program.start, "settings": {**program.start["settings"], "device": self._device}}
+        said, _ = await self._exchange({**start, "arrays": []}, [], program.load_seconds, "loaded")
+        if "ready" not in said:
+            raise Lost(str(said.get("error", "it said something else than that it is ready")))
+        self.is_ready = True
+
+    async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Return what it says of a batch.
+
+        Raises:
+            Lost: it ended, or took too long.
+        """
+        self._number += 1
+        arrays = [job.request.array for job in jobs]
+        shapes = [(list(array.shape), array.dtype.str) for array in arrays]
+        header = {"id": self._number, "jobs": [job.request.job for job in jobs], "arrays": shapes}
+        said, made = await self._exchange(header, arrays, self._program.timeout_seconds, "done")
+        if said.get("id") != self._number or (not said.get("error") and len(said.get("results", made)) != len(jobs)):
+            raise Lost("its process said something about another batch")
+        return said, made
+
+    async def alive_while(self, waiting: Any) -> None:
+        """Wait for something else, unless the process ends first.
+
+        Raises:
+            Lost: it ended.
+        """
+        assert self._process is not None
+        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._process.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if tasks[1] in done:
+            raise Lost(self._ending())
+
+    async def kill(self) -> None:
+        """End it and all that it started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    async def _exchange(
+        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], seconds: float, what: str
+    ) -> tuple[dict[str, Any], list[np.ndarray]]:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            async with asyncio.timeout(seconds):
+                self._process.stdin.write(json.dumps(header).encode() + b"\n")
+                for array in arrays:
+                    self._process.stdin.write(np.ascontiguousarray(array).tobytes())
+                    await self._process.stdin.drain()
+                await self._process.stdin.drain()
+                return await self._reply()
+        except TimeoutError as error:
+            raise Lost(f"not {what} in {seconds:g} s") from error
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+            await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
+            raise Lost(self._ending()) from error
+
+    async def _reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        assert self._process is not None and self._process.stdout is not None
+        line = await self._process.stdout.readuntil(b"\n")
+        header = json.loads(line)
+        arrays = []
+        for shape, dtype in header.pop("arrays"):
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            content = await self._process.stdout.readexactly(size)
+            arrays.append(np.frombuffer(content, dtype).reshape(shape))
+        return header, arrays
+
+    def _ending(self) -> str:
+        code = self._process.returncode if self._process else None
+        if code is None:
+            return "its process closed its output"
+        return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
+
+
+def interpreter(venv_python: str) -> str:
+    """Return the interpreter of a reward: its own, or this one."""
+    return sys.executable if venv_python in {"", "python"} else venv_python

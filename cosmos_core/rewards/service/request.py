@@ -1,0 +1,142 @@
+"""One accepted request: what its body says, checked before any reward sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.rewards.protocol import ProtocolError, decode_request
+
+_LISTS = (
+    "references", "completions", "video_infos", "metadata", "geneval_tags", "geneval_includes", "geneval_excludes",
+    "num_tokens", "finish_reason", "turns",
+)  # fmt: skip
+"""Fields with one value for each item."""
+_TABLES = ("video_infos", "metadata")
+_TEXTS = ("references", "completions", "geneval_tags", "finish_reason")
+_SCALARS = ("ocr_use_gpu", "geneval_only_strict")
+_MOST_ITEMS = 65536
+
+
+@dataclass
+class Request:
+    """A batch of items and the rewards that are asked for."""
+
+    uuid: str
+    fields: dict[str, Any]
+    array: np.ndarray
+    media: str
+    """`image`, `video` (pixels), `latent`, or `text`."""
+    names: tuple[str, ...]
+    num_bytes: int
+    input_info: dict[str, Any]
+    decoded_seconds: float = 0.0
+    left: set[str] = field(default_factory=set)
+    """Rewards whose scores are not there yet."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of items."""
+        return len(self.fields["prompts"])
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Return what a reward process is told beside the array."""
+        return {**{k: v for k, v in self.fields.items() if k in (*_LISTS, *_SCALARS, "prompts")}, "media": self.media}
+
+
+def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) -> Request:
+    """Return the request of a body.
+
+    Raises:
+        ProtocolError: it is none, or asks for what is not served.
+    """
+    fields, array = decode_request(body)
+    prompts = fields.get("prompts")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ProtocolError("prompts must be a list of strings, one for each item of the array")
+    fields["prompts"] = prompts
+    if len(prompts) != array.shape[0] or len(prompts) > _MOST_ITEMS:
+        raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
+    names = _names(fields, served)
+    media = _media(fields, array)
+    for name in _LISTS:
+        _check_list(name, fields, len(prompts))
+    for name in _SCALARS:
+        if not isinstance(fields.get(name, False), bool):
+            raise ProtocolError(f"{name} must be true or false")
+    info = _info(media, array, fields)
+    return Request(uuid, fields, array, media, names, len(body), info, left=set(names))
+
+
+def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]:
+    asked = fields.get("reward_fn")
+    if not isinstance(asked, dict) or any(
+        isinstance(w, bool) or not isinstance(w, int | float) for w in asked.values()
+    ):
+        raise ProtocolError("reward_fn must be an object of names and weights")
+    names = tuple(name for name, weight in asked.items() if weight > 0)
+    if not names:
+        raise ProtocolError("reward_fn names no reward with a weight above 0")
+    if unknown := [name for name in names if name not in served]:
+        raise ProtocolError(f"the reward {unknown[0][:64]!r} is not served here")
+    return names
+
+
+def _media(fields: Mapping[str, Any], array: np.ndarray) -> str:
+    """Return what the array holds: with Cosmos-RL's clients a `video` may be its latents."""
+    asked = fields.get("media_type") or "video"
+    if not isinstance(asked, str) or asked.lower() not in {"image", "video", "latent", "text"}:
+        raise ProtocolError("media_type must be image, video, latent or text")
+    asked, shape = asked.lower(), array.shape
+    if asked == "text":
+        if "completions" not in fields or array.size:
+            raise ProtocolError("a request of texts has them as completions, and an array without content")
+        return asked
+    if not array.size:
+        raise ProtocolError(f"the array of shape {shape} is empty")
+    if asked == "image":
+        if array.ndim != 4 or (shape[-1] not in {1, 3} and shape[1] not in {1, 3}):
+            raise ProtocolError(f"images are an array of batch, height, width and 3, not of shape {shape}")
+        return asked
+    if array.ndim != 5:
+        raise ProtocolError(f"videos are an array of batch, channels, frames, height and width, not of shape {shape}")
+    if asked == "video" and shape[1] == 3:
+        return asked
+    if array.dtype == np.uint8 and shape[-1] % 2:
+        raise ProtocolError(f"uint8 latents are the bytes of bfloat16, of which {shape[-1]} are no whole number")
+    return "latent"
+
+
+def _check_list(name: str, fields: dict[str, Any], count: int) -> None:
+    values = fields.get(name)
+    if values is None:
+        fields.pop(name, None)
+        return
+    if not isinstance(values, list) or len(values) != count:
+        raise ProtocolError(f"{name} must be a list with one value for each of {count} items")
+    if name in _TABLES and not all(isinstance(value, dict) for value in values):
+        raise ProtocolError(f"{name} must be a list of objects")
+    if name in _TEXTS and not all(isinstance(value, str) for value in values):
+        raise ProtocolError(f"{name} must be a list of strings")
+
+
+def _info(media: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Cosmos-RL's service says of an input, in its words."""
+    shape, values, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
+    if media == "text":
+        return {"shape": shape, "dtype": dtype}
+    if media == "latent":
+        dtype = "torch.bfloat16"
+        if array.dtype == np.uint8:
+            shape[-1] //= 2
+            halves = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
+            values = (halves << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        low, high = float(values.min()), float(values.max())
+    info = {"shape": shape, "dtype": dtype, "min": f"{low:.3f}", "max": f"{high:.3f}"}
+    return info if media == "image" else {**info, "video_infos": fields.get("video_infos") or []}

@@ -1,0 +1,148 @@
+"""Where accepted requests and scores are kept: in memory, or in Redis, where they outlive the service.
+
+Scores stay for a while after they were fetched, because a response can be lost on its way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+    """What the service needs to remember."""
+
+    async def accept(self, uuid: str, body: bytes) -> None:
+        """Keep a request until it is finished."""
+
+    async def is_known(self, uuid: str) -> bool:
+        """Return whether a request was accepted and is not forgotten."""
+        ...
+
+    async def put(self, uuid: str, name: str, scores: str) -> None:
+        """Keep the scores of one reward, a JSON text; those that are there already stay."""
+
+    async def get(self, uuid: str, name: str) -> str | None:
+        """Return the scores of one reward; None: they are not there."""
+        ...
+
+    async def finish(self, uuid: str) -> None:
+        """Drop a request that has all its scores."""
+
+    async def unfinished(self) -> list[tuple[str, bytes]]:
+        """Return the requests that an earlier service of this name accepted and did not finish."""
+        ...
+
+    async def close(self) -> None:
+        """Give connections back."""
+
+
+class MemoryStore:
+    """Keeps at most `most` scores, each for `seconds`."""
+
+    outlives = False
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds, self._most = seconds, most
+        self._pending: set[str] = set()
+        self._scores: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
+        self._counts: dict[str, int] = {}
+
+    async def accept(self, uuid: str, body: bytes) -> None:
+        self._pending.add(uuid)
+
+    async def is_known(self, uuid: str) -> bool:
+        return uuid in self._pending or uuid in self._counts
+
+    async def put(self, uuid: str, name: str, scores: str) -> None:
+        if (uuid, name) in self._scores:
+            return
+        self._scores[uuid, name] = time.monotonic() + self._seconds, scores
+        self._counts[uuid] = self._counts.get(uuid, 0) + 1
+        self._forget()
+
+    async def get(self, uuid: str, name: str) -> str | None:
+        self._forget()
+        found = self._scores.get((uuid, name))
+        return found[1] if found else None
+
+    async def finish(self, uuid: str) -> None:
+        self._pending.discard(uuid)
+
+    async def unfinished(self) -> list[tuple[str, bytes]]:
+        return []
+
+    async def close(self) -> None:
+        pass
+
+    def _forget(self) -> None:
+        now = time.monotonic()
+        while self._scores:
+            (uuid, name), (until, _) = next(iter(self._scores.items()))
+            if until > now and len(self._scores) <= self._most:
+                return
+            del self._scores[uuid, name]
+            self._counts[uuid] -= 1
+            if not self._counts[uuid]:
+                del self._counts[uuid]
+
+
+class RedisStore:
+    """Keeps scores as Cosmos-RL does, under `<uuid>_<type>`, and beside them the requests that are not finished."""
+
+    outlives = True
+
+    def __init__(self, host: str, port: int, seconds: float, replica: str) -> None:
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import ExponentialWithJitterBackoff
+
+        retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), 6)
+        self._redis: Any = Redis(host=host, port=port, retry=retry, socket_timeout=20, socket_connect_timeout=5)
+        self._seconds = max(1, int(seconds))
+        self._pending = f"cosmos:reward:pending:{replica}"
+
+    async def accept(self, uuid: str, body: bytes) -> None:
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.set(_body(uuid), body, ex=self._seconds)
+        pipe.set(_known(uuid), b"1", ex=self._seconds)
+        pipe.sadd(self._pending, uuid)
+        await pipe.execute()
+
+    async def is_known(self, uuid: str) -> bool:
+        return bool(await self._redis.exists(_known(uuid)))
+
+    async def put(self, uuid: str, name: str, scores: str) -> None:
+        await self._redis.set(f"{uuid}_{name}", scores, ex=self._seconds, nx=True)
+
+    async def get(self, uuid: str, name: str) -> str | None:
+        found = await self._redis.get(f"{uuid}_{name}")
+        return found.decode() if found is not None else None
+
+    async def finish(self, uuid: str) -> None:
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.delete(_body(uuid))
+        pipe.srem(self._pending, uuid)
+        await pipe.execute()
+
+    async def unfinished(self) -> list[tuple[str, bytes]]:
+        found = []
+        for uuid in sorted(await self._redis.smembers(self._pending)):
+            body = await self._redis.get(_body(uuid.decode()))
+            if body is None:
+                await self._redis.srem(self._pending, uuid)
+            else:
+                found.append((uuid.decode(), body))
+        return found
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+
+def _body(uuid: str) -> str:
+    return f"cosmos:reward:body:{uuid}"
+
+
+def _known(uuid: str) -> str:
+    return f"cosmos:reward:known:{uuid}"

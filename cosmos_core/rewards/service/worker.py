@@ -1,0 +1,167 @@
+"""The program of a reward process: loads one reward, then scores the batches that come over its standard input.
+
+A message is a line of JSON and then the bytes of the arrays that it names; replies go to standard output the same
+way, and what a reward writes there goes to the log. The process ends with the service: at the end of its input, or by
+signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cosmos_core.errors import CosmosError
+from cosmos_core.rewards.base import one_line
+from cosmos_core.rewards.served import Item, Settings, checked, load_served
+
+_PER_ITEM = {"references": "reference", "completions": "to_be_evaluated"}
+_INFO = {
+    "geneval_tags": "tag", "geneval_includes": "include", "geneval_excludes": "exclude", "num_tokens": "num_tokens",
+    "finish_reason": "finish_reason", "turns": "turns",
+}  # fmt: skip
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Load, say so, and score until the input ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    messages, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    start = read_message(messages)
+    if start is None:
+        return
+    sys.path[:0] = start[0].pop("path", [])
+    try:
+        reward = _load(start[0])
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises is told to who started the service
+        if not isinstance(error, CosmosError):
+            traceback.print_exc()
+        write_message(replies, {"error": str(error) if isinstance(error, CosmosError) else one_line(error)}, [])
+        return
+    write_message(replies, {"ready": True}, [])
+    while (message := read_message(messages)) is not None:
+        header, arrays = message
+        if reward is None:
+            said, made = _decoded(header, arrays)
+        else:
+            said, made = _scored(reward, header, arrays), []
+        write_message(replies, {"id": header["id"], **said}, made)
+
+
+def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+    """Return header and arrays of the next message; None: there are no more."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    header = json.loads(line)
+    arrays = []
+    for shape, dtype in header.pop("arrays", []):
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        content = stream.read(size)
+        if len(content) != size:
+            return None
+        arrays.append(np.frombuffer(content, dtype).reshape(shape))
+    return header, arrays
+
+
+def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    """Write a message."""
+    shapes = [(list(array.shape), array.dtype.str) for array in arrays]
+    stream.write(json.dumps({**header, "arrays": shapes}).encode() + b"\n")
+    for array in arrays:
+        stream.write(np.ascontiguousarray(array).data)
+    stream.flush()
+
+
+def _load(start: Mapping[str, Any]) -> Any:
+    settings = Settings(**start["settings"])
+    if start["name"] == "":
+        from cosmos_core.rewards.service import decoder
+
+        decoder.load(settings)
+        return None
+    return load_served(start["name"], start["entry"], settings)
+
+
+def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return for each request of a batch its scores and errors; when the batch fails, one error for each of them."""
+    began, jobs = time.monotonic(), header["jobs"]
+    try:
+        by_job = [items_of(job, array) for job, array in zip(jobs, arrays, strict=True)]
+        items = [item for each in by_job for item in each]
+        found = reward.score(items)
+        columns, errors = checked(found, len(items))
+        told = getattr(reward, "errors", None) or [""] * len(items)
+        errors = [mine or its for mine, its in zip(errors, told, strict=True)]
+    except Exception as error:  # noqa: BLE001 - the client is told, and the next batch may be better
+        traceback.print_exc()
+        return {"error": one_line(error), "seconds": time.monotonic() - began}
+    results, start = [], 0
+    for each in by_job:
+        end = start + len(each)
+        results.append({"scores": _rows(columns, start, end), "errors": errors[start:end]})
+        start = end
+    return {"results": results, "seconds": time.monotonic() - began}
+
+
+def _rows(columns: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
+    return {
+        key: _rows(column, start, end) if isinstance(column, dict) else column[start:end]
+        for key, column in columns.items()
+    }
+
+
+def items_of(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
+    """Return the items of a request: its fields by item, and the media of its array."""
+    count, media = len(job["prompts"]), job["media"]
+    found = []
+    for i in range(count):
+        fields = {to: job[name][i] for name, to in _PER_ITEM.items() if name in job}
+        info = {to: job[name][i] for name, to in _INFO.items() if name in job}
+        for name in ("video_infos", "metadata"):
+            info |= job[name][i] if name in job else {}
+        for name in ("geneval_only_strict", "ocr_use_gpu"):
+            info |= {name: job[name]} if name in job else {}
+        found.append(Item(prompt=job["prompts"][i], media=_media(media, array, i), info=info, **fields))
+    return found
+
+
+def _media(media: str, array: np.ndarray, i: int) -> Any:
+    if media == "text":
+        return None
+    pixels = array[i]
+    if pixels.dtype != np.uint8:
+        pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
+    if media == "video":  # channels, frames, height, width
+        return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+    from PIL import Image
+
+    if pixels.shape[-1] not in {1, 3}:
+        pixels = np.moveaxis(pixels, 0, -1)
+    pixels = np.ascontiguousarray(pixels)
+    return Image.fromarray(pixels[..., 0]).convert("RGB") if pixels.shape[-1] == 1 else Image.fromarray(pixels)
+
+
+def _decoded(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
+    from cosmos_core.rewards.service import decoder
+
+    began = time.monotonic()
+    try:
+        return {"seconds": time.monotonic() - began}, [decoder.decode(array) for array in arrays]
+    except Exception as error:  # noqa: BLE001 - the client is told
+        traceback.print_exc()
+        return {"error": one_line(error), "seconds": time.monotonic() - began}, []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Rollouts of diffusion models: images and videos of prompts, drawn with the trainer's own denoiser.
+
+Samples of all prompts and completions are batched together, and divided over the data-parallel ranks one by one, so
+that each rank calls the denoiser equally often, as a sharded one needs. A completion depends on the weights, its prompt
+and its seed alone. There is nothing to load and nothing to put to sleep: the weights are those that are trained, or a
+named set of them.
+
+Not here: the steps (`flow_path`), the table of noise levels and the network's inputs (`models/diffusion.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.models import flow
+from cosmos_core.parallel.mesh import Mesh
+from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, WeightFormat, request_seed
+from cosmos_core.rollout.flow_path import Path, denoise, guided, stochastic_steps
+from cosmos_core.types import Completion, Drawn, FlowSampling, Group, Prompt, Sampling
+
+SHARED_NOISE = -1
+"""Stands for the number of a completion in the seed of noise that all of a group start from."""
+
+
+class FlowModel(Protocol):
+    """What sampling asks of a family of diffusion models; `models.diffusion.DiffusionModel` has it all."""
+
+    shift: float
+
+    def set_scheduler_timestep(self, num_steps: int) -> Tensor:
+        """Return the table of noise levels of the pipeline's scheduler."""
+        ...
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of the latents of one image or clip."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return latents as pixels (B, 3, [F,] H, W), about in [-1, 1]."""
+        ...
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """Return the velocity of classifier-free guidance."""
+        ...
+
+    def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Callable[..., Tensor], *args: Any) -> Any:
+        """Run `sample(predict, ...)`, in the way of the family."""
+        ...
+
+
+@dataclass(frozen=True)
+class FlowSource:
+    """What an engine draws with."""
+
+    model: FlowModel
+    predict: Callable[..., Tensor]
+    """The velocity of the trainer's denoiser: `(latents, sigma_B, text)`."""
+    weights: Callable[[str], AbstractContextManager[None]]
+    """Has the denoiser compute with named weights inside a block, without dropout and gradients."""
+    device: torch.device
+    mesh: Mesh | None = None
+    null_text: dict[str, Tensor] | None = None
+    """The embedding of the empty prompt; None: guidance cannot be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One completion to draw."""
+
+    prompt: Prompt
+    k: int
+
+
+class FlowSamplerEngine:
+    """Samples from the denoiser that is being trained."""
+
+    name = "flow_sampler"
+    ranks_per_engine = 1
+    spans_ranks = True
+    weight_format: WeightFormat = "shared"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if settings.flow is None:
+            raise ConfigError("rollout.backend = 'flow_sampler' draws images and videos; take 'vllm' for text")
+        self._source: FlowSource = settings.flow
+        self._most_of_group = settings.rollout.n_generation_mini_batch
+        self._version = 0
+        self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """See `Engine.submit`; what is submitted together is one batch."""
+        if sampling.flow is None:
+            raise ConfigError("rollout.backend = 'flow_sampler' cannot draw tokens")
+        if sampling.flow.guidance_scale > 1 and self._source.null_text is None:
+            raise ConfigError(
+                f"policy.diffusers.sample.guidance_scale = {sampling.flow.guidance_scale}: the prepared prompts have "
+                f"no embedding of the empty prompt; run the prepare stage again, or set it to 1"
+            )
+        if prompts:
+            self._waiting.append((prompts, sampling, step))
+
+    def completed(self) -> list[Group]:
+        """See `Engine.completed`; draws the oldest batch."""
+        if not self._waiting:
+            return []
+        prompts, sampling, step = self._waiting.popleft()
+        rows = [_Row(prompt, k) for prompt in prompts for k in range(sampling.num_completions)]
+        most = len(prompts) * min(self._most_of_group or sampling.num_completions, sampling.num_completions)
+        drawn: list[Drawn] = []
+        for start in range(0, len(rows), most * self._num_ranks):
+            drawn += self._of_ranks(rows[start : start + most * self._num_ranks], sampling, step)
+        count = sampling.num_completions
+        return [
+            Group(prompt, tuple(map(_completion, drawn[p * count : (p + 1) * count])), step)
+            for p, prompt in enumerate(prompts)
+        ]
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """See `Engine.load_weights`; the modules are the trainer's, so no tensor comes."""
+        self._version = version
+        return Loaded(version, 0)
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`; there are no tokens."""
+        raise AssertionError("a diffusion model has no tokens")
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """See `Engine.sleep`; the trainer needs the weights."""
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._source.mesh.data.size() if self._source.mesh else 1
+
+    def _of_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
+        """Return what all ranks draw for these rows, in their order; a rank without a row of its own draws the first,
+        so that all take part in each call of the denoiser."""
+        mesh = self._source.mesh
+        if mesh is None:
+            return self._draw(rows, sampling, step)
+        own = mesh.select_own(rows)
+        size = -(-len(rows) // self._num_ranks)
+        made = self._draw([*own, *[rows[0]] * (size - len(own))], sampling, step)[: len(own)]
+        of_ranks = mesh.all_gather_object(made)
+        return [of_ranks[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
+
+    def _draw(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
+        """Return what this rank draws."""
+        assert sampling.flow is not None
+        settings, model = sampling.flow, self._source.model
+        sigmas_N = table_of(model, settings)
+        shape = model.latent_shape(*settings.size, settings.num_frames)
+        generators = [_generator(sampling.seed, step, row.prompt.id, row.k) for row in rows]
+        noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+        if settings.shares_noise:
+            starts = [_generator(sampling.seed, step, row.prompt.id, SHARED_NOISE) for row in rows]
+            noise = torch.stack([torch.randn(shape, generator=generator) for generator in starts])
+        text = _stacked([row.prompt.embedding for row in rows], self._source.device)
+        null = _stacked([self._source.null_text or {}] * len(rows), self._source.device)
+        steps = stochastic_steps(settings, sampling.seed, step)
+
+        def sample(predict: Callable[..., Tensor]) -> Path:
+            velocity = guided(
+                lambda x, sigma_B: predict(x, sigma_B, text),
+                lambda x, sigma_B: predict(x, sigma_B, null),
+                model.guided,
+                settings.guidance_scale,
+            )
+            return denoise(velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps)
+
+        with self._source.weights(settings.weights), torch.no_grad():
+            path = model.pipeline_with_logprob(sample, self._source.predict)
+            pixels = to_bytes(model.decode(path.latents))
+        if settings.num_frames == 1 and pixels.ndim == 5:
+            pixels = pixels[:, 0]
+        return [path.drawn(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
+
+
+def table_of(model: FlowModel, settings: FlowSampling) -> Tensor:
+    """Return the noise levels of a sampler: those of the pipeline's scheduler, or of another table with its shift."""
+    if not settings.schedule:
+        return model.set_scheduler_timestep(settings.num_steps)
+    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.shift)
+
+
+def to_bytes(pixels: Tensor) -> Tensor:
+    """Return pixels (B, 3, [F,] H, W) in [-1, 1] as uint8 (B, [F,] H, W, 3) on the CPU."""
+    scaled = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    return scaled.movedim(1, -1).contiguous()
+
+
+def _completion(drawn: Drawn) -> Completion:
+    return Completion((), "stop", "", drawn=drawn)
+
+
+def _generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:
+    return torch.Generator().manual_seed(request_seed(seed, step, prompt_id, k))
+
+
+def _stacked(texts: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Return embeddings of one shape with a dimension for the samples."""
+    return {name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]}

@@ -1,0 +1,132 @@
+"""What trainings that draw images and videos are put together from: prompts, what the engine draws with, real data
+beside rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
+
+from cosmos_core.algorithms.base import Algorithm, Loss, Update
+from cosmos_core.algorithms.diffusion_sft import flow_loss
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.flow_sample import seed_of
+from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, open_media_prompts
+from cosmos_core.data.order import batch_positions
+from cosmos_core.errors import ConfigError
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.rollout.flow_sampler import FlowSource
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.feeds import draws_of
+from cosmos_core.train.trainer import Trainer
+from cosmos_core.types import FlowSampling, Prompt
+
+REFERENCE_KEYS = ("reference", "answer", "label")
+"""Where the metadata of a prompt may have what its rewards compare with, if the recipe names no column."""
+_DATA = 0x64617461
+"""Keeps the draws of a data term apart from others of the same seed."""
+
+
+class DrawnPrompts(Sequence[Prompt]):
+    """Prepared prompts for images or videos, as rollouts take them."""
+
+    def __init__(self, prompts: MediaPrompts, column: str = "") -> None:
+        """`column`: of the metadata, what rewards compare with; empty: the first found of `REFERENCE_KEYS`."""
+        self.media, self._columns = prompts, (column,) if column else REFERENCE_KEYS
+
+    def __len__(self) -> int:
+        return len(self.media)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        found = self.media[index]
+        reference = next((str(found.metadata[name]) for name in self._columns if name in found.metadata), "")
+        return Prompt(found.row, (), found.prompt, reference, embedding=dict(found.text), metadata=dict(found.metadata))
+
+
+def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
+    """Return the prompts of a split of a prepare stage's data folder.
+
+    Raises:
+        DataError: there is no such split, or it is damaged.
+    """
+    return DrawnPrompts(
+        open_media_prompts(folder, split), getattr(recipe.train.train_policy, "response_column_name", "")
+    )
+
+
+def evaluation_sampling(recipe: Recipe) -> FlowSampling:
+    """Return how images and videos of held-out prompts are drawn: without noise, by the policy or its average."""
+    diffusers, sample = recipe.policy.diffusers, recipe.policy.diffusers.sample
+    return FlowSampling(
+        num_steps=sample.eval_num_steps,
+        guidance_scale=sample.guidance_scale,
+        solver="dpm2" if sample.solver == "dpm2" else "euler",
+        schedule=sample.sigma_schedule,
+        size=diffusers.inference_size,
+        num_frames=diffusers.inference_frames if diffusers.is_video else 1,
+    )
+
+
+def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
+    """Return what the engine of a diffusion model draws with: the trainer's own denoiser."""
+    adapter: Any = trainer.adapter
+    null_text = None
+    if stage.data is not None:
+        split = "train" if stage.kind.trains else "validation"
+        null_text = open_media_prompts(stage.data, split).null_text
+
+    @contextmanager
+    def weights(name: str) -> Iterator[None]:
+        adapter.runner.train(False)
+        with trainer.weights(name):
+            yield
+
+    return FlowSource(adapter.family, adapter.predict, weights, adapter.device, adapter.mesh, null_text)
+
+
+def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
+    """Give an algorithm what it needs of the prepared data beside its prompts.
+
+    Raises:
+        ConfigError: rollouts are to be given frames.
+        DataError: there are no images or clips for a data term.
+    """
+    assert stage.data is not None
+    flow_rl, policy = stage.recipe.policy.diffusers.flow_rl, stage.recipe.train.train_policy
+    if flow_rl.max_conditional_frames:
+        raise ConfigError(
+            f"policy.diffusers.flow_rl.max_conditional_frames = {flow_rl.max_conditional_frames}: rollouts start from "
+            f"text alone in this version; set it to 0"
+        )
+    algorithm.null_text = open_media_prompts(stage.data, "train").null_text
+    if flow_rl.data_beta and policy.rows == "media":
+        algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
+
+
+def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int], Update]:
+    """Return what gives the diffusion loss on as many real images or clips as a train step has prompts, times
+    `data_beta`: the loss of SFT, at noise levels that are drawn as there."""
+    draws, beta = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl.data_beta
+    size, seed = (
+        min(len(rows), recipe.train.train_batch_per_replica // recipe.rollout.n_generation),
+        recipe.train.order_seed,
+    )
+
+    def update(step: int) -> Update:
+        positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()
+        samples = [draws.sample(rows[i], seed_of(seed, step, i, _DATA)) for i in positions]
+
+        def loss(micro: MicroBatch) -> Loss:
+            found = flow_loss(micro, len(samples))
+            return Loss(beta * found.value, {f"data/{name}": value for name, value in found.metrics.items()})
+
+        return Update(samples, loss)
+
+    return update

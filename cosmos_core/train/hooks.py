@@ -1,0 +1,34 @@
+"""The user's own functions at points of a training: `[train.hooks]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.registry import import_user_code, location_of
+from cosmos_core.run.stage import Stage
+
+
+class Hooks:
+    """The hooks of a stage's recipe.
+
+    Raises:
+        ConfigError: one does not exist, or raised.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        named = {key: name for key, name in stage.recipe.train.hooks if name}
+        self._functions = {key: import_user_code(name) for key, name in named.items()}
+
+    def __call__(self, key: str, **data: Any) -> None:
+        """Call the hook of that name, where there is one."""
+        if (function := self._functions.get(key)) is None:
+            return
+        try:
+            function(self._stage, data)
+        except CosmosError:
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"train.hooks.{key}: {reason} ({location_of(error, function)})") from error

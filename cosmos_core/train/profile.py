@@ -1,0 +1,100 @@
+"""Traces of train steps by torch.profiler, where `[profiler]` asks for them: `profile/` in the stage."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from cosmos_core.parallel.mesh import rank_number
+from cosmos_core.run.files import write_json
+from cosmos_core.run.stage import PROFILE_ASKED, PROFILES, Stage
+
+_NUM_OPERATORS = 20
+
+
+class StepProfiler:
+    """Records the train steps of one rank, once at the beginning or whenever `cosmos profile` asks.
+
+    A context manager whose `step` is called behind each train step.
+    """
+
+    def __init__(self, stage: Stage, start: int) -> None:
+        """`start`: train steps that are complete."""
+        self._stage, self._config = stage, stage.recipe.profiler.sub_profiler_config
+        self._rank = rank_number()
+        self._is_on = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
+        self._asked = self._asked_at()
+        self._profile: profile | None = None
+        self._step = self._begun = start
+
+    def __enter__(self) -> StepProfiler:
+        if self._is_on and self._config.do_profile:
+            self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+
+    def step(self, step: int) -> None:
+        """Take note of the end of train step `step`."""
+        self._step = step
+        if self._profile is not None:
+            self._profile.step()
+            if step == self._last:
+                self._profile.stop()
+                self._profile = None
+        elif self._is_on and (asked := self._asked_at()) != self._asked:
+            self._asked = asked
+            self._begin()
+
+    def _asked_at(self) -> float:
+        path = self._stage.path / PROFILE_ASKED
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    def _begin(self) -> None:
+        config, activities = self._config, [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._begun = self._step
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=config.wait_steps, warmup=config.warmup_steps, active=config.active_steps, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=config.record_shape,
+            profile_memory=config.profile_memory,
+            with_stack=config.with_stack,
+        )
+        self._profile.start()
+
+    @property
+    def _last(self) -> int:
+        config = self._config
+        return self._begun + config.wait_steps + config.warmup_steps + config.active_steps
+
+    def _write(self, found: profile) -> None:
+        if (first := self._last - self._config.active_steps + 1) > self._step:
+            return  # the training ended before
+        folder = self._stage.path / PROFILES
+        folder.mkdir(exist_ok=True)
+        name = f"steps_{first}-{self._step}_rank_{self._rank}"
+        found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        write_json(folder / f"{name}.operators.json", _longest(found))
+
+
+def _longest(found: profile) -> list[dict[str, Any]]:
+    """Return the operators with the longest time of their own, in milliseconds on the device that computes."""
+    on_device = torch.cuda.is_available()
+    events = found.key_averages()
+    rows = [(each.self_device_time_total if on_device else each.self_cpu_time_total, each) for each in events]
+    total = sum(micros for micros, _ in rows) or 1.0
+    rows.sort(key=lambda row: -row[0])
+    return [
+        {"operator": event.key, "calls": event.count, "ms": round(micros / 1000, 3), "share": round(micros / total, 4)}
+        for micros, event in rows[:_NUM_OPERATORS]
+    ]

@@ -1,0 +1,94 @@
+"""Keys of traces, of real trainings of four steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.observe.sections import operators
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import PROFILE_ASKED
+from tests.effects.change import Change, changes, recipe
+from tests.effects.test_training import SMALL, inputs, trained
+
+__all__ = ["inputs"]
+
+PARTS = "profiler.sub_profiler_config"
+ALLOWED = {**SMALL, "profiler.enable_profiler": True}
+TRACED = {**ALLOWED, f"{PARTS}.do_profile": True}
+ASKED = {**SMALL, f"{PARTS}.do_profile": True}
+USUAL = "steps_3-3_rank_0"
+
+
+def traces(settings: Any, inputs: Path, path: Path) -> dict[str, dict[str, Any]]:
+    """The traces that a training leaves, by name."""
+    trained(settings, inputs, path)
+    files = sorted((path / "profile").glob("*_rank_*.json.gz"))
+    return {file.name.removesuffix(".json.gz"): json.loads(gzip.decompress(file.read_bytes())) for file in files}
+
+
+@changes(
+    (Change("profiler.enable_profiler", True, ASKED), [USUAL]),
+    (Change(f"{PARTS}.do_profile", True, ALLOWED), [USUAL]),
+    (Change(f"{PARTS}.active_steps", 2, TRACED), ["steps_3-4_rank_0"]),
+    (Change(f"{PARTS}.warmup_steps", 0, TRACED), ["steps_2-2_rank_0"]),
+    (Change(f"{PARTS}.wait_steps", 2, TRACED), ["steps_4-4_rank_0"]),
+    (Change(f"{PARTS}.rank_filter", [1], TRACED), []),
+)
+def test_it_changes_which_steps_are_traced(change: Change, expected: list[str], inputs: Path, tmp_path: Path) -> None:
+    before = traces(change.before, inputs, tmp_path / "before")
+    assert list(before) == ([USUAL] if change.base is TRACED else [])
+    after = traces(change.after, inputs, tmp_path / "after")
+    assert list(after) == expected
+    for trace in after.values():
+        assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+
+
+@changes(
+    (Change(f"{PARTS}.record_shape", True, TRACED), "Input Dims"),
+    (Change(f"{PARTS}.profile_memory", True, TRACED), "Total Allocated"),
+    (Change(f"{PARTS}.with_stack", True, TRACED), "Python parent id"),
+)
+def test_it_changes_what_a_trace_has(change: Change, expected: str, inputs: Path, tmp_path: Path) -> None:
+    def has(settings: Any, name: str) -> bool:
+        [trace] = traces(settings, inputs, tmp_path / name).values()
+        return any(expected in event.get("args", {}) for event in trace["traceEvents"])
+
+    assert not has(change.before, "before") and has(change.after, "after")
+
+
+@changes(Change("logging.report_mfu", True, SMALL))
+def test_it_changes_whether_the_share_of_the_devices_rate_is_reported(
+    change: Change, inputs: Path, tmp_path: Path
+) -> None:
+    def shares(settings: Any, name: str) -> list[float]:
+        trained(settings, inputs, tmp_path / name)
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [line["throughput/mfu"] for line in lines if "throughput/mfu" in line]
+
+    assert shares(change.before, "before") == []
+    found = shares(change.after, "after")
+    assert len(found) == 4 and all(0 < share < 1 for share in found)
+
+
+def test_a_training_that_runs_is_traced_when_it_is_asked(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from tests.effects import test_training
+
+    def ask(self: Any, step: int, total: int | None = None, **metrics: float) -> None:
+        if step == 1:
+            (tmp_path / "sft" / PROFILE_ASKED).write_text("true")
+
+    monkeypatch.setattr(test_training.Watch, "step", ask)
+    settings = recipe({**ALLOWED, f"{PARTS}.wait_steps": 0, f"{PARTS}.warmup_steps": 1})
+    assert list(traces(settings, inputs, tmp_path / "sft")) == ["steps_4-4_rank_0"]
+    stage: Any = SimpleNamespace(path=tmp_path / "sft")
+    longest = operators(stage)
+    assert longest[0].ms > 0 and longest[0].share >= longest[1].share

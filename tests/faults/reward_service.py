@@ -1,0 +1,80 @@
+"""A real reward service for tests: a process of its own, with its rewards in theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tomli_w
+
+from cosmos_core.rewards.exchange import Service
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(ROOT / "tests/programs/served.py")
+
+
+@dataclass
+class Running:
+    """A service that takes requests."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    token: str
+    log: Path
+
+    @property
+    def service(self) -> Service:
+        return Service(((f"{self.url}/api/reward/enqueue", f"{self.url}/api/reward/pull"),), self.token)
+
+    def post(self, path: str, **content: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token}", **content.pop("headers", {})}
+        return httpx.post(f"{self.url}/api/reward/{path}", headers=headers, timeout=20, **content)
+
+    def workers(self) -> list[psutil.Process]:
+        return [p for p in psutil.Process(self.process.pid).children() if "worker" in " ".join(p.cmdline())]
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        return self.process.wait(30)
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None and httpx.get(f"{self.url}/health", timeout=20).status_code == 200
+
+
+@contextmanager
+def running(folder: Path, config: Mapping[str, Any], token: str = "a secret token") -> Iterator[Running]:
+    """Start a service and end it, whatever happens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, ready, log = folder / "rewards.toml", folder / "url", folder / "log"
+    file.write_text(tomli_w.dumps({"port": 0, **config}))
+    ready.unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "REMOTE_REWARD_TOKEN": token}
+    command = [sys.executable, "-m", "cosmos_core.rewards.service", "--config", str(file), "--ready", str(ready)]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield Running(process, ready.read_text(), token, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def counted(folder: Path, name: str = "counted", **settings: Any) -> dict[str, Any]:
+    """The reward that counts what it scores."""
+    options = {"file": str(folder / "scored"), **settings.pop("options", {})}
+    return {"reward_type": name, "entry": f"{PROGRAM}:Counted", "device": "cpu", "options": options, **settings}

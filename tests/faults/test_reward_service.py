@@ -1,0 +1,311 @@
+"""The reward service as a process: its protocol, and every request scored exactly once whatever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from fakeredis import TcpFakeServer
+from PIL import Image
+
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.rewards.exchange import ping
+from cosmos_core.rewards.jpeg_size import jpeg_size
+from cosmos_core.rewards.protocol import encode_request
+from cosmos_core.rewards.remote import RemoteRewards
+from tests.faults.reward_service import PROGRAM, Running, counted, running
+
+REWARDS = [
+    {"reward_type": "jpeg_size"},
+    {"reward_type": "exact_match"},
+    {"reward_type": "mean", "entry": f"{PROGRAM}:mean"},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    config = {"reward_args": [*REWARDS, counted(folder)], "replica_id": "first", "max_body_bytes": 2**20}
+    with running(folder, config) as found:
+        yield found
+
+
+def asked(*names: str, **settings: Any) -> RemoteRewardConfig:
+    functions = [{"name": name, "clip_max": 1e6, "clip_min": -1e6} for name in names]
+    given = {"reward_fns": functions, "reward_clip_max": 1e6, "reward_clip_min": -1e6, "timeout_seconds": 60.0}
+    return RemoteRewardConfig.model_validate({**given, **settings})
+
+
+def noise(count: int, size: int = 16) -> list[dict[str, Any]]:
+    pixels = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
+    return [{"prompt": str(i), "media": Image.fromarray(each)} for i, each in enumerate(pixels)]
+
+
+def body(*prompts: str, **reward_fn: float) -> bytes:
+    array = np.arange(len(prompts) * 12, dtype=np.uint8).reshape(-1, 2, 2, 3)
+    return encode_request(
+        {"prompts": list(prompts), "reward_fn": reward_fn or {"mean": 1.0}, "media_type": "image"}, array
+    )
+
+
+def fetched(server: Running, key: str, name: str, seconds: float = 20) -> httpx.Response:
+    deadline = time.monotonic() + seconds
+    while (response := server.post("pull", data={"uuid": key, "type": name})).status_code == 400:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return response
+
+
+def test_requests_and_responses_are_those_of_the_original_service(server: Running) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+    said = server.post("enqueue", content=body("a", "b"), headers=headers)
+    assert (said.status_code, list(said.json())) == (200, ["uuid", "replica_id"])
+    key = said.json()["uuid"]
+    assert str(uuid.UUID(key)) == key and said.json()["replica_id"] == "first"
+    response = fetched(server, key, "mean")
+    found = response.json()
+    assert list(found) == ["scores", "input_info", "duration", "decoded_duration", "type"]
+    assert found["scores"] == {"mean": [5.5, 17.5], "largest": [11.0, 23.0]}
+    assert found["input_info"] == {"shape": [2, 2, 2, 3], "dtype": "torch.uint8", "min": "0.000", "max": "23.000"}
+    assert (found["decoded_duration"], found["type"]) == ("0.00", "mean")
+    assert float(found["duration"]) >= 0 and len(found["duration"].partition(".")[2]) == 2
+    assert response.content == json.dumps(found, separators=(",", ":")).encode()
+    assert fetched(server, key, "mean").content == response.content, "it can be fetched again"
+    nothing = server.post("pull", data={"uuid": str(uuid.uuid4()), "type": "mean"})
+    assert nothing.status_code == 400 and nothing.json()["message"].startswith("Not found scores for ")
+    assert server.post("ping", data={"info_data": "{}"}).json() == {"message": "Ping request received"}
+    with pytest.raises(Exception, match="not served here: other"):
+        ping(server.service, ["other"])
+
+
+def test_float_images_videos_and_texts_are_scored_as_what_they_are(server: Running) -> None:
+    pixels = np.full((1, 4, 4, 3), 7.0, np.float16)
+    fields = {"prompts": ["p"], "reward_fn": {"mean": 1.0}, "media_type": "image"}
+    video = {**fields, "media_type": "video", "video_infos": [{"video_fps": 8.0}]}
+    for content, score, info in (
+        (encode_request(fields, pixels), 7.0, {"dtype": "torch.float16", "shape": [1, 4, 4, 3]}),
+        (encode_request(video, np.full((1, 3, 2, 4, 4), 9, np.uint8)), 9.0, {"video_infos": [{"video_fps": 8.0}]}),
+    ):
+        found = fetched(server, server.post("enqueue", content=content).json()["uuid"], "mean").json()
+        assert found["scores"]["mean"] == [score]
+        assert found["input_info"].items() >= info.items()
+    texts = [{"prompt": "p", "to_be_evaluated": text, "reference": "42"} for text in ("42", "41")]
+    scores = RemoteRewards(asked("exact_match", batch_size=2), server.service).score(texts)
+    assert [score.value for score in scores] == [1.0, 0.0]
+
+
+def test_scores_are_those_of_the_same_reward_in_process_to_the_bit(server: Running) -> None:
+    requests = noise(20)
+    scores = RemoteRewards(asked("jpeg_size", batch_size=3), server.service).score(requests)
+    assert [score.value for score in scores] == [jpeg_size("", "", media=each["media"]) for each in requests]
+
+
+def test_an_item_that_cannot_be_scored_is_invalid_and_the_others_are_not(server: Running) -> None:
+    requests = [*noise(2), {**noise(1)[0], "prompt": "raise"}]
+    scores = RemoteRewards(asked("mean", batch_size=3, missing_score="drop_group"), server.service).score(requests)
+    assert [score.value is None for score in scores] == [False, False, True]
+    assert scores[2].error.startswith("mean: ValueError: nobody can score it (")
+
+
+def test_a_request_that_is_sent_twice_is_scored_once(server: Running, tmp_path: Path) -> None:
+    key = str(uuid.uuid4())
+    for _ in range(3):
+        said = server.post("enqueue", content=body("123", counted=1.0), headers={"Idempotency-Key": key})
+        assert said.json()["uuid"] == key
+    assert fetched(server, key, "counted").json()["scores"] == {"counted": [123.0]}
+    assert Counter(scored(server))["123"] == 1
+
+
+def scored(server: Running) -> list[str]:
+    return (server.log.parent / "scored").read_text().split()
+
+
+def test_every_image_is_scored_exactly_once_while_its_processes_are_killed(server: Running) -> None:
+    requests, is_done = noise(200), threading.Event()
+
+    def kill() -> None:
+        while not is_done.wait(0.4):
+            for process in server.workers():
+                process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        remote = RemoteRewards(asked("mean", "counted", batch_size=2, max_in_flight=16), server.service)
+        scores = remote.score(requests)
+    finally:
+        is_done.set()
+        killer.join()
+    expected = [float(np.asarray(each["media"], np.float64).mean()) + i for i, each in enumerate(requests)]
+    assert [score.value for score in scores] == pytest.approx(expected)
+    assert remote.counts["missing"] == remote.counts["resent"] == 0
+
+
+def test_health_metrics_and_page_show_how_it_goes(server: Running) -> None:
+    assert httpx.get(f"{server.url}/health").json()["rewards"].keys() == {"jpeg_size", "exact_match", "mean", "counted"}
+    bearer = {"Authorization": f"Bearer {server.token}"}
+    metrics = httpx.get(f"{server.url}/metrics", headers=bearer).text
+    assert 'reward_items_total{reward="mean"} ' in metrics
+    assert 'reward_restarts_total{reward="mean"}' in metrics
+    page = httpx.get(f"{server.url}/", auth=("anybody", server.token))
+    assert page.status_code == 200 and "its process was killed by signal 9" in page.text
+    assert [httpx.get(f"{server.url}/{path}").status_code for path in ("", "metrics")] == [401, 401]
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "Basic d3Jvbmc=", "bearer a secret toke", "ü"])
+def test_without_the_token_nothing_is_read(server: Running, header: str) -> None:
+    headers = {"Authorization": header.encode()}
+    before = len(scored(server))
+    for path in ("enqueue", "pull", "ping", "latent_attr"):
+        response = httpx.post(f"{server.url}/api/reward/{path}", content=body("1", counted=1.0), headers=headers)
+        assert (response.status_code, response.json()) == (401, {"message": "a bearer token is needed"})
+    assert len(scored(server)) == before
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(
+            f"POST /api/reward/enqueue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+            f"Content-Length: {2**40}\r\n\r\n".encode()
+        )
+        reply = connection.recv(65536)
+    assert b"413" in reply.split(b"\r\n")[0] and b"max_body_bytes" in reply
+    chunked = server.post("enqueue", content=iter([b"{}\n"]))
+    assert chunked.status_code == 411
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompts": ["a", "b"]}, "2 prompts and 1 items"),
+        ({"prompts": []}, "prompts must be"),
+        ({"prompts": [1]}, "prompts must be"),
+        ({"reward_fn": {"other": 1.0}}, "'other' is not served here"),
+        ({"reward_fn": {"mean": 0.0}}, "names no reward"),
+        ({"reward_fn": ["mean"]}, "reward_fn must be"),
+        ({"media_type": "audio"}, "media_type must be"),
+        ({"media_type": "video"}, "videos are an array of batch, channels"),
+        ({"media_type": "text"}, "a request of texts"),
+        ({"references": ["a", "b"]}, "references must be a list"),
+        ({"video_infos": [1]}, "video_infos must be a list of objects"),
+        ({"ocr_use_gpu": 1}, "ocr_use_gpu must be"),
+    ],
+)
+def test_a_malformed_request_is_refused_with_one_line(server: Running, fields: dict[str, Any], reason: str) -> None:
+    given = {"prompts": ["a"], "reward_fn": {"mean": 1.0}, "media_type": "image", **fields}
+    response = server.post("enqueue", content=encode_request(given, np.zeros((1, 2, 2, 3), np.uint8)))
+    assert response.status_code == 400
+    assert reason in response.json()["message"]
+
+
+def test_latents_are_refused_where_no_decoder_is_configured(server: Running) -> None:
+    fields = {"prompts": ["a"], "reward_fn": {"mean": 1.0}, "media_type": "video"}
+    response = server.post("enqueue", content=encode_request(fields, np.zeros((1, 16, 2, 4, 4), np.float16)))
+    assert (response.status_code, "decode_args.model_path" in response.text) == (400, True)
+    assert server.post("latent_attr", data={"fields": "{}"}).status_code == 400
+
+
+def test_random_requests_reach_no_reward_and_cost_nothing(server: Running) -> None:
+    from tests.acceptance.reward_fuzz import fuzz
+
+    before, process = len(scored(server)), psutil.Process(server.process.pid)
+    memory = process.memory_info().rss
+    statuses = fuzz(server.url, server.token, 400, random.Random(0))
+    assert set(statuses) <= {200, 400, 401, 404, 405, 408, 411, 413, 422}, statuses
+    assert statuses[200] < 40, "pings alone"
+    assert server.is_alive() and len(scored(server)) == before
+    assert process.memory_info().rss - memory < 64 * 2**20
+
+
+def test_a_poisonous_request_gets_an_error_and_takes_no_other_with_it(tmp_path: Path) -> None:
+    config = {"reward_args": [counted(tmp_path, timeout_seconds=1.0)], "attempts": 2, "batch_seconds": 0.1}
+    with running(tmp_path, config) as server:
+        requests = noise(4) + [{**noise(1)[0], "prompt": prompt} for prompt in ("die", "hang")]
+        scores = RemoteRewards(asked("counted", missing_score="drop_group"), server.service).score(requests)
+    assert [score.value for score in scores] == [0.0, 1.0, 2.0, 3.0, None, None]
+    assert "exited with code 3" in scores[4].error and "not done in 1 s" in scores[5].error
+
+
+def test_beyond_its_room_it_says_when_to_come_back_and_the_client_does(tmp_path: Path) -> None:
+    config = {"reward_args": [counted(tmp_path, options={"seconds": 0.3}, batch_size=1)], "max_pending": 1}
+    with running(tmp_path, config) as server:
+        said = [server.post("enqueue", content=body("1", counted=1.0)) for _ in range(4)]
+        full = next(each for each in said if each.status_code == 429)
+        assert full.headers["Retry-After"].isdigit()
+        remote = RemoteRewards(asked("counted", max_in_flight=4), server.service)
+        assert [score.value for score in remote.score(noise(4))] == [0.0, 1.0, 2.0, 3.0]
+    assert remote.counts["throttled"] > 0
+
+
+def test_a_stop_finishes_what_was_accepted_and_takes_nothing_new(tmp_path: Path) -> None:
+    with running(tmp_path, {"reward_args": [counted(tmp_path, options={"seconds": 0.1}, batch_size=1)]}) as server:
+        keys = [server.post("enqueue", content=body(str(i), counted=1.0)).json()["uuid"] for i in range(8)]
+        workers = server.workers()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.post("enqueue", content=body("9", counted=1.0)).status_code == 503
+        assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
+        found = [fetched(server, key, "counted").json()["scores"]["counted"] for key in keys]
+        assert found == [[float(i)] for i in range(8)]
+        assert server.process.wait(20) == 0
+    psutil.wait_procs(workers, timeout=5)
+    assert not any(process.is_running() for process in workers)
+
+
+def test_with_redis_accepted_requests_and_scores_outlive_the_service(tmp_path: Path) -> None:
+    redis = TcpFakeServer(("127.0.0.1", 0))
+    threading.Thread(target=redis.serve_forever, daemon=True).start()
+    config = {
+        "queue": "redis", "redis_host": "127.0.0.1", "redis_port": redis.server_address[1], "replica_id": "first",
+        "reward_args": [counted(tmp_path, options={"seconds": 0.05}, batch_size=1)],
+    }  # fmt: skip
+    try:
+        with running(tmp_path, config) as server:
+            keys = [server.post("enqueue", content=body(str(i), counted=1.0)).json()["uuid"] for i in range(20)]
+            fetched(server, keys[0], "counted")
+            workers = server.workers()
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+            psutil.wait_procs(workers, timeout=5)
+            assert not any(process.is_running() for process in workers), "rewards end with the service"
+        with running(tmp_path, config) as server:
+            found = [fetched(server, key, "counted").json()["scores"]["counted"] for key in keys]
+            assert found == [[float(i)] for i in range(20)]
+            again = server.post("enqueue", content=body("0", counted=1.0), headers={"Idempotency-Key": keys[0]})
+            assert again.json()["uuid"] == keys[0]
+            time.sleep(0.2)
+            counts = Counter(scored(server))
+        assert set(counts) == {str(i) for i in range(20)}
+        assert sum(counts.values()) <= 21, "one may have been scored without being kept"
+    finally:
+        redis.shutdown()
+        redis.server_close()
+
+
+def test_beyond_this_machine_it_does_not_start_without_a_token(tmp_path: Path) -> None:
+    reason = "can be reached from other machines and REMOTE_REWARD_TOKEN is not set"
+    config = {"host": "0.0.0.0", "reward_args": [{"reward_type": "jpeg_size"}]}
+    with pytest.raises(AssertionError, match=reason), running(tmp_path, config, token=""):
+        pass
+
+
+def test_a_reward_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
+    reason = r"reward 'jpegsize' cannot be loaded: .* did you mean 'jpeg_size'"
+    config = {"reward_args": [{"reward_type": "jpegsize"}]}
+    with pytest.raises(AssertionError, match=reason), running(tmp_path, config):
+        pass

@@ -1,0 +1,42 @@
+"""Rewards for a service under test: what they do is said by the prompt of each item."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.rewards.served import Item, Settings
+
+
+def mean(to_be_evaluated: str, reference: str, prompt: str, media: Any) -> tuple[float, dict[str, float]]:
+    """The mean of the pixels; `raise` raises."""
+    if prompt == "raise":
+        raise ValueError("nobody can score it")
+    pixels = np.asarray(media, dtype=np.float64)
+    return float(pixels.mean()), {"largest": float(pixels.max())}
+
+
+class Counted:
+    """Scores an item with the number in its prompt, and writes it to a file; `die`, `hang`, `nap` do so."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._file = Path(settings.options["file"])
+        self._seconds = settings.options.get("seconds", 0.0)
+
+    def score(self, items: Sequence[Item]) -> dict[str, list[float]]:
+        prompts = [item.prompt for item in items]
+        time.sleep(self._seconds * len(items))
+        if "die" in prompts:
+            os._exit(3)
+        if "hang" in prompts:
+            time.sleep(60)
+        if "nap" in prompts:
+            time.sleep(0.5)
+        with self._file.open("a") as file:
+            file.write("".join(f"{prompt}\n" for prompt in prompts))
+        return {"counted": [float(prompt) if prompt.isdigit() else -1.0 for prompt in prompts]}

@@ -1,0 +1,183 @@
+"""Families of diffusion models, each against its own pipeline of diffusers: text, latents, and what the network is
+called with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, Unguarded, stand_in_for_torchvision
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.families import known_pipelines, open_family
+from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
+from tests import tiny_pipelines
+
+PROMPTS = ["7 is a digit", "a cat"]
+LENGTH = 24
+
+
+@pytest.fixture(scope="module", params=tiny_pipelines.FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
+    """Each family, from a folder."""
+    folder = tiny_pipelines.save(request.param, tmp_path_factory.mktemp("pipelines") / request.param)
+    return opened(folder)
+
+
+def opened(folder: Path, **diffusers: Any) -> DiffusionModel:
+    return open_family(
+        str(folder), PolicyConfig(is_diffusers=True, diffusers={"max_prompt_length": LENGTH, **diffusers})
+    )
+
+
+def pipeline_of(family: DiffusionModel) -> Any:
+    """The pipeline as a user has it."""
+    extra = {"safety_checker": Unguarded()} if family.max_given else {}
+    stand_in_for_torchvision()
+    pipeline = family.folder.pipeline_class.from_pretrained(family.folder.path, **extra)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def call(family: DiffusionModel, pipeline: Any, **settings: Any) -> Any:
+    """A call of the pipeline at the tiny size; SANA as it is called by itself, with its instruction."""
+    sizes: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": LENGTH, "num_inference_steps": 2}
+    name = family.folder.class_name
+    if name.startswith("Sana"):
+        sizes["use_resolution_binning"] = False
+    if family.is_video:
+        sizes["frames" if name == "SanaVideoPipeline" else "num_frames"] = 9
+    return pipeline(prompt=PROMPTS, generator=torch.Generator().manual_seed(0), **sizes | settings)
+
+
+class Recorder:
+    """Notes what a network is called with, and what it gives."""
+
+    def __init__(self, network: Any) -> None:
+        self.calls: list[tuple[dict[str, Any], Tensor]] = []
+        self._forward, network.forward = network.forward, self
+
+    def __call__(self, *args: Tensor, **kwargs: Any) -> Any:
+        found = self._forward(*args, **kwargs)
+        self.calls.append((dict(kwargs) | ({"hidden_states": args[0]} if args else {}), found[0]))
+        return found
+
+
+@torch.no_grad()
+def test_the_prediction_is_that_of_the_pipelines_own_call(family: DiffusionModel) -> None:
+    pipeline = pipeline_of(family)
+    recorder = Recorder(pipeline.transformer)
+    call(family, pipeline, guidance_scale=1.0, output_type="latent")
+    text = family.text_embedding(PROMPTS)
+    network = family.load_denoiser(torch.float32)
+    assert len(recorder.calls) == 2
+    for given, theirs in recorder.calls:
+        timestep = given["timestep"]
+        sigma_B = timestep[:, 0, 0, 0, 0] if timestep.ndim == 5 else timestep / 1000
+        for name in ("encoder_hidden_states", "encoder_attention_mask", "pooled_projections"):
+            if name in given:
+                ours = family.nft_prepare_transformer_input(given["hidden_states"], sigma_B, text)[name]
+                assert torch.equal(ours, given[name]), name
+        ours = family.predict(network, given["hidden_states"], sigma_B, text)
+        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+@torch.no_grad()
+def test_decoding_is_the_pipelines(family: DiffusionModel) -> None:
+    pipeline = pipeline_of(family)
+    settings = {"guidance_scale": 1.0}
+    latents = call(family, pipeline, output_type="latent", **settings)[0]
+    shown = call(family, pipeline, output_type="pt", **settings)[0]
+    ours = (family.decode(latents) / 2 + 0.5).clamp(0, 1)
+    ours = ours.transpose(1, 2) if family.is_video else ours
+    assert (ours - shown).abs().max() <= 1e-6
+
+
+def test_encoding_is_what_decoding_takes_back(family: DiffusionModel) -> None:
+    """The statistics are undone: a VAE with the identity in place of its networks would give the pixels back."""
+    pixels = tiny_pipelines.pixels(family.folder.path.name, 2)
+    mean, logvar = family.visual_embedding(pixels)
+    assert mean.shape[1:] == family.latent_shape(32, 32, 9 if family.is_video else 1)
+    with torch.no_grad():
+        vae = family.pipeline.vae
+        posterior = vae.encode(pixels)
+        raw = posterior.latent_dist.mode() if hasattr(posterior, "latent_dist") else posterior.latent
+        assert torch.allclose(family.decode(mean), vae.decode(raw, return_dict=False)[0], atol=1e-5)
+    if logvar is not None:
+        scale = family.folder.settings("vae")["scaling_factor"]
+        drawn = posterior.latent_dist.mean + posterior.latent_dist.std - family.folder.settings("vae")["shift_factor"]
+        assert torch.allclose(mean + torch.exp(0.5 * logvar), drawn * scale, atol=1e-5)
+
+
+def test_encoders_are_loaded_when_needed_and_dropped_when_asked(family: DiffusionModel) -> None:
+    fresh = opened(family.folder.path)
+    fresh.load_denoiser(torch.float32)
+    fresh.set_scheduler_timestep(4)
+    assert not fresh.has_encoders
+    fresh.text_embedding(["a"])
+    assert fresh.has_encoders
+    fresh.drop_encoders()
+    assert not fresh.has_encoders
+
+
+def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: Path) -> None:
+    family = opened(tiny_pipelines.save("cosmos_predict", tmp_path / "cosmos_predict"))
+    latents, noise = torch.randn(2, 16, 3, 4, 4), torch.randn(2, 16, 3, 4, 4)
+    sigma_B, given_B = torch.tensor([0.5, 0.25]), torch.tensor([0, 2])
+    noisy = family.add_noise(latents, noise, sigma_B, given_B)
+    assert torch.equal(noisy[1, :, :2], latents[1, :, :2])
+    assert torch.allclose(noisy[1, :, 2], 0.75 * latents[1, :, 2] + 0.25 * noise[1, :, 2])
+    assert torch.allclose(noisy[0], 0.5 * latents[0] + 0.5 * noise[0])
+    text = family.text_embedding(PROMPTS)
+    inputs = family.nft_prepare_transformer_input(noisy, sigma_B, text, given_B)
+    assert inputs["timestep"].flatten().tolist() == pytest.approx([0.5] * 3 + [GIVEN_LEVEL] * 2 + [0.25])
+    assert inputs["condition_mask"][1, 0, :, 0, 0].tolist() == [1.0, 1.0, 0.0]
+    with torch.no_grad():
+        velocity = family.predict(family.load_denoiser(torch.float32), noisy, sigma_B, text, given_B)
+    assert velocity[1, :, :2].abs().max() == 0
+    assert velocity[1, :, 2].abs().max() > 0
+    assert all(value.abs().max() == 0 for value in family.dropped_text(text).values())
+    assert torch.equal(family.guided(latents, noise, 0.0), latents)
+
+
+def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no model_index.json that names a pipeline"):
+        PipelineFolder(str(tmp_path))
+    (tmp_path / INDEX).write_text(json.dumps({"_class_name": "SanaPipelin"}))
+    with pytest.raises(ModelError, match="SanaPipelin is of no family here; did you mean 'SanaPipeline'"):
+        opened(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["os", "path"]}))
+    with pytest.raises(ModelError, match=r"wants os.path for 'vae', which is not installed"):
+        opened(tmp_path).folder.load("vae")
+    with pytest.raises(ConfigError, match="must be a subclass of"):
+        open_family(str(tmp_path), PolicyConfig(is_diffusers=True, model_class="pathlib:Path"))
+
+
+def test_a_scheduler_that_is_no_flow_is_refused(tmp_path: Path) -> None:
+    folder = tiny_pipelines.save("sana", tmp_path / "sana")
+    settings = json.loads((folder / "scheduler/scheduler_config.json").read_text())
+    (folder / "scheduler/scheduler_config.json").write_text(json.dumps(settings | {"use_flow_sigmas": False}))
+    with pytest.raises(ConfigError, match="is not that of a rectified flow"):
+        opened(folder).set_scheduler_timestep(4)
+
+
+def test_every_family_is_found_by_the_name_of_its_pipeline() -> None:
+    assert known_pipelines() == {
+        "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana", "SanaVideoPipeline": "sana_video",
+        "Cosmos2_5_PredictBasePipeline": "cosmos_predict",
+    }  # fmt: skip
+
+
+def test_sizes_that_the_network_cannot_take_are_refused(tmp_path: Path) -> None:
+    family = opened(tiny_pipelines.save("sana_video", tmp_path / "sana_video"))
+    assert family.latent_shape(64, 32, 5) == (16, 2, 8, 4)
+    with pytest.raises(ConfigError, match="height = 48 must be a multiple of 32"):
+        family.latent_shape(48, 32, 5)
+    with pytest.raises(ConfigError, match="inference_frames = 6 must be 1 more than a multiple of 4"):
+        family.latent_shape(32, 32, 6)

@@ -1,0 +1,272 @@
+"""SFT of diffusion models: the loss against closed forms and diffusers, and whole trainings from images to exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cosmos_core.algorithms.diffusion_sft import DiffusionSft, flow_error
+from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import prepare
+from cosmos_core.data.flow_sample import Draws, FlowSample
+from cosmos_core.data.media_rows import MediaRow, open_media
+from cosmos_core.errors import Preempted
+from cosmos_core.models.denoiser import Denoiser, Wants
+from cosmos_core.models.families import open_family
+from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.setup import hand_over, open_trainer, train
+from cosmos_core.train.trainer import Trainer
+from tests import tiny_pipelines
+from tests.effects.change import recipe, stage_of
+from tests.unit.trainers import NoView
+
+BASE: dict[str, Any] = {
+    "train.compile": False, "train.param_dtype": "float32", "train.train_batch_per_replica": 4,
+    "train.train_policy.type": "sft", "train.train_policy.mini_batch": 2, "train.optm_lr": 1e-3,
+    "train.optm_warmup_steps": 0, "train.epoch": 3, "train.ckpt.enable_checkpoint": True, "train.ckpt.save_freq": 2,
+    "policy.is_diffusers": True, "policy.diffusers.max_prompt_length": 16, "policy.diffusers.train_frames": 9,
+    "policy.diffusers.inference_size": [32, 32], "validation.enable": True, "validation.freq": 3,
+    "train.train_policy.dataset.test_size": 2,
+}  # fmt: skip
+LORA = {"policy.lora.r": 4, "policy.lora.lora_alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return Inputs(tmp_path_factory.mktemp("inputs"))
+
+
+class Inputs:
+    """Of each family a pipeline and prepared rows, made when first asked for: eight to learn, two held out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def model(self, name: str) -> Path:
+        path = self.folder / name
+        return path if path.exists() else tiny_pipelines.save(name, path)
+
+    def data(self, name: str) -> Path:
+        path = self.folder / f"{name}-data"
+        if not path.exists():
+            source = write_media(self.folder / f"{name}-media", is_video=name in tiny_pipelines.CLIPS)
+            settings = {**BASE, "train.train_policy.dataset.local_dir": str(source)}
+            prepare.run(stage_of(path, recipe(settings), kind="prepare", model=self.model(name)))
+        return path / "data"
+
+    def stage(self, path: Path, name: str = "sd3", **settings: Any) -> Stage:
+        config: Recipe = recipe({**BASE, **settings})
+        return stage_of(path, config, model=self.model(name), data=self.data(name))
+
+
+def write_media(folder: Path, *, is_video: bool) -> Path:
+    from tests.unit.test_media_source import png, write_clip
+
+    folder.mkdir(parents=True)
+    for i in range(10):
+        (folder / f"{i:04}.json").write_text(json.dumps({"prompt": f"{i} is a colour"}))
+        if is_video:
+            write_clip(folder / f"{i:04}.mp4")
+        else:
+            (folder / f"{i:04}.png").write_bytes(png((20 * i, 255 - 20 * i, 128), (32, 32)))
+    return folder
+
+
+def losses(stage: Stage) -> list[float]:
+    return [line["loss"] for line in read_metrics(stage.path / "metrics.jsonl") if "loss" in line]
+
+
+def drawn(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[FlowSample]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    return [
+        FlowSample(
+            tensor(4, 8, 8), float(torch.rand((), generator=generator)),
+            {"prompt_embeds": tensor(12, 32), "pooled_prompt_embeds": tensor(32)}, tensor(4, 8, 8),
+            weight=0.5 + i,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def trainer_of(model: Path, settings: dict[str, Any], dtype: torch.dtype, path: Path) -> Trainer:
+    config = recipe({**BASE, **settings})
+    family = open_family(str(model), config.policy)
+    return Trainer(Denoiser(family.load_denoiser(dtype), family, config.train), config.train, Progress(path / "p.json"))
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in trainer.adapter.model.named_parameters() if p.grad is not None}
+
+
+def test_the_loss_is_the_closed_form(inputs: Inputs, tmp_path: Path) -> None:
+    trainer = trainer_of(inputs.model("sd3"), {}, torch.float32, tmp_path)
+    samples = drawn(5)
+    [update] = DiffusionSft(DiffusionSftConfig(type="sft")).updates(samples, NoView())
+    found = trainer.update(update)
+    network = diffusers.SD3Transformer2DModel.from_pretrained(inputs.model("sd3"), subfolder="transformer")
+    network.train()
+    total = torch.zeros(())
+    for sample in samples:
+        assert sample.noise is not None
+        noisy = (1 - sample.sigma) * sample.latents + sample.sigma * sample.noise
+        predicted = network(
+            noisy[None], sample.text["prompt_embeds"][None], sample.text["pooled_prompt_embeds"][None],
+            torch.tensor([1000 * sample.sigma]), return_dict=False,
+        )[0][0]  # fmt: skip
+        total = total + sample.weight * (predicted - (sample.noise - sample.latents)).square().mean()
+    (total / 5).backward()
+    assert found["loss"] == pytest.approx((total / 5).item(), rel=1e-5)
+    norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
+def test_micro_batches_and_recomputation_change_nothing(inputs: Inputs, tmp_path: Path, recomputes: bool) -> None:
+    """In float64: the gradient of four micro-batches is that of the large batch."""
+    samples, found = drawn(8, dtype=torch.float64), []
+    for size in (8, 2):
+        settings = {"train.train_policy.mini_batch": size, "train.train_batch_per_replica": 8}
+        trainer = trainer_of(inputs.model("sd3"), settings, torch.float64, tmp_path)
+        if recomputes and size == 2:
+            trainer.adapter.model.enable_gradient_checkpointing()
+        [update] = DiffusionSft(DiffusionSftConfig(type="sft")).updates(samples, NoView())
+        found.append((trainer.update(update)["loss"], gradients(trainer)))
+    (loss, large), (other, small) = found
+    assert loss == pytest.approx(other, rel=1e-12)
+    most = max(gradient.abs().max() for gradient in large.values())
+    assert max((large[name] - small[name]).abs().max() for name in large) <= 1e-9 * most
+
+
+def test_given_frames_are_no_part_of_the_mean() -> None:
+    predicted, target = torch.zeros(2, 1, 3, 2, 2), torch.ones(2, 1, 3, 2, 2)
+    target[:, :, 0] = 5.0
+    mask = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])[:, None, :, None, None]
+    assert flow_error(predicted, target, mask).tolist() == pytest.approx([9.0, 1.0])
+
+
+def test_guidance_of_a_micro_batch_is_the_rule_of_the_pipeline(inputs: Inputs, tmp_path: Path) -> None:
+    trainer = trainer_of(inputs.model("sd3"), {}, torch.float32, tmp_path)
+    one, other = drawn(2)
+    guided = FlowSample(one.latents, one.sigma, one.text, one.noise, negative=other.text)
+    blind = FlowSample(one.latents, one.sigma, other.text, one.noise)
+    [c], [u], [found] = (
+        trainer.evaluate([each], wants) for each, wants in ((one, None), (blind, None), (guided, Wants(guidance=3.0)))
+    )
+    assert torch.allclose(found["velocity"], u["velocity"] + 3 * (c["velocity"] - u["velocity"]), atol=1e-5)
+
+
+def row(seed: int = 0, frames: int = 0) -> MediaRow:
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn((4, *((frames,) if frames else ()), 8, 8), generator=generator)
+    return MediaRow(seed, "a prompt", {"prompt_embeds": torch.ones(3, 2)}, mean, torch.full_like(mean, -1.0))
+
+
+def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> None:
+    config = recipe(BASE).policy.diffusers
+    null = {"prompt_embeds": torch.zeros(3, 2)}
+    draws = Draws(config, null, shift=1.0)
+    one, again, other = (draws.sample(row(), seed, dropout=0.0) for seed in (1, 1, 2))
+    assert one.noise is not None and again.noise is not None and other.noise is not None
+    assert torch.equal(one.noise, again.noise) and one.sigma == again.sigma and torch.equal(one.latents, again.latents)
+    assert not torch.equal(one.noise, other.noise) and one.sigma != other.sigma
+    spread = torch.stack([draws.sample(row(), seed).latents - row().mean for seed in range(300)])
+    assert spread.std().item() == pytest.approx(torch.tensor(-0.5).exp().item(), rel=0.02)
+    texts = [draws.sample(row(), seed).text["prompt_embeds"].sum().item() for seed in range(500)]
+    assert 0.06 < texts.count(0.0) / 500 < 0.14, "a tenth of the prompts is dropped"
+    clips = Draws(config, null, shift=1.0, max_given=2)
+    assert {clips.sample(row(frames=3), seed).num_given for seed in range(40)} == {0, 1, 2}
+    assert {clips.sample(row(frames=2), seed).num_given for seed in range(40)} == {0, 1}, "one frame is left to learn"
+    assert {draws.sample(row(frames=3), seed).num_given for seed in range(9)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("sd3", {}), ("sd3", LORA), ("sana", LORA), ("sana_video", {}), ("cosmos_predict", LORA)],
+    ids=["sd3-full", "sd3-lora", "sana-lora", "sana_video-full", "cosmos_predict-lora"],
+)
+def test_a_training_falls_and_its_export_draws_what_the_policy_draws(
+    inputs: Inputs, tmp_path: Path, name: str, lora: dict[str, Any]
+) -> None:
+    settings = {"train.epoch": 8, "train.ema_enable": True, "train.optm_lr": 3e-3 if lora else 1e-3}
+    stage = inputs.stage(tmp_path / "sft", name, **lora, **settings)
+    trained = train(stage)
+    outcome = hand_over(stage, trained)
+    found = [
+        line["validation/loss"] for line in read_metrics(stage.path / "metrics.jsonl") if "validation/loss" in line
+    ]
+    assert found[-1] < found[0]
+    assert outcome.metrics["validation/loss"] == found[-1]
+    checks = ["tensors", "copies", "images: bit-identical", *(["adapter: bit-identical"] if lora else [])]
+    assert outcome.info["checks"] == checks
+    if name == "sd3":
+        check_what_a_user_loads(inputs.model("sd3"), stage.path / "safetensors/step_16", has_adapter=bool(lora))
+
+
+def check_what_a_user_loads(start: Path, folder: Path, *, has_adapter: bool) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    before = load_file(start / "transformer/diffusion_pytorch_model.safetensors")
+    after = pipeline.transformer.state_dict()
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    if has_adapter:
+        assert changed and all(".attn" in name for name in changed)
+    else:
+        unchanged = before.keys() - changed
+        assert all("pos_embed" in n or "blocks.1.attn" in n for n in unchanged), "the last block has no use for them"
+    if has_adapter:
+        with safe_open(folder / "lora/model.safetensors", "pt") as file:
+            assert all(key.startswith("transformer.") for key in file.keys())  # noqa: SIM118
+        base = diffusers.DiffusionPipeline.from_pretrained(start)
+        base.load_lora_weights(folder / "lora")
+        layer = base.transformer.transformer_blocks[0].attn.to_q
+        assert layer.scaling == {base.get_active_adapters()[0]: 2.0}
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+def test_a_training_that_stopped_ends_with_the_same_bits(
+    inputs: Inputs, tmp_path: Path, lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**lora, "train.ema_enable": True, "train.ema_decay": 0.5}
+    whole = inputs.stage(tmp_path / "whole", **settings)
+    through = train(whole)
+    stopped = inputs.stage(tmp_path / "stopped", **settings)
+    stopped.metrics.watchers.append(lambda line: setattr(stopped, "stop_requested", line["step"] == 3))
+    with pytest.raises(Preempted, match="stopped after step 3"):
+        train(stopped)
+    stopped.stop_requested = False
+    stopped.metrics.watchers.clear()
+    resumed = train(stopped)
+    assert losses(stopped) == losses(whole)
+    one, other = (dict(each.adapter.model.state_dict()) for each in (through, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_has_the_raw_weights_and_the_average(inputs: Inputs, tmp_path: Path) -> None:
+    stage = inputs.stage(tmp_path / "sft", **{"train.ema_enable": True, **LORA})
+    train(stage)
+    newest = stage.path / "checkpoints/step_6/policy"
+    names = {name for part in newest.rglob("*.safetensors") for name in load_file(part)}
+    raw = {name.removeprefix("model.") for name in names if name.startswith("model.")} - {"pos_embed.pos_embed"}
+    average = {name.removeprefix("ema.") for name in names if name.startswith("ema.")}
+    assert raw and raw == average and all("lora_" in name for name in raw)
+
+
+def test_training_never_loads_the_encoders(inputs: Inputs, tmp_path: Path) -> None:
+    trainer = open_trainer(inputs.stage(tmp_path / "sft"))
+    adapter: Any = trainer.adapter
+    assert not adapter.family.has_encoders
+    assert len(open_media(inputs.data("sd3"), "train")) == 8

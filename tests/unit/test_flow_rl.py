@@ -1,0 +1,229 @@
+"""DiffusionNFT and FlowGRPO on tiny pipelines: rollout and training agree, what is learned, credit and the watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.flow_credit import CreditSettings, Watch, flow_advantages
+from cosmos_core.algorithms.flow_rl import FlowRl
+from cosmos_core.algorithms.registry import make_algorithm
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.models.denoiser import Denoiser
+from cosmos_core.models.families import open_family
+from cosmos_core.rollout.base import EngineSettings, generate
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, FlowSource
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import training_sampling
+from cosmos_core.train.trainer import Trainer
+from cosmos_core.types import Group, Prompt, Score, ScoredGroup
+from tests import tiny_pipelines
+
+SIZES: dict[str, dict[str, Any]] = {
+    "sd3": {"inference_size": [16, 16]},
+    "sana": {"inference_size": [32, 32]},
+    "sana_video": {"inference_size": [32, 32], "inference_frames": 5, "is_video": True},
+    "cosmos_predict": {"inference_size": [32, 32], "inference_frames": 5, "is_video": True},
+}
+
+
+class Run:
+    """A training without a stage: rewards are the share of red."""
+
+    def __init__(self, family: str, folder: Path, trainer_type: str, **settings: Any) -> None:
+        sample = {"num_steps": 4, "guidance_scale": 1.0, "solver": "dpm2"} | settings.pop("sample", {})
+        flow_rl = {"train_on": [0, 1, 2]} | settings.pop("flow_rl", {})
+        diffusers = {"max_prompt_length": 24, "sample": sample, "flow_rl": flow_rl, **SIZES[family]}
+        diffusers |= settings.pop("diffusers", {})
+        self.recipe = Recipe.model_validate(
+            {
+                "policy": {"is_diffusers": True, "diffusers": diffusers},
+                "train": {
+                    "train_policy": {"type": "grpo", "trainer_type": trainer_type, "mini_batch": 4, **settings},
+                    "train_batch_per_replica": 8, "optm_lr": 1e-3, "optm_warmup_steps": 0, "seed": 3,
+                },
+                "rollout": {"n_generation": 4, "backend": "flow_sampler"},
+            },
+            context={},
+        )  # fmt: skip
+        model = tiny_pipelines.save(family, folder) if not folder.exists() else folder
+        self.family = open_family(str(model), PolicyConfig(is_diffusers=True, diffusers=diffusers))
+        torch.manual_seed(0)
+        self.adapter = Denoiser(self.family.load_denoiser(torch.float32), self.family, self.recipe.train)
+        self.trainer = Trainer(self.adapter, self.recipe.train, Progress(folder.parent / "progress.json"))
+        for name in self.recipe.train.train_policy.named_weights:
+            self.trainer.named.add(name)
+        self.sampling = training_sampling(self.recipe)
+        algorithm = make_algorithm(self.recipe, self.sampling)
+        assert isinstance(algorithm, FlowRl)
+        self.algorithm = algorithm
+        source = FlowSource(self.family, self.adapter.predict, self.weights, torch.device("cpu"))  # type: ignore[arg-type]
+        rollout = RolloutConfig()
+        self.engine = FlowSamplerEngine(
+            EngineSettings(None, None, "", rollout, 1, torch.float32, flow=source)  # type: ignore[arg-type]
+        )
+        text = self.family.text_embedding(["7 red", "a blue cat"])
+        self.prompts = [
+            Prompt(i, (), name, "", embedding={key: value[i] for key, value in text.items()})
+            for i, name in enumerate(["7 red", "a blue cat"])
+        ]
+
+    @contextmanager
+    def weights(self, name: str) -> Iterator[None]:
+        self.adapter.runner.train(False)
+        with self.trainer.weights(name):
+            yield
+
+    def step(self, step: int) -> dict[str, float]:
+        groups = generate(self.engine, self.prompts, self.sampling, step)
+        samples, metrics = self.algorithm.credit([scored(group) for group in groups])
+        for update in self.algorithm.updates(samples, self.trainer):
+            metrics |= self.trainer.update(update)
+        rewards = [score.value for group in groups for score in scored(group).scores]
+        return metrics | {"reward": sum(rewards) / len(rewards)}  # type: ignore[arg-type]
+
+
+def scored(group: Group) -> ScoredGroup:
+    values = [c.drawn.pixels[..., 0].float().mean().item() / 255 for c in group.completions]  # type: ignore[union-attr]
+    return ScoredGroup(group, tuple(Score(value, {"red": value}) for value in values))
+
+
+def state(trainer: Trainer) -> dict[str, Tensor]:
+    named = {f"{name}.{n}": t for name, tensors in trainer.named.tensors.items() for n, t in tensors.items()}
+    return {n: p.detach().clone() for n, p in trainer.adapter.model.named_parameters()} | {
+        n: t.clone() for n, t in named.items()
+    }
+
+
+@pytest.mark.parametrize("family", list(SIZES))
+@pytest.mark.parametrize("solver", ["flow", "dance", "cps"])
+def test_rollout_and_training_say_the_same_of_each_step(family: str, solver: str, tmp_path: Path) -> None:
+    """The same timestep, latents in full precision, the same distribution: before the first update the ratio is 1."""
+    run = Run(family, tmp_path / "model", "flow_grpo", sample={"solver": solver, "noise_level": 0.5}, kl_beta=0.01)
+    metrics = run.step(0)
+    assert metrics["ratio_deviation"] < 1e-5
+    assert metrics["kl"] == 0.0
+    assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("family", list(SIZES))
+def test_nft_asks_at_the_noise_levels_of_the_sampler(family: str, tmp_path: Path) -> None:
+    run = Run(family, tmp_path / "model", "diffusion_nft", diffusers={"timesteps_fraction": 0.99}, kl_beta=1e-4)
+    seen: list[float] = []
+    prepare = run.family.nft_prepare_transformer_input
+
+    def remembered(latents: Tensor, sigma_B: Tensor, *args: Any) -> dict[str, Any]:
+        seen.extend(sigma_B.tolist())
+        return prepare(latents, sigma_B, *args)
+
+    run.family.nft_prepare_transformer_input = remembered  # type: ignore[method-assign]
+    groups = generate(run.engine, run.prompts, run.sampling, 0)
+    table = groups[0].completions[0].drawn.sigmas[:-1]  # type: ignore[union-attr]
+    asked = set(seen)  # as the network gets them
+    assert asked == set(torch.tensor(table).tolist()) and len(asked) == 4
+    samples, _ = run.algorithm.credit([scored(group) for group in groups])
+    [update] = run.algorithm.updates(samples, run.trainer)
+    assert {sample.sigma for sample in update.samples} == set(table)
+    seen.clear()
+    metrics = run.trainer.update(update)
+    assert set(seen) == asked
+    assert metrics["old_deviation"] == metrics["kl"] == 0.0  # old policy and reference are the policy yet
+    assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
+def test_the_reward_rises(trainer_type: str, tmp_path: Path) -> None:
+    solver = {"diffusion_nft": "dpm2", "flow_grpo": "flow"}[trainer_type]
+    run = Run("sd3", tmp_path / "model", trainer_type, sample={"solver": solver, "noise_level": 0.7})
+    rewards = [run.step(step)["reward"] for step in range(12)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.005, rewards
+
+
+@pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
+def test_a_step_is_a_function_of_weights_and_state(trainer_type: str, tmp_path: Path) -> None:
+    def made() -> Run:
+        solver = {"diffusion_nft": "dpm2", "flow_grpo": "flow"}[trainer_type]
+        return Run("sd3", tmp_path / "model", trainer_type, sample={"solver": solver}, kl_beta=0.1,
+                   diffusers={"weight_copy_decay_type": 1})  # fmt: skip
+
+    whole, first, again = made(), made(), made()
+    for step in range(4):
+        whole.step(step)
+    for step in range(2):
+        first.step(step)
+    torch.randn(7)
+    with torch.no_grad():
+        for parameter, other in zip(again.adapter.model.parameters(), first.adapter.model.parameters(), strict=True):
+            parameter.copy_(other)
+    again.trainer.named.tensors = first.trainer.named.tensors
+    again.trainer.optimizer.load_state_dict(first.trainer.optimizer.state_dict())
+    again.algorithm.load_state_dict(first.algorithm.state_dict())
+    for step in (2, 3):
+        last = again.step(step)
+    assert last["watch/diversity_share"] != 1.0
+    expected = state(whole.trainer)
+    assert all(torch.equal(value, expected[name]) for name, value in state(again.trainer).items())
+
+
+def scores(*rows: Sequence[float | None], **named: Sequence[Sequence[float]]) -> list[tuple[Score, ...]]:
+    return [
+        tuple(Score(value, {name: values[g][k] for name, values in named.items()}) for k, value in enumerate(row))
+        for g, row in enumerate(rows)
+    ]
+
+
+def test_advantages_have_the_mean_of_their_prompt_and_the_spread_of_the_step() -> None:
+    values, metrics = flow_advantages(scores([1.0, 3.0], [5.0, 5.0], [0.0, None]), CreditSettings())
+    std = torch.tensor([1.0, 3.0, 5.0, 5.0, 0.0], dtype=torch.float64).std(correction=0).item() + 1e-4
+    assert values[0] == pytest.approx([-1 / std, 1 / std])
+    assert values[1:] == [[None, None], [None, None]]
+    assert metrics["reward/constant_groups"] == pytest.approx(2 / 3)
+    of_group, _ = flow_advantages(scores([1.0, 3.0], [5.0, 9.0]), CreditSettings("group"))
+    assert of_group == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), pytest.approx([-2 / 2.0001, 2 / 2.0001])]
+    plain, _ = flow_advantages(scores([1.0, 3.0]), CreditSettings(divides=False))
+    assert plain == [[-1.0, 1.0]]
+
+
+def test_rewards_that_are_normalised_each_do_not_drown_each_other() -> None:
+    groups = scores([100.1, 200.0], big=[[100.0, 200.0]], small=[[0.1, 0.0]])
+    together, _ = flow_advantages(groups, CreditSettings("group"))
+    each, _ = flow_advantages(groups, CreditSettings("group", each={"big": 1.0, "small": 1.0}))
+    assert together[0][1] == pytest.approx(1.0, abs=1e-3)
+    assert each[0] == pytest.approx([-0.5 / (0.5 + 1e-6) + 0.05 / (0.05 + 1e-4)] * 1 + [1 - 0.05 / 0.0501], abs=2e-3)
+
+
+def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def groups(spread: float, reward: float, judge: float) -> list[ScoredGroup]:
+        drawn = [torch.zeros(4), torch.full((4,), spread)]
+        completions = tuple(_completion(latents) for latents in drawn)
+        group = Group(Prompt(0, (), "", ""), completions, 0)
+        return [ScoredGroup(group, tuple(Score(reward, {"judge": judge}) for _ in drawn))]
+
+    watch = Watch(0.5, ["judge"], num_first=1)
+    assert watch.metrics(groups(1.0, 0.5, 0.9))["watch/alarm"] == 0.0
+    assert watch.metrics(groups(0.8, 0.9, 0.8)) == {
+        "watch/diversity": pytest.approx(0.8), "watch/diversity_share": pytest.approx(0.8),
+        "watch/judge": pytest.approx(0.8), "watch/alarm": 0.0,
+    }  # fmt: skip
+    assert watch.metrics(groups(0.4, 0.9, 0.8))["watch/alarm"] == 1.0
+    assert "diversity 1 at first, 0.4 now" in caplog.text
+    other = Watch(0.5, ["judge"], num_first=1)
+    other.load_state_dict(watch.state_dict())
+    assert other.metrics(groups(0.9, 0.9, 0.3))["watch/alarm"] == 1.0
+    assert other.metrics(groups(0.9, 0.4, 0.3))["watch/alarm"] == 0.0  # nothing is gained by it
+
+
+def _completion(latents: Tensor) -> Any:
+    from cosmos_core.types import Completion, Drawn
+
+    return Completion((), "stop", "", drawn=Drawn(torch.zeros(1, 1, 3, dtype=torch.uint8), latents, (1.0, 0.0), 0))

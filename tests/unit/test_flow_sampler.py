@@ -1,0 +1,177 @@
+"""Rollouts of diffusion models, with a toy denoiser whose images have the colour of their prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.models import flow
+from cosmos_core.models.flow_steps import Levels, log_prob, transition
+from cosmos_core.rollout.base import EngineSettings, generate
+from cosmos_core.rollout.flow_path import denoise, stochastic_steps
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, FlowSource
+from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, Window
+
+COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0)}
+
+
+class Toy:
+    """Its velocity leads to the colour of the prompt, whatever the noise."""
+
+    shift = 3.0
+
+    def set_scheduler_timestep(self, num_steps: int) -> Tensor:
+        return flow.euler_schedule(num_steps, self.shift)
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        return (3, frames, height, width) if frames > 1 else (3, height, width)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        return unconditional + scale * (conditional - unconditional)
+
+    def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Callable[..., Tensor], *args: Any) -> Any:
+        return sample(predict, *args)
+
+
+class Denoiser:
+    """Counts and remembers what it is asked."""
+
+    def __init__(self) -> None:
+        self.sigmas: list[list[float]] = []
+        self.used: list[str] = []
+
+    def __call__(self, latents: Tensor, sigma_B: Tensor, text: dict[str, Tensor]) -> Tensor:
+        self.sigmas.append(sigma_B.tolist())
+        target = text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
+        return (latents - target) / sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
+
+    @contextmanager
+    def weights(self, name: str) -> Iterator[None]:
+        self.used.append(name)
+        yield
+
+
+def engine(denoiser: Denoiser, mini_batch: int | None = None, **source: Any) -> FlowSamplerEngine:
+    found = FlowSource(Toy(), denoiser, denoiser.weights, torch.device("cpu"), **source)  # type: ignore[arg-type]
+    rollout = RolloutConfig(n_generation_mini_batch=mini_batch)
+    return FlowSamplerEngine(EngineSettings(None, None, "", rollout, 1, torch.float32, flow=found))  # type: ignore[arg-type]
+
+
+def prompts() -> list[Prompt]:
+    return [
+        Prompt(i, (), name, name, embedding={"colour": torch.tensor(colour)})
+        for i, (name, colour) in enumerate(COLOURS.items())
+    ]
+
+
+def sampling(**settings: Any) -> Sampling:
+    return Sampling(num_completions=4, seed=7, flow=FlowSampling(**{"num_steps": 5, "size": (4, 4)} | settings))
+
+
+def latents(groups: list[Group]) -> Tensor:
+    return torch.stack([completion.drawn.latents for group in groups for completion in group.completions])
+
+
+@pytest.mark.parametrize("settings", [{}, {"solver": "dpm2"}, {"kernel": "cps"}, {"num_frames": 3}])
+def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> None:
+    groups = generate(engine(Denoiser()), prompts(), sampling(**settings), step=0)
+    assert [group.prompt.text for group in groups] == list(COLOURS)
+    for group in groups:
+        assert len(group.completions) == 4
+        for completion in group.completions:
+            shape = (3, 4, 4, 3) if "num_frames" in settings else (4, 4, 3)
+            pixels = completion.drawn.pixels
+            expected = ((torch.tensor(COLOURS[group.prompt.text]) + 1) * 127.5).expand(shape)
+            assert pixels.dtype == torch.uint8 and torch.equal(pixels.float(), expected)
+            if "num_frames" not in settings:
+                assert completion.media.getpixel((0, 0)) == tuple(pixels[0, 0].tolist())
+
+
+def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
+    whole = generate(engine(Denoiser()), prompts(), sampling(kernel="flow", trained_on=(0, 2)), step=3)
+    one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], sampling(kernel="flow", trained_on=(0, 2)), 3)
+    for ours, other in zip(whole[1].completions, one[0].completions, strict=True):
+        assert torch.allclose(ours.drawn.before, other.drawn.before, atol=1e-6)
+        assert ours.drawn.log_probs == pytest.approx(other.drawn.log_probs, abs=1e-6)
+
+
+def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
+    kept = {"kernel": "flow", "trained_on": (0,)}
+    first = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
+    again = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
+    later = generate(engine(Denoiser()), prompts(), sampling(**kept), step=1)
+    starts = [c.drawn.before[0] for group in (*first, *later) for c in group.completions]
+    assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
+    assert torch.equal(latents(first), latents(again))
+    shared = generate(engine(Denoiser()), prompts(), sampling(**kept, shares_noise=True), step=0)
+    for group in shared:
+        assert len({tuple(c.drawn.before[0].flatten().tolist()) for c in group.completions}) == 1
+        assert len({tuple(c.drawn.after[0].flatten().tolist()) for c in group.completions}) == 4
+
+
+def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weights() -> None:
+    denoiser = Denoiser()
+    groups = generate(engine(denoiser), prompts(), sampling(weights="old"), step=0)
+    table = flow.euler_schedule(5, 3.0).tolist()
+    assert [levels[0] for levels in denoiser.sigmas] == table[:-1]
+    assert groups[0].completions[0].drawn.sigmas == tuple(table)
+    assert denoiser.used == ["old"]
+
+
+@pytest.mark.parametrize("kernel", ["flow", "dance", "cps"])
+def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> None:
+    settings = {"kernel": kernel, "trained_on": (0, 1, 3), "keeps_means": True, "eta": 0.5}
+    denoiser = Denoiser()
+    [group, *_] = generate(engine(denoiser), prompts(), sampling(**settings), step=0)
+    table = flow.euler_schedule(5, 3.0)
+    for completion in group.completions:
+        drawn = completion.drawn
+        assert drawn.steps == (0, 1, 3)
+        for n, i in enumerate(drawn.steps):
+            x = drawn.before[n][None]
+            v = denoiser(x, table[i].expand(1), {"colour": torch.tensor([COLOURS["red"]])})
+            step = transition(kernel, x, v, Levels(table[i], table[i + 1], table[1]), 0.5)
+            assert drawn.before.dtype == drawn.after.dtype == torch.float32
+            assert torch.allclose(step.mean[0], drawn.means[n], atol=1e-6)
+            assert log_prob(step, drawn.after[n][None]).item() == pytest.approx(drawn.log_probs[n], abs=1e-6)
+
+
+def test_a_window_of_stochastic_steps_is_drawn_or_moves() -> None:
+    fast = FlowSampling(num_steps=10, kernel="flow", window=Window(2, 0, 5))
+    firsts = {stochastic_steps(fast, 0, step)[0] for step in range(40)}
+    assert firsts == {0, 1, 2, 3} and all(len(stochastic_steps(fast, 0, step)) == 2 for step in range(40))
+    assert stochastic_steps(fast, 0, 5) == stochastic_steps(fast, 0, 5)
+    mix = replace(fast, window=Window(4, 0, 9, moves_every=3))
+    assert [stochastic_steps(mix, 0, step)[0] for step in (0, 2, 3, 17, 18)] == [0, 0, 1, 5, 0]
+    assert stochastic_steps(replace(fast, window=None), 0, 0) == range(9)
+    assert stochastic_steps(replace(fast, kernel=""), 0, 0) == range(0)
+
+
+def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> None:
+    settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(0, 1, 2, 3), window=Window(1, 2, 3))
+    sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
+    v = torch.randn(1, 3, 2, 2)
+    path = denoise(lambda x, s: v, noise, sigmas, settings, [torch.Generator().manual_seed(0)], range(2, 3))
+    assert path.steps == (2,)
+    assert torch.allclose(path.before[0], noise + v * (sigmas[2] - 1).float(), atol=1e-6)
+    assert torch.allclose(path.latents, path.after[0] - v * sigmas[3].float(), atol=1e-6)
+
+
+def test_guidance_asks_for_the_empty_prompt_too() -> None:
+    null = {"colour": torch.zeros(3)}
+    groups = generate(engine(Denoiser(), null_text=null), prompts(), sampling(guidance_scale=0.5 + 1), step=0)
+    expected = torch.tensor(COLOURS["green"]) * 1.5
+    assert torch.allclose(groups[1].completions[0].drawn.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4)
+    with pytest.raises(ConfigError, match="empty prompt"):
+        generate(engine(Denoiser()), prompts(), sampling(guidance_scale=2.0), step=0)

@@ -1,0 +1,87 @@
+"""What a diffusion model drew, for people: files, grids with rewards, the page of a run, Prefect and sinks."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from cosmos_core.observe import gallery, sections
+from cosmos_core.observe.gallery import Drawing
+from cosmos_core.observe.record import Sample
+from cosmos_core.train.measure import SAMPLES, add_samples
+from cosmos_core.types import Completion, Drawn, Group, Prompt, Score, ScoredGroup
+
+RED, GREEN = (200, 0, 0), (0, 200, 0)
+
+
+def plain(color, frames=0, size=8) -> np.ndarray:
+    shape = (frames, size, size, 3) if frames else (size, size, 3)
+    return np.broadcast_to(np.array(color, np.uint8), shape).copy()
+
+
+def group_of(number: int, *pixels: np.ndarray, rewards=(0.25, None)) -> ScoredGroup:
+    completions = tuple(
+        Completion((), "stop", "", drawn=Drawn(torch.from_numpy(each), None, (1.0, 0.0), 0)) for each in pixels
+    )
+    group = Group(Prompt(number, (), f"prompt {number}", ""), completions, 0)
+    return ScoredGroup(group, tuple(Score(reward) for reward in rewards[: len(pixels)]))
+
+
+def test_samples_name_the_files_of_what_was_drawn_with_their_rewards(tmp_path):
+    groups = [group_of(0, plain(RED), plain(GREEN)), group_of(1, plain(GREEN), plain(RED))]
+    add_samples(tmp_path / SAMPLES, 4, groups)
+    lines = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
+    assert lines[1] == {
+        "step": 4, "prompt": "prompt 1", "reference": "", "completion": "", "reward": 0.25,
+        "media": ["visual_output/step_4/1-0.png", "visual_output/step_4/1-1.png"], "rewards": [0.25, None],
+    }  # fmt: skip
+    with Image.open(tmp_path / lines[1]["media"][0]) as image:
+        assert (np.asarray(image) == GREEN).all()
+    add_samples(tmp_path / SAMPLES, 12, groups[:1])
+    assert gallery.newest_grid(tmp_path) == tmp_path / "visual_output" / "step_12" / "grid.png"
+
+
+def test_a_grid_has_a_row_for_each_prompt_and_a_column_for_each_completion():
+    sheet = gallery.grid(
+        [[Drawing("a", plain(RED), 1.0), Drawing("a", plain(GREEN), None)], [Drawing("b", plain(GREEN), 0.5)]]
+    )
+    half_width, half_height = sheet.shape[1] // 2, sheet.shape[0] // 2
+    assert (sheet[half_height // 2, half_width // 2] == RED).all()
+    assert (sheet[half_height // 2, half_width + half_width // 2] == GREEN).all()
+    assert (sheet[half_height + half_height // 2, half_width // 2] == GREEN).all()
+    assert (sheet[half_height + half_height // 2, half_width + half_width // 2] == 255).all()
+
+
+def test_a_video_is_written_whole_and_its_middle_frame_is_in_the_grid(tmp_path):
+    frames = np.stack([plain((40 * i, 0, 0), size=32) for i in range(5)])
+    [[name]] = gallery.save(tmp_path, 1, [[Drawing("a clip", frames, 1.0)]])
+    with av.open(str(tmp_path / name)) as container:
+        decoded = [frame.to_ndarray(format="rgb24").mean((0, 1))[0] for frame in container.decode(video=0)]
+    assert np.allclose(decoded, [0, 40, 80, 120, 160], atol=12)
+    with Image.open(tmp_path / "visual_output" / "step_1" / "grid.png") as grid:
+        assert tuple(np.asarray(grid)[60, 50]) == (80, 0, 0)
+
+
+def test_the_page_of_a_run_embeds_what_was_drawn(tmp_path):
+    add_samples(tmp_path / SAMPLES, 4, [group_of(0, plain(RED), plain(GREEN))])
+    line = Sample(**json.loads((tmp_path / SAMPLES).read_text()), folder=str(tmp_path))
+    shown = sections.drawings(line)
+    assert [each["caption"] for each in shown] == ["0.250", "no valid reward"]
+    content = base64.b64decode(re.fullmatch("data:image/png;base64,(.*)", shown[0]["uri"])[1])
+    with Image.open(io.BytesIO(content)) as image:
+        assert image.size == (96, 96)
+        assert (np.asarray(image) == RED).all()
+    assert sections.drawings(line.model_copy(update={"media": ["gone.png"]}))[0]["uri"] == ""
+
+
+def test_a_damaged_or_missing_gallery_is_none(tmp_path: Path):
+    assert gallery.newest_grid(tmp_path) is None
+    assert gallery.data_uri(tmp_path / "no.png") == ""

@@ -1,0 +1,188 @@
+"""Readers of images, clips and prompts: every layout gives the same items, and what is damaged is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.data.embeddings import read_embedding
+from cosmos_core.data.media_pixels import Framing, bucket_sizes, pixels_of
+from cosmos_core.data.media_source import Content, open_items
+from cosmos_core.errors import DataError
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+def png(color=RED, size=(8, 8)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_clip(path: Path, num_frames: int = 12, size: int = 32) -> Path:
+    """Write a video whose frame i has the grey value 10 i."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 4_000_000
+        for i in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(np.full((size, size, 3), 10 * i, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def items_of(path, **dataset):
+    return list(open_items(DatasetConfig(name=str(path), **dataset), "dataset")())
+
+
+def write_pairs(folder: Path, count: int = 2) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        (folder / f"{i:04}.json").write_text(json.dumps({"prompt": f"number {i}", "label": i}))
+        (folder / f"{i:04}.png").write_bytes(png((i, 0, 0)))
+    return folder
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_pairs_metas_shards_and_rows_of_a_data_set_give_the_same_items(tmp_path):
+    import datasets
+
+    pairs = write_pairs(tmp_path / "pairs")
+    contents = [png((i, 0, 0)) for i in range(2)]
+    (tmp_path / "metas" / "metas").mkdir(parents=True)
+    (tmp_path / "metas" / "images").mkdir()
+    for i, content in enumerate(contents):
+        (tmp_path / "metas" / "metas" / f"{i}.txt").write_text(f"number {i}\n")
+        (tmp_path / "metas" / "images" / f"{i}.png").write_bytes(content)
+    members = {}
+    for i, content in enumerate(contents):
+        members |= {f"a/{i}.json": json.dumps({"caption": f"number {i}"}).encode(), f"a/{i}.png": content}
+    shards = tar_of(tmp_path / "0.tar", members)
+    rows = {"text": ["number 0", "number 1"], "image": [{"bytes": content, "path": None} for content in contents]}
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+
+    for path in (pairs, tmp_path / "metas", shards, tmp_path / "saved"):
+        items = items_of(path)
+        assert [item.prompt for item in items] == ["number 0", "number 1"], path
+        assert [item.content.read() for item in items] == contents, path
+        assert len({item.content.digest() for item in items}) == 2
+    assert items_of(pairs)[1].metadata == {"label": 1}
+    assert items_of(shards)[0].content.digest() == items_of(pairs)[0].content.digest()
+
+
+def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp_path):
+    folder = write_pairs(tmp_path / "pairs", 3)
+    (folder / "0000.json").write_text("{")
+    (folder / "0001.json").write_text('{"label": 1}')
+    (folder / "lonely.png").write_bytes(png())
+    problems = [item.problem for item in items_of(folder)]
+    assert problems == [
+        "0000.json: malformed JSON, Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "0001.json: it has no text prompt, caption, text",
+        "",
+        "lonely.png: there is no lonely.json with its prompt",
+    ]
+    cut = tar_of(tmp_path / "cut.tar", {"1.txt": b"one", "1.png": png(), "2.txt": b"two", "2.png": png(BLUE, (64, 64))})
+    cut.write_bytes(cut.read_bytes()[:2100])
+    items = items_of(cut)
+    assert items[0].prompt == "one"
+    assert items[-1].problem.startswith("cut.tar: damaged tar file")
+
+
+def test_public_prompt_sets_are_read_with_what_their_rewards_compare_with(test_data):
+    ocr = items_of(test_data / "prompts" / "ocr", split=["test"])
+    assert len(ocr) > 100
+    assert ocr[0].metadata == {"text": "Spring Collection 2024"}
+    geneval = items_of(test_data / "prompts" / "geneval", split=["test"])
+    assert geneval[0].prompt == "a photo of two wine glasses"
+    assert geneval[0].metadata["include"] == [{"class": "wine glass", "count": 2}]
+
+
+def test_a_prompt_set_that_is_not_here_is_told_with_where_it_comes_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"pickscore.*not on this machine; download https://"):
+        items_of("pickscore")
+    (tmp_path / "data" / "prompts" / "pickscore").mkdir(parents=True)
+    (tmp_path / "data" / "prompts" / "pickscore" / "train.txt").write_text("a dog\n\na cat\n")
+    assert [item.prompt for item in items_of("pickscore")] == ["a dog", "a cat"]
+
+
+def test_an_image_is_scaled_to_cover_its_size_and_cropped_around_the_middle(tmp_path):
+    image = Image.new("RGB", (40, 20), BLUE)
+    image.paste(RED, (10, 0, 30, 20))
+    image.save(tmp_path / "1.png")
+    pixels = pixels_of(Content(False, tmp_path / "1.png"), Framing((10, 10)), 0.0)
+    assert pixels.shape == (10, 10, 3)
+    assert (pixels[:, 3:7] == RED).all()
+
+
+def test_buckets_keep_the_area_and_take_the_nearest_aspect_ratio():
+    sizes = bucket_sizes((512, 512), 16)
+    assert (512, 512) in sizes
+    assert all(h % 16 == 0 and w % 16 == 0 and 0.9 < h * w / 512**2 < 1.1 for h, w in sizes)
+    framing = Framing((512, 512), buckets=True)
+    assert framing.size_of(1000, 1000) == (512, 512)
+    height, width = framing.size_of(1080, 1920)
+    assert abs(height / width - 1080 / 1920) < 0.05
+    assert Framing((512, 512)).size_of(1080, 1920) == (512, 512)
+
+
+def test_the_frames_of_a_clip_are_those_that_the_sampling_says(tmp_path):
+    content = Content(True, write_clip(tmp_path / "1.mp4"))
+
+    def frames(sampling, draw=0.0):
+        pixels = pixels_of(content, Framing((32, 32), num_frames=5, sampling=sampling), draw)
+        assert pixels.shape == (5, 32, 32, 3)
+        return (pixels.mean((1, 2, 3)) / 10).round().astype(int).tolist()
+
+    assert frames("first") == [0, 1, 2, 3, 4]
+    assert frames("middle") == [3, 4, 5, 6, 7]
+    assert frames("random", 0.999) == [7, 8, 9, 10, 11]
+    assert frames("uniform") == [0, 3, 6, 8, 11]
+    held = Content(True, held=(tmp_path / "1.mp4").read_bytes())
+    first = Framing((32, 32), num_frames=5, sampling="first")
+    assert (pixels_of(held, first, 0.0) == pixels_of(content, first, 0.0)).all()
+    with pytest.raises(DataError, match=r"it has 12 frames, and policy\.diffusers.train_frames = 13 are needed"):
+        pixels_of(content, Framing((32, 32), num_frames=13), 0.0)
+    with pytest.raises(DataError, match="it is a video"):
+        pixels_of(content, Framing((32, 32)), 0.0)
+
+
+def test_embeddings_are_read_from_safetensors_and_from_pickles_of_arrays_alone(tmp_path):
+    save_file({"embeds": torch.ones(2, 3)}, tmp_path / "1.safetensors")
+    assert read_embedding(tmp_path / "1.safetensors", ("embeds",))["embeds"].shape == (2, 3)
+    with pytest.raises(DataError, match="the model needs pooled"):
+        read_embedding(tmp_path / "1.safetensors", ("embeds", "pooled"))
+    (tmp_path / "2.pickle").write_bytes(pickle.dumps([np.full((2, 3), 7, np.float16)]))
+    assert read_embedding(tmp_path / "2.pickle", ("embeds",))["embeds"].tolist() == [[7, 7, 7], [7, 7, 7]]
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "called",))
+
+    (tmp_path / "3.pickle").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(DataError, match="a pickle may hold numpy arrays alone"):
+        read_embedding(tmp_path / "3.pickle", ("embeds",))
+    assert not (tmp_path / "called").exists()

@@ -1,0 +1,281 @@
+"""Preparing for diffusion: what is encoded, once, by content; resumed after a kill; and read back without encoders."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
+from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_rows import open_media, open_media_prompts
+from cosmos_core.data.media_source import Content
+from cosmos_core.data.prepare import run as run_stage
+from cosmos_core.data.prepare_media import CACHE, Source, prepare
+from cosmos_core.errors import DataError, Preempted
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.families import open_family
+from cosmos_core.run.files import SHARED, files_below, sha256
+from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
+from tests import tiny_pipelines
+from tests.unit.test_media_source import png, write_clip, write_pairs
+
+
+class FakeEncoders:
+    """The text's length and first letter as an embedding, the mean colour of pixels as a latent; counts its work."""
+
+    def __init__(self, die_at: int = 0) -> None:
+        self.texts: list[str] = []
+        self.media = 0
+        self.die_at = die_at
+
+    def text_embedding(self, prompts):
+        self.texts += prompts
+        ids = torch.tensor([[len(prompt), ord(prompt[:1] or " ")] for prompt in prompts])
+        return {"embeds": ids.float()[:, None], "mask": ids > 0}
+
+    def visual_embedding(self, pixels):
+        self.media += len(pixels)
+        if self.die_at and self.media >= self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mean = torch.nn.functional.avg_pool2d(pixels.flatten(1, -3), 4) if pixels.ndim == 4 else pixels
+        return mean, torch.zeros_like(mean)
+
+
+def with_rows(recipe: Recipe, rows: str) -> Recipe:
+    """The recipe with an algorithm that learns from other rows."""
+    policy = recipe.train.train_policy
+    table = type("Policy", (type(policy),), {"rows": rows, "__module__": __name__})
+    return recipe.derived(train=recipe.train.derived(train_policy=table.model_construct(**dict(policy))))
+
+
+def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage:
+    path.mkdir(parents=True, exist_ok=True)
+    dataset = recipe.pop("dataset", {})
+    diffusers = {"inference_size": [8, 8], **recipe.pop("diffusers", {})}
+    values = {
+        "train": {"train_policy": {"type": "sft", "dataset": {"local_dir": str(source), **dataset}}},
+        "policy": {"is_diffusers": True, "diffusers": diffusers},
+        **recipe,
+    }
+    made = with_rows(Recipe.model_validate(values), rows)
+    config = StageConfig(name=path.name, kind="prepare")
+    return Stage(path, config, made, "model", None, {}, "f", all_kinds()["prepare"])
+
+
+def prepared(path: Path, source: Path, encoders=None, **recipe):
+    """Return the outcome, and the encoders."""
+    encoders = encoders or FakeEncoders()
+    stage = make_stage(path, source, **recipe)
+    is_video = recipe.get("diffusers", {}).get("is_video", False)
+    return prepare(stage, Source(encoders, "encoders", multiple=4, is_video=is_video)), encoders
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    return tmp_path / "outputs"
+
+
+def stage_path(runs: Path, run_id: int = 1) -> Path:
+    return runs / str(run_id) / "stages" / "prepare"
+
+
+def test_each_row_has_the_embedding_of_its_prompt_and_the_latent_of_its_image(tmp_path, runs):
+    outcome, _ = prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5))
+    rows = open_media(stage_path(runs) / "data", "train")
+    assert outcome.metrics == {
+        "data/train_rows": 5.0, "data/train_skipped_rows": 0.0, "data/encoded_texts": 6.0, "data/encoded_media": 5.0,
+    }  # fmt: skip
+    assert [rows[i].prompt for i in range(5)] == [f"number {i}" for i in range(5)]
+    row = rows[3]
+    assert row.row == 3
+    assert row.text["embeds"].tolist() == [[8.0, float(ord("n"))]]
+    assert row.mean.shape == (3, 2, 2) == rows.shapes[3]
+    assert row.mean[0, 0, 0].item() == pytest.approx(3 / 127.5 - 1)
+    assert row.logvar is not None and row.logvar.abs().sum() == 0
+    assert rows.null_text["embeds"].tolist() == [[0.0, float(ord(" "))]]
+    assert open_media_prompts(stage_path(runs) / "data", "train")[2].metadata == {"label": 2}
+
+
+def test_with_a_complete_cache_no_encoder_is_opened_and_the_files_are_the_same(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 40)
+    prepared(stage_path(runs, 1), source)
+    outcome, encoders = prepared(stage_path(runs, 2), source)
+    assert (encoders.texts, encoders.media) == ([], 0)
+    assert outcome.metrics["data/encoded_media"] == 0
+    digests = [
+        {
+            file.relative_to(stage_path(runs, i) / "data"): sha256(file)
+            for file in files_below(stage_path(runs, i) / "data")
+        }
+        for i in (1, 2)
+    ]
+    statistics = Path("statistics.json")
+    assert digests[0] == digests[1] and statistics in digests[0]
+
+
+def test_another_caption_encodes_one_text_and_no_image(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 3)
+    prepared(stage_path(runs, 1), source)
+    (source / "0001.json").write_text('{"prompt": "another"}')
+    _, encoders = prepared(stage_path(runs, 2), source)
+    assert encoders.media == 0
+    assert "another" in encoders.texts
+
+
+def test_a_row_in_the_middle_changes_one_shard_or_two():
+    keys = [Keyed(digest_of(i), i) for i in range(1000)]
+    before = {tuple(each.key for each in shard) for shard in shards_of(keys)}
+    after = {
+        tuple(each.key for each in shard) for shard in shards_of([*keys[:500], Keyed(digest_of("x"), -1), *keys[500:]])
+    }
+    assert 10 < len(before) < 100
+    assert len(after - before) <= 2
+    assert sum(map(len, shards_of([*keys, *keys]))) == 1000
+
+
+def test_a_killed_stage_goes_on_from_the_shards_that_it_had_written(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 200)
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)
+        prepared(stage_path(runs), source, FakeEncoders(die_at=100))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert not (stage_path(runs) / "data").exists()
+    outcome, encoders = prepared(stage_path(runs), source)
+    assert 0 < encoders.media < 200
+    assert outcome.metrics["data/train_rows"] == 200
+    prepared(stage_path(tmp_path / "elsewhere"), source)
+    for name in ("train.arrow",):
+        assert sha256(stage_path(runs) / "data" / name) == sha256(stage_path(tmp_path / "elsewhere") / "data" / name)
+
+
+def test_a_stop_request_ends_between_shards(tmp_path, runs):
+    stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 3))
+    stage.stop_requested = True
+    with pytest.raises(Preempted, match="they stay encoded"):
+        prepare(stage, Source(FakeEncoders(), "encoders", multiple=4))
+
+
+def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
+    source = write_pairs(tmp_path / "pairs", 3)
+    prepared(stage_path(runs, 1), source)
+    shard = next(
+        file
+        for file in (runs / SHARED / CACHE / "encoders").glob("*.safetensors")
+        if "mean" in str(load_file(file).keys())
+    )
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    _, encoders = prepared(stage_path(runs, 2), source)
+    assert encoders.media == 3
+    assert "is damaged; its rows are encoded again" in caplog.text
+    rows = [open_media(stage_path(runs, i) / "data", "train") for i in (1, 2)]
+    assert all(torch.equal(rows[0][i].mean, rows[1][i].mean) for i in range(3))
+
+
+def test_media_that_cannot_be_decoded_are_named_counted_and_skipped_up_to_a_share(tmp_path, runs, caplog):
+    source = write_pairs(tmp_path / "pairs", 4)
+    (source / "0001.png").write_bytes(png()[:40])
+    (source / "0002.png").unlink()
+    with pytest.raises(
+        DataError, match=r"2 of 4 rows of train cannot be used, more than dataset\.max_skipped_fraction"
+    ):
+        prepared(stage_path(runs), source)
+    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
+    assert outcome.metrics["data/train_skipped_rows"] == 2
+    assert "0001.json: it cannot be decoded" in outcome.info["notices"][0]
+    assert "0002.json: there is no image or video beside it" in outcome.info["notices"][0]
+    rows = open_media(stage_path(runs) / "data", "train")
+    assert [rows[i].prompt for i in range(len(rows))] == ["number 0", "number 3"]
+
+
+def test_aspect_ratio_buckets_give_latents_of_several_shapes(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 2)
+    (source / "0001.png").write_bytes(png(size=(40, 20)))
+    prepared(stage_path(runs), source, diffusers={"inference_size": [16, 16]}, dataset={"aspect_ratio_buckets": True})
+    assert open_media(stage_path(runs) / "data", "train").shapes == [(3, 4, 4), (3, 3, 6)]
+
+
+def test_clips_of_a_video_model_are_encoded_with_their_frames(tmp_path, runs):
+    (tmp_path / "clips").mkdir()
+    write_clip(tmp_path / "clips" / "1.mp4")
+    (tmp_path / "clips" / "1.json").write_text('{"prompt": "brighter"}')
+    prepared(
+        stage_path(runs),
+        tmp_path / "clips",
+        diffusers={"is_video": True, "train_frames": 5, "inference_size": [32, 32]},
+        dataset={"frame_sampling": "first"},
+    )
+    mean = open_media(stage_path(runs) / "data", "train")[0].mean
+    assert mean.shape == (3, 5, 32, 32)
+    assert mean[0, :, 0, 0].diff().min() > 0.05
+
+
+def test_prompts_alone_and_held_out_prompts(tmp_path, runs):
+    (tmp_path / "prompts.txt").write_text("a dog\na cat\n")
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a cow", "count": 2}) + "\n")
+    _, encoders = prepared(
+        stage_path(runs), tmp_path / "prompts.txt", rows="media_prompts",
+        validation={"dataset": {"name": str(tmp_path / "held.jsonl")}},
+    )  # fmt: skip
+    assert encoders.media == 0
+    prompts = open_media_prompts(stage_path(runs) / "data", "train")
+    assert [prompts[i].prompt for i in range(2)] == ["a dog", "a cat"]
+    held_out = open_media_prompts(stage_path(runs) / "data", "validation")[0]
+    assert (held_out.prompt, held_out.metadata) == ("a cow", {"count": 2})
+    with pytest.raises(DataError, match="holds media_prompts, but media to learn"):
+        open_media(stage_path(runs) / "data", "train")
+
+
+def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
+    prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5), dataset={"test_size": 2})
+    train, held_out = (open_media(stage_path(runs) / "data", split) for split in ("train", "validation"))
+    prompts = [[rows[i].prompt for i in range(len(rows))] for rows in (train, held_out)]
+    assert [len(each) for each in prompts] == [3, 2]
+    assert sorted(prompts[0] + prompts[1]) == [f"number {i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
+def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_path, runs, family, monkeypatch):
+    model = tiny_pipelines.save(family, tmp_path / "model")
+    (tmp_path / "clips").mkdir()
+    write_clip(tmp_path / "clips" / "1.mp4") if is_video(family) else (tmp_path / "clips" / "1.png").write_bytes(png())
+    (tmp_path / "clips" / "1.json").write_text('{"prompt": "red"}')
+    diffusers = {"inference_size": [32, 32], "train_frames": 9, "max_prompt_length": 32}
+    stage = make_stage(stage_path(runs), tmp_path / "clips", diffusers=diffusers)
+    stage.model = str(model)
+    made = run_stage(stage)
+    encoders = open_family(str(model), stage.recipe.policy)
+    row = open_media(stage.path / "data", "train")[0]
+    text = encoders.text_embedding(["red"])
+    assert row.text.keys() == text.keys()
+    assert all(torch.equal(row.text[name], text[name][0]) for name in text)
+    pixels = pixels_of(
+        Content(is_video(family), tmp_path / "clips" / ("1.mp4" if is_video(family) else "1.png")),
+        Framing((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0,
+    )  # fmt: skip
+    assert row.mean.shape == encoders.latent_shape(32, 32, 9)
+    assert (row.logvar is not None) == (family == "sd3")
+    if not is_video(family):
+        mean, _ = encoders.visual_embedding(torch.from_numpy(pixels.copy())[None].movedim(-1, 1) / 127.5 - 1)
+        assert torch.allclose(row.mean, mean[0], atol=1e-4)
+    again = make_stage(stage_path(runs, 2), tmp_path / "clips", diffusers=diffusers)
+    again.model = str(model)
+    monkeypatch.setattr(DiffusionModel, "pipeline", property(lambda self: pytest.fail("an encoder was loaded")))
+    assert run_stage(again).metrics["data/encoded_media"] == 0
+    assert made.metrics["data/encoded_media"] == 1
+
+
+def is_video(family: str) -> bool:
+    return family in {"sana_video", "cosmos_predict"}

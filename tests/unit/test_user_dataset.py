@@ -1,0 +1,156 @@
+"""Data set classes and data packers of a user's own, in the form of Cosmos-RL's launcher scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.data import prepare
+from cosmos_core.data.prepared import open_prompts, open_sequences
+from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.models.hf import load_tokenizer
+from tests.effects.change import GRPO, SFT, recipe, stage_of
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer
+
+NAME, PACKER = "train.train_policy.dataset.name", "train.train_policy.data_packer"
+SHORT = {**GRPO, "policy.model_max_length": 64, "rollout.max_response_length": 8}
+
+FILE = '''
+class Sums:
+    """What a launcher script of Cosmos-RL passes as `dataset=`."""
+
+    def setup(self, config, tokenizer):
+        self.first, self.tokenizer = config.custom.get("first", 0), tokenizer
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        turns = [{"role": "user", "content": f"{self.first + index} + 1?"}]
+        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+    def get_reference_answer(self, index):
+        return self.first + index + 1
+
+
+class Talks:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return [{"role": "user", "content": f"q{index}"}, {"role": "assistant", "content": f"a{index}"}]
+
+
+def talks(config):
+    return Talks()
+
+
+class Broken(Talks):
+    def __getitem__(self, index):
+        return {}[index]
+
+
+class Shouting:
+    def get_rollout_input(self, item):
+        return [{"role": "user", "content": item["question"].upper()}]
+
+
+class Bytes:
+    def setup(self, config, tokenizer):
+        self.tokenizer = tokenizer
+
+    def sft_process_sample(self, item):
+        ids = self.tokenizer(item["text"])["input_ids"]
+        return {"token_ids": ids, "label_ids": [-100, *ids[1:]]}
+
+
+class Shifted(Bytes):
+    def sft_process_sample(self, item):
+        ids = self.tokenizer(item["text"])["input_ids"]
+        return {"token_ids": ids, "label_ids": [*ids[1:], -100]}
+
+
+class Batching(Bytes):
+    def sft_collate_fn(self, samples, computed_max_len):
+        return samples
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "questions.jsonl").write_text('{"question": "why", "answer": "so"}\n')
+    (tmp_path / "texts.jsonl").write_text('{"text": "abc"}\n')
+    return tmp_path
+
+
+def prepared(folder: Path, settings: dict[str, Any], name: str = "out") -> Path:
+    stage = stage_of(folder / name, recipe(settings), kind="prepare", model=folder / "model")
+    prepare.run(stage)
+    return stage.path / "data"
+
+
+def test_a_data_set_class_renders_its_own_prompts_and_gives_their_references(folder: Path) -> None:
+    prompts = open_prompts(prepared(folder, {**SHORT, NAME: "mine.py:Sums", "custom.first": 7}), "train")
+    found = [prompts[i] for i in range(len(prompts))]
+    assert [each.reference for each in found] == ["8", "9", "10"]
+    assert found[0].text == "<|im_start|>user\n7 + 1?<|im_end|>\n<|im_start|>assistant\n", "no template around it"
+    assert load_tokenizer(str(folder / "model")).decode(found[0].token_ids) == found[0].text
+
+
+@pytest.mark.parametrize("name", ["mine.py:Talks", "mine.py:talks"], ids=["class", "function"])
+def test_conversations_of_a_class_are_those_of_a_file(folder: Path, name: str) -> None:
+    (folder / "talks.jsonl").write_text(
+        "".join(
+            f'{{"messages": [{{"role": "user", "content": "q{i}"}}, {{"role": "assistant", "content": "a{i}"}}]}}\n'
+            for i in range(2)
+        )
+    )
+    ours = open_sequences(prepared(folder, {**SFT, NAME: name}), "train")
+    theirs = open_sequences(prepared(folder, {**SFT, NAME: "talks.jsonl"}, "other"), "train")
+    for i in range(2):
+        for found, expected in zip(ours[i], theirs[i], strict=True):
+            assert [*found] == [*expected]
+
+
+def test_a_packer_makes_the_prompt_of_a_row_and_keeps_its_reference(folder: Path) -> None:
+    settings = {**SHORT, NAME: "questions.jsonl", PACKER: "mine.py:Shouting"}
+    (only,) = open_prompts(prepared(folder, settings), "train")
+    assert "WHY" in only.text and only.reference == "so"
+
+
+def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path) -> None:
+    sequences = open_sequences(prepared(folder, {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Bytes"}), "train")
+    ids, mask, *_ = sequences[0]
+    assert load_tokenizer(str(folder / "model")).decode([*ids]) == "abc"
+    assert [*mask] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({**SFT, NAME: "mine.py:Broken"}, DataError, r"^mine.py:Broken item 0: KeyError: 0 \(.*mine.py:33\)$"),
+        ({**SFT, NAME: "mine.py:Nothing"}, ConfigError, "has no 'Nothing'"),
+        (
+            {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Batching"},
+            ConfigError,
+            "has sft_collate_fn, which nothing calls",
+        ),
+        (
+            {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Shouting"},
+            ConfigError,
+            "calls sft_process_sample, which it does",
+        ),
+        ({**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Shifted"}, DataError, "the token itself, or -100"),
+    ],
+)
+def test_a_mistake_in_it_is_one_line(
+    folder: Path, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as raised:
+        prepared(folder, settings)
+    assert "\n" not in str(raised.value)
