@@ -297,7 +297,7 @@ class DiffusionModel:
         """Have components of the pipeline on the device, without gradients, inside the block; the last of them is what
         the block gets. With `policy.diffusers.offload` they go back to the host's memory after it."""
         found = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
-        components = [component for component in found if component is not None]
+        components = [each for each in found if each is not None]
         for component in components:
             component.to(self.device)
         try:

@@ -108,6 +108,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
+        "validation/reward_stderr": _standard_error(groups),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
@@ -115,6 +116,12 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         **_pass_at_each(groups, full_reward),
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
+
+
+def _standard_error(groups: Sequence[ScoredGroup]) -> float:
+    """Return that of the mean reward over prompts: completions of one prompt are no independent draws."""
+    means = [np.mean(found) for g in groups if (found := [s.value for s in g.scores if s.value is not None])]
+    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
 def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
@@ -276,8 +283,13 @@ def _no_groups(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def shared(score: ScoreGroups) -> ScoreGroups:
-    """Return what gives all ranks the scores of the first, when all ask together."""
-    return lambda groups: broadcast_object(score(groups) if is_first() else [])
+    """Return what gives all ranks the scores of the first, when all ask together about the same groups."""
+
+    def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
+        found = broadcast_object([each.scores for each in score(groups)] if is_first() else [])
+        return [ScoredGroup(group, scores) for group, scores in zip(groups, found, strict=True)]
+
+    return scored
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPrompts:

@@ -165,6 +165,11 @@ class Rows(list[MediaRow]):
     null_text = {"colour": torch.zeros(3)}
 
 
+@changes(Change("train.train_policy.learns_data", True, {**NFT, f"{FLOW_RL}.data_beta": 0.01}))
+def test_it_changes_which_rows_are_prepared(change: Change) -> None:
+    assert (change.before.train.train_policy.rows, change.after.train.train_policy.rows) == ("media_prompts", "media")
+
+
 @changes(Change(f"{FLOW_RL}.data_beta", 0.02, {**DDRL, f"{FLOW_RL}.data_beta": 0.01}))
 def test_it_changes_the_weight_of_real_data(change: Change) -> None:
     rows = Rows(MediaRow(i, "", Rows.null_text, torch.full((3, 2, 4, 4), float(i)), None) for i in range(4))

@@ -152,20 +152,21 @@ def test_every_family_is_trained(inputs: Inputs, family: str, name: str, tmp_pat
     assert [line["reward/invalid"] for line in metrics_of(stage)] == [0, 0]
 
 
-def test_real_images_are_learned_beside_rollouts(inputs: Inputs, tmp_path: Path) -> None:
-    """DDRL: the same training with a data term has other weights, and says the error of the real images."""
+@pytest.mark.parametrize("name", ["nft", "ddrl"])
+def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.mkdir()
     for i in range(4):
         (folder / f"{i:04}.json").write_text(json.dumps({"prompt": f"{i} red", "wants": str(i)}))
         (folder / f"{i:04}.png").write_bytes(png((40 * i, 100, 128), (32, 32)))
     settings = {
-        **BASE, **TRAININGS["flow_grpo"], "train.train_policy.trainer_type": "ddrl",
+        **BASE, **(TRAININGS["nft"] if name == "nft" else TRAININGS["flow_grpo"]),
+        **({"train.train_policy.trainer_type": "ddrl"} if name == "ddrl" else {"train.train_policy.learns_data": True}),
         "policy.diffusers.flow_rl.data_beta": 0.5, "train.train_policy.dataset.local_dir": str(folder),
         "train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:red", "train.max_num_steps": 2,
     }  # fmt: skip
     config = recipe(settings)
-    inputs.stage(tmp_path / "none")
+    inputs.stage(tmp_path / "none", **TRAININGS["nft"])
     prepare.run(stage_of(tmp_path / "data", config, kind="prepare", model=inputs.folder / "sd3"))
     stage = stage_of(tmp_path / "rl", config, kind="rl", model=inputs.folder / "sd3", data=tmp_path / "data/data")
     train(stage)
