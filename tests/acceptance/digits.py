@@ -40,8 +40,8 @@ def prove(folder: Path) -> Proof:
         is_met=met,
         claim=(
             f"On every seed DiffusionNFT lifts the share of drawn digits in which an independent judge sees the digit "
-            f"of the prompt by at least {LIFT_POINTS:.0f} points over the SFT checkpoint, and the whole demo takes less "
-            f"than {MOST_SECONDS:.0f} s."
+            f"of the prompt by at least {LIFT_POINTS:.0f} points over the SFT checkpoint, and the whole demo takes "
+            f"less than {MOST_SECONDS:.0f} s."
         ),
         commands=[demo.shown(settings(seed), CONFIG) for seed in SEEDS],
         body=table(header, rows),
