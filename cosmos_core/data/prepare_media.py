@@ -11,30 +11,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
-from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
-from cosmos_core.data.media_source import Content, Item, Items, open_items
-from cosmos_core.data.order import shuffled
+from cosmos_core.data.media_source import Content
+from cosmos_core.data.media_splits import TRAIN, Source, Split, framing_of, in_threads, read_splits
 from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
-from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.run.content import files_of_encoders
 from cosmos_core.run.digests import shared_digests
@@ -46,63 +39,10 @@ logger = logging.getLogger(__name__)
 
 CACHE = "media"
 """Folder of what was encoded, in the folder that runs share."""
-_TRAIN, _VALIDATION = "train", "validation"
 _TEXTS_AT_ONCE = 32
-_DECODERS = 4  # threads, for which Pillow and PyAV let go of the interpreter
 _MOST_NAMED = 5
 
 T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Encoders(Protocol):
-    """What turns text and pixels into what a diffusion model is trained on: a part of its adapter."""
-
-    def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Return the embeddings of prompts, each with a dimension of the batch."""
-        ...
-
-    def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]; None: the VAE draws
-        nothing."""
-        ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Encoders, which load their weights when they are first asked for, and what is known of them before."""
-
-    encoders: Encoders
-    digest: str
-    """Of their weights and of all settings that decide what they give for a text or for pixels."""
-    multiple: int = 16
-    """What height and width have to be divisible by."""
-    is_video: bool = False
-
-
-class _Row(NamedTuple):
-    """What is kept of an item between two passes."""
-
-    where: str
-    prompt: str
-    metadata: str
-    text: str
-    """Key of the embedding."""
-    media: str
-    """Key of the latent; empty: a prompt alone."""
-
-
-class _Split(NamedTuple):
-    items: Items
-    rows: list[_Row | None]
-    """One per item; None: it is not of this split, or is left out."""
-    skipped: list[str]
-    total: int
-    config: DatasetConfig
-
-    @property
-    def kept(self) -> list[_Row]:
-        return [row for row in self.rows if row is not None]
 
 
 def run(stage: Stage) -> Outcome:
@@ -121,7 +61,7 @@ def look(stage: Stage) -> list[str]:
     Raises:
         ModelError, DataError: as `run`.
     """
-    splits = _splits(stage, source_of(stage), stage.recipe.train.train_policy.rows)
+    splits = read_splits(stage, source_of(stage), stage.recipe.train.train_policy.rows)
     return [
         f"{name}: {len(split.kept):,} rows" + (f", {len(split.skipped):,} left out" if split.skipped else "")
         for name, split in splits.items()
@@ -151,7 +91,7 @@ def prepare(stage: Stage, source: Source) -> Outcome:
     """
     stage.progress.phase("prepare")
     kind: RowKind = stage.recipe.train.train_policy.rows
-    splits = _splits(stage, source, kind)
+    splits = read_splits(stage, source, kind)
     work = _Work(stage, source, kind)
     with replaced_folder(stage.path / "data") as folder:
         (folder / TENSORS).mkdir()
@@ -172,27 +112,6 @@ def prepare(stage: Stage, source: Source) -> Outcome:
     )
 
 
-def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framing:
-    """Return how media of a data set become pixels.
-
-    Raises:
-        ConfigError: the model cannot take such a size.
-    """
-    diffusers = recipe.policy.diffusers
-    for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
-        if size % source.multiple:
-            raise ConfigError(
-                f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
-            )
-    return Framing(
-        diffusers.inference_size,
-        diffusers.train_frames if source.is_video else 0,
-        source.multiple,
-        dataset.aspect_ratio_buckets,
-        dataset.frame_sampling,
-    )
-
-
 class _Work:
     """Encodes what the cache does not have, and writes what it has."""
 
@@ -202,13 +121,13 @@ class _Work:
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
 
-    def write(self, name: str, split: _Split, null: dict[str, str], folder: Path) -> list[str]:
+    def write(self, name: str, split: Split, null: dict[str, str], folder: Path) -> list[str]:
         """Write a split and return why each row is not in it that was left out.
 
         Raises:
             DataError: too many rows cannot be used, or none is left.
         """
-        is_media = self._learns and (name == _TRAIN or all(row.media for row in split.kept))
+        is_media = self._learns and (name == TRAIN or all(row.media for row in split.kept))
         texts = self._entries(split, is_media=False, folder=folder)
         media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
         skipped = list(split.skipped)
@@ -218,7 +137,7 @@ class _Work:
             if problem:
                 skipped.append(f"{row.where}: {problem}")
                 continue
-            values = [row.prompt, row.metadata, texts.at[row.text]]
+            values: list[Any] = [row.prompt, row.metadata, texts.at[row.text]]
             values += [media.at[row.media], media.shapes[row.media]] if is_media else []
             records.append((*values, row.where))
         _check_skipped(name, skipped, split, len(records))
@@ -234,7 +153,7 @@ class _Work:
         shard = self._shard(list(texts), self._encode_texts, folder, 0)
         return {each.key: {"shard": shard, "entry": each.key} for each in texts}
 
-    def _entries(self, split: _Split, *, is_media: bool, folder: Path) -> _Entries:
+    def _entries(self, split: Split, *, is_media: bool, folder: Path) -> _Entries:
         """Encode the texts or the media of a split, shard by shard."""
         chosen = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         entries = _Entries({}, {}, {})
@@ -298,7 +217,7 @@ class _Work:
         """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
         found: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        for index, pixels in enumerate(_in_threads(lambda item: _decoded(item[0], item[1], framing), items)):
+        for index, pixels in enumerate(in_threads(lambda item: _decoded(item[0], item[1], framing), items)):
             self._stage.progress.beat()
             if isinstance(pixels, str):
                 found[index] = pixels
@@ -327,67 +246,6 @@ class _Entries(NamedTuple):
     refused: dict[str, str]
 
 
-def _splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, _Split]:
-    """Return the rows to train on, and the held-out rows where there are any, none of which is encoded."""
-    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _looked_at(stage, source, config, key, needs_media=kind == MEDIA[0])
-    if validation.dataset.name or validation.dataset.local_dir:
-        held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
-        return {_TRAIN: train, _VALIDATION: held_out}
-    if stage.data is not None and ((stage.data / _VALIDATION).is_dir() or any(stage.data.glob(f"{_VALIDATION}.*"))):
-        held_out = _looked_at(stage, source, config.derived(split=(_VALIDATION,)), key, needs_media=False)
-        return {_TRAIN: train, _VALIDATION: held_out}
-    size = policy.dataset.test_size
-    if size is None:
-        return {_TRAIN: train}
-    count = int(np.ceil(len(train.rows) * size)) if isinstance(size, float) else size
-    if count >= len(train.rows):
-        raise DataError(
-            f"test_size = {size} of {len(train.rows)} rows leaves none to train on; lower dataset.test_size"
-        )
-    chosen = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
-    held_out = train._replace(rows=[row if i in chosen else None for i, row in enumerate(train.rows)], skipped=[])
-    train = train._replace(rows=[None if i in chosen else row for i, row in enumerate(train.rows)])
-    return {_TRAIN: train, _VALIDATION: held_out}
-
-
-def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> _Split:
-    """Read a data set once, for the keys of its texts and media."""
-    items = open_items(config, key)
-    framing = framing_of(stage.recipe, config, source)
-    rows: list[_Row | None] = []
-    skipped: list[str] = []
-    for item, found in _in_threads(lambda item: (item, _row_of(item, framing, needs_media)), items()):
-        stage.progress.beat()
-        rows.append(None if isinstance(found, str) else found)
-        if isinstance(found, str):
-            skipped.append(found if found.startswith(item.where) else f"{item.where}: {found}")
-    if not rows:
-        raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
-    return _Split(items, rows, skipped, len(rows), config)
-
-
-def _row_of(item: Item, framing: Framing, needs_media: bool) -> _Row | str:
-    """Return what is kept of an item, or why it is left out."""
-    if item.problem:
-        return item.problem
-    if needs_media and item.content is None:
-        return "there is no image or video beside it"
-    try:
-        text = digest_of("text", item.prompt)
-        if item.embedding is not None:
-            text = digest_of("embedding", Content(False, item.embedding).digest())
-        media = ""
-        if item.content is not None:
-            media = digest_of("media", item.content.digest(), item.content.is_video, repr(framing))
-    except OSError as error:
-        return f"{error.strerror}: {error.filename}"
-    metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
-    return _Row(item.where, item.prompt, metadata, text, media)
-
-
 def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray | str:
     assert content is not None
     try:
@@ -396,17 +254,7 @@ def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray 
         return str(error)
 
 
-def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield results in the order of the items, a few of which are worked on ahead."""
-    remaining = iter(items)
-    with ThreadPoolExecutor(_DECODERS) as pool:
-        pending: deque[Future[R]] = deque(pool.submit(function, item) for item in islice(remaining, 2 * _DECODERS))
-        while pending:
-            yield pending.popleft().result()
-            pending.extend(pool.submit(function, item) for item in islice(remaining, 1))
-
-
-def _check_skipped(name: str, skipped: Sequence[str], split: _Split, num_kept: int) -> None:
+def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: int) -> None:
     most = split.config.max_skipped_fraction
     if len(skipped) > most * split.total:
         raise DataError(

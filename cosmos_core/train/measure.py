@@ -156,7 +156,7 @@ class Completions:
         """Return metrics after `step` steps; some completions are added to `samples.jsonl`. Where images are drawn and
         no reward is asked, they are all that is made, of the first prompts."""
         if not self._is_scored:
-            self._prompts = self._prompts[:_NUM_SAMPLES]
+            self._prompts = self._prompts[: gallery.MOST_PROMPTS]
         size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
         self._engine.wake()
@@ -169,8 +169,8 @@ class Completions:
             add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
         if isinstance(self._prompts, Prompts):
             return completion_metrics(groups, self._full)
-        spread = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
-        return (completion_metrics(groups, self._full) if self._is_scored else {}) | spread
+        told = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
+        return (completion_metrics(groups, self._full) if self._is_scored else {}) | told
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:

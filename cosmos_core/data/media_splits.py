@@ -1,0 +1,179 @@
+"""Which rows a `prepare` stage of a diffusion model encodes: each data set is read once, for the keys of its content.
+
+Nothing is encoded here (`prepare_media.py`), and nothing decoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.media_cache import digest_of
+from cosmos_core.data.media_pixels import Framing
+from cosmos_core.data.media_source import Content, Item, Items, open_items
+from cosmos_core.data.order import shuffled
+from cosmos_core.data.prepared import MEDIA, RowKind
+from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.run.stage import Stage
+
+TRAIN, VALIDATION = "train", "validation"
+_DECODERS = 4  # threads, for which Pillow and PyAV let go of the interpreter
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Encoders(Protocol):
+    """What turns text and pixels into what a diffusion model is trained on: a part of its adapter."""
+
+    def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the embeddings of prompts, each with a dimension of the batch."""
+        ...
+
+    def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]; None: the VAE draws
+        nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Encoders, which load their weights when they are first asked for, and what is known of them before."""
+
+    encoders: Encoders
+    digest: str
+    """Of their weights and of all settings that decide what they give for a text or for pixels."""
+    multiple: int = 16
+    """What height and width have to be divisible by."""
+    is_video: bool = False
+    """Whether it takes clips."""
+
+
+class Row(NamedTuple):
+    """What is kept of an item between two passes."""
+
+    where: str
+    prompt: str
+    metadata: str
+    text: str
+    """Key of the embedding."""
+    media: str
+    """Key of the latent; empty: a prompt alone."""
+
+
+class Split(NamedTuple):
+    """A data set that was read once."""
+
+    items: Items
+    rows: list[Row | None]
+    """One per item; None: it is not of this split, or is left out."""
+    skipped: list[str]
+    total: int
+    config: DatasetConfig
+
+    @property
+    def kept(self) -> list[Row]:
+        """Return the rows of this split."""
+        return [row for row in self.rows if row is not None]
+
+
+def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framing:
+    """Return how media of a data set become pixels.
+
+    Raises:
+        ConfigError: the model cannot take such a size.
+    """
+    diffusers = recipe.policy.diffusers
+    for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
+        if size % source.multiple:
+            raise ConfigError(
+                f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
+            )
+    return Framing(
+        diffusers.inference_size,
+        diffusers.train_frames if source.is_video else 0,
+        source.multiple,
+        dataset.aspect_ratio_buckets,
+        dataset.frame_sampling,
+    )
+
+
+def read_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]:
+    """Return the rows to train on, and the held-out rows where there are any, none of which is encoded."""
+    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
+    key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
+    config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
+    train = _looked_at(stage, source, config, key, needs_media=kind == MEDIA[0])
+    if validation.dataset.name or validation.dataset.local_dir:
+        held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
+        return {TRAIN: train, VALIDATION: held_out}
+    if stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
+        held_out = _looked_at(stage, source, config.derived(split=(VALIDATION,)), key, needs_media=False)
+        return {TRAIN: train, VALIDATION: held_out}
+    size = policy.dataset.test_size
+    if size is None:
+        return {TRAIN: train}
+    count = int(np.ceil(len(train.rows) * size)) if isinstance(size, float) else size
+    if count >= len(train.rows):
+        raise DataError(
+            f"test_size = {size} of {len(train.rows)} rows leaves none to train on; lower dataset.test_size"
+        )
+    chosen = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
+    held_out = train._replace(rows=[row if i in chosen else None for i, row in enumerate(train.rows)], skipped=[])
+    train = train._replace(rows=[None if i in chosen else row for i, row in enumerate(train.rows)])
+    return {TRAIN: train, VALIDATION: held_out}
+
+
+def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
+    """Read a data set once, for the keys of its texts and media."""
+    items = open_items(config, key)
+    framing = framing_of(stage.recipe, config, source)
+    rows: list[Row | None] = []
+    skipped: list[str] = []
+    for item, found in in_threads(lambda item: (item, _row_of(item, framing, needs_media)), items()):
+        stage.progress.beat()
+        rows.append(None if isinstance(found, str) else found)
+        if isinstance(found, str):
+            skipped.append(found if found.startswith(item.where) else f"{item.where}: {found}")
+    if not rows:
+        raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
+    return Split(items, rows, skipped, len(rows), config)
+
+
+def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
+    """Return what is kept of an item, or why it is left out."""
+    if item.problem:
+        return item.problem
+    if needs_media and item.content is None:
+        return "there is no image or video beside it"
+    try:
+        text = digest_of("text", item.prompt)
+        if item.embedding is not None:
+            text = digest_of("embedding", Content(False, item.embedding).digest())
+        media = ""
+        if item.content is not None:
+            media = digest_of("media", item.content.digest(), item.content.is_video, repr(framing))
+    except OSError as error:
+        return f"{error.strerror}: {error.filename}"
+    metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
+    return Row(item.where, item.prompt, metadata, text, media)
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield results in the order of the items, a few of which are worked on ahead."""
+    remaining = iter(items)
+    with ThreadPoolExecutor(_DECODERS) as pool:
+        pending: deque[Future[R]] = deque(pool.submit(function, item) for item in islice(remaining, 2 * _DECODERS))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(pool.submit(function, item) for item in islice(remaining, 1))
