@@ -15,6 +15,7 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_models import promote, rollback  # noqa: E402
+from cosmos_core.cli_server import bootstrap, reap  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.command()(promote)
 app.command()(rollback)
+app.command()(bootstrap)
+app.command()(reap)
 
 Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
