@@ -40,6 +40,7 @@ from cosmos_core.run.inputs import (
     teacher_source,
 )
 from cosmos_core.run.libraries import LIBRARIES
+from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind, is_below
 
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
@@ -126,6 +127,8 @@ def fingerprint(
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it
+    if weights := weights_source(model, recipe, kind):
+        ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
     ingredients |= _said_of(stage)
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
