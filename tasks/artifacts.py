@@ -42,10 +42,10 @@ _ROWS = 20
 class StageArtifacts:
     """Artifacts of one stage, in the task run that makes it."""
 
-    def __init__(self, run_id: str, stage_path: Path) -> None:
+    def __init__(self, pipeline: str, stage_path: Path) -> None:
         self._stage_path = stage_path
         self._metrics = MetricsReader(stage_path / "metrics.jsonl")
-        self._key = _key(run_id, stage_path.name)
+        self._key = _key(pipeline, stage_path.name)
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
@@ -112,7 +112,7 @@ def show_run(run_path: Path) -> None:
     run = read_run(run_path)
     with _never_costs_the_run():
         create_markdown_artifact(
-            _run_card(run), key=_key(run_path.name, "run"), description=f"{run.name}: {run.outcome}"
+            _run_card(run), key=_key(run.name, "run"), description=f"{run.name}: {run.outcome}"
         )
 
 
@@ -125,7 +125,8 @@ def _never_costs_the_run() -> Iterator[None]:
 
 
 def _key(*parts: str) -> str:
-    """Prefect allows lower-case letters, digits and dashes; a run id may have anything."""
+    """Return a key of pipeline and stage, the same for each run, so that Prefect shows their history. It allows
+    lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
 
 

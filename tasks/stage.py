@@ -137,7 +137,7 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
     log = get_run_logger()
-    artifacts = StageArtifacts(run.id, run.stage_path(name))
+    artifacts = StageArtifacts(run.pipeline.config.name, run.stage_path(name))
     result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
     if was_reused:  # what it measured was shown by the run that made it
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
