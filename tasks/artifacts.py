@@ -29,6 +29,8 @@ from prefect.runtime import flow_run
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import RunRecord, loading_line, read_run
+from cosmos_core.observe.report import PAGE, build
+from cosmos_core.run.files import write_text
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader, Position
 
@@ -111,9 +113,13 @@ def show_run(run_path: Path) -> None:
     """Publish the card of a run: where every stage stands, what it measured, and the model."""
     run = read_run(run_path)
     with _never_costs_the_run():
-        create_markdown_artifact(
-            _run_card(run), key=_key(run.name, "run"), description=f"{run.name}: {run.outcome}"
-        )
+        create_markdown_artifact(_run_card(run), key=_key(run.name, "run"), description=f"{run.name}: {run.outcome}")
+
+
+def write_report(run_path: Path) -> None:
+    """Write report.html of a run, however it ended."""
+    with _never_costs_the_run():
+        write_text(run_path / PAGE, build(run_path))
 
 
 @contextmanager
@@ -121,7 +127,7 @@ def _never_costs_the_run() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the stage
-        logger.warning("Prefect does not take artifacts now: %s", error)
+        logger.warning("it cannot be shown now: %s", error)
 
 
 def _key(*parts: str) -> str:

@@ -47,7 +47,7 @@ from cosmos_core.run.plan import decide, fingerprint_folder, register, save_fing
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from cosmos_core.upload.saves import saves_url, sending
-from tasks.artifacts import StageArtifacts, name_flow_run, show_run
+from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
 from tasks.credentials import lend_credentials
 from tasks.elsewhere import count_death, perform_elsewhere
 from tasks.layout import inputs_of, lay_out, make_room
@@ -82,7 +82,9 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
         worker.stop_all()
         wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
         raise
-    show_run(run.path)
+    if not is_here:
+        write_report(run.path)
+        show_run(run.path)
     bad = {name: future.state for name, future in futures.items() if not future.state.is_completed()}
     if bad:
         errors = [state.data for state in bad.values() if isinstance(state.data, CosmosError)]
