@@ -15,6 +15,8 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_models import promote, rollback  # noqa: E402
+from cosmos_core.cli_runs import compare, report, runs, watch  # noqa: E402
+from cosmos_core.cli_server import bootstrap, reap  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ app = typer.Typer(
 )
 
 app.add_typer(config_app, name="config")
-app.command()(promote)
-app.command()(rollback)
 
 Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
@@ -48,6 +48,24 @@ FromStage = Annotated[str, typer.Option(help="Make this stage and everything beh
 Verify = Annotated[
     bool, typer.Option("--verify", help="Hash every input and reused file instead of trusting size, times and inode.")
 ]
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        parts = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "transformers"))
+        typer.echo(f"cosmos {version('cosmos-posttrain')} ({parts}, Python {sys.version.split()[0]})")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    is_asked: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and end.")
+    ] = False,
+) -> None:
+    """Post-training as a pipeline that finishes: from raw data to a published model, resumable after any kill."""
 
 
 @app.command()
@@ -220,6 +238,10 @@ def reward_service(
     arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
     arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
     os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
+
+
+for _command in (runs, compare, report, watch, promote, rollback, bootstrap, reap):
+    app.command()(_command)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def stage(run: str, name: str) -> Any:
     """
     opened = open_run(Path(run).expanduser(), all_kinds())
     check_inputs(opened, name)
-    return run_stages(opened, [name])
+    return run_stages(opened, [name], is_here=True)
 
 
 def check_inputs(run: Run, name: str) -> None:

@@ -29,6 +29,8 @@ from prefect.runtime import flow_run
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import RunRecord, loading_line, read_run
+from cosmos_core.observe.report import PAGE, build
+from cosmos_core.run.files import write_text
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader, Position
 
@@ -42,10 +44,10 @@ _ROWS = 20
 class StageArtifacts:
     """Artifacts of one stage, in the task run that makes it."""
 
-    def __init__(self, run_id: str, stage_path: Path) -> None:
+    def __init__(self, pipeline: str, stage_path: Path) -> None:
         self._stage_path = stage_path
         self._metrics = MetricsReader(stage_path / "metrics.jsonl")
-        self._key = _key(run_id, stage_path.name)
+        self._key = _key(pipeline, stage_path.name)
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
@@ -111,9 +113,13 @@ def show_run(run_path: Path) -> None:
     """Publish the card of a run: where every stage stands, what it measured, and the model."""
     run = read_run(run_path)
     with _never_costs_the_run():
-        create_markdown_artifact(
-            _run_card(run), key=_key(run_path.name, "run"), description=f"{run.name}: {run.outcome}"
-        )
+        create_markdown_artifact(_run_card(run), key=_key(run.name, "run"), description=f"{run.name}: {run.outcome}")
+
+
+def write_report(run_path: Path) -> None:
+    """Write report.html of a run, however it ended."""
+    with _never_costs_the_run():
+        write_text(run_path / PAGE, build(run_path))
 
 
 @contextmanager
@@ -121,11 +127,12 @@ def _never_costs_the_run() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the stage
-        logger.warning("Prefect does not take artifacts now: %s", error)
+        logger.warning("it cannot be shown now: %s", error)
 
 
 def _key(*parts: str) -> str:
-    """Prefect allows lower-case letters, digits and dashes; a run id may have anything."""
+    """Return a key of pipeline and stage, the same for each run, so that Prefect shows their history. It allows
+    lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
 
 

@@ -47,8 +47,9 @@ from cosmos_core.run.plan import decide, fingerprint_folder, register, save_fing
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from cosmos_core.upload.saves import saves_url, sending
-from tasks.artifacts import StageArtifacts, name_flow_run, show_run
+from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
 from tasks.credentials import lend_credentials
+from tasks.elsewhere import count_death, perform_elsewhere
 from tasks.layout import inputs_of, lay_out, make_room
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,10 @@ _RETRIES = 100_000  # Prefect's own count never decides
 
 
 @worker.stoppable()
-def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
+def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> State[Any]:
     """Bring stages, in topological order, to their results, independent ones in parallel; return the flow's state.
+
+    A stage with a work pool is run there, unless this is that pool (`is_here`).
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
@@ -71,7 +74,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
         _listen_for_stop(run)
         for name in names:
             upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
-            futures[name] = stage_task(run, name).submit(wait_for=upstream)
+            futures[name] = stage_task(run, name, is_here=is_here).submit(wait_for=upstream)
         wait(list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
         # Termination reaches this thread alone; the tasks wait in others and would not notice.
@@ -79,7 +82,9 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
         worker.stop_all()
         wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
         raise
-    show_run(run.path)
+    if not is_here:
+        write_report(run.path)
+        show_run(run.path)
     bad = {name: future.state for name, future in futures.items() if not future.state.is_completed()}
     if bad:
         errors = [state.data for state in bad.values() if isinstance(state.data, CosmosError)]
@@ -99,7 +104,7 @@ def _listen_for_stop(run: Run) -> None:
             signal.signal(signal.Signals[name], terminate)
 
 
-def stage_task(run: Run, name: str) -> Any:
+def stage_task(run: Run, name: str, *, is_here: bool = False) -> Any:
     """Return a Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it.
 
     The run is not among its parameters: opened again by each task, it made a run quadratic in its stages.
@@ -108,6 +113,7 @@ def stage_task(run: Run, name: str) -> Any:
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
         return should_retry(run, name, state.data)
 
+    pool = run.pipeline.stage(name).work_pool
     decorate = task(
         name=name,
         task_run_name=name,
@@ -116,7 +122,7 @@ def stage_task(run: Run, name: str) -> Any:
         cache_policy=NO_CACHE,
         persist_result=False,
     )
-    return decorate(partial(_run_stage, run, name))
+    return decorate(partial(_run_elsewhere if pool and not is_here else _run_stage, run, name))
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
@@ -133,12 +139,25 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
     log = get_run_logger()
-    artifacts = StageArtifacts(run.id, run.stage_path(name))
+    artifacts = StageArtifacts(run.pipeline.config.name, run.stage_path(name))
     result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
     if was_reused:  # what it measured was shown by the run that made it
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
+
+
+def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
+    """Follow a stage on its work pool; what ends there without a word is one failed attempt."""
+    stage, path = run.pipeline.stage(name), run.stage_path(name)
+    try:
+        result, was_reused = perform_elsewhere(run, stage)
+    except CosmosError as error:
+        if read_state(path).state not in {"failed", "stopped"}:
+            _record_failure(path, error)
+            update_state(path, failures=count_death(path))
+        raise
+    return Completed(name="Reused", data=result) if was_reused else result
 
 
 def perform(

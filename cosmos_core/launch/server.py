@@ -30,6 +30,7 @@ _START_SECONDS = 90.0
 _MAX_STARTS = 3  # of a server that ends before it responds
 _GRACE_SECONDS = 3.0
 _RESPONSE_SECONDS = 10.0
+_BUSY_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
 _MAX_CHECK_SECONDS = 30.0
 
@@ -63,8 +64,8 @@ def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None)
 
 
 def _expect_server(url: str) -> None:
-    """Wait a little for a server that is not ours: it may be restarting."""
-    deadline = time.monotonic() + _RESPONSE_SECONDS
+    """Wait a little for a server that is not ours: it may be restarting; longer for one that is there and busy."""
+    began = time.monotonic()
     while True:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -72,7 +73,9 @@ def _expect_server(url: str) -> None:
         except urllib.error.HTTPError:
             return  # somebody is there; whether we may talk to it, Prefect will say
         except (OSError, ValueError) as error:
-            if time.monotonic() > deadline or isinstance(error, ValueError):
+            is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+            wait = _BUSY_SECONDS if is_busy else _RESPONSE_SECONDS
+            if time.monotonic() > began + wait or isinstance(error, ValueError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
                     "start it, or unset the variable to run with a server of our own"

@@ -45,7 +45,11 @@ class Orchestra:
         """Start the server, make the pool, deploy everything in `prefect.yaml`."""
         self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         wait_until(self._answers, 120, f"the server answers; its log: {self.folder}/server.log")
-        self.prefect("work-pool", "create", "local", "--type", "process")
+        done = subprocess.run(
+            [sys.executable, "-m", "cosmos_core", "bootstrap"], cwd=ROOT, env=self.environment, capture_output=True,
+            text=True, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
         self.prefect("deploy", "--all")
 
     def _answers(self) -> bool:
@@ -63,11 +67,15 @@ class Orchestra:
 
     def ensure_worker(self) -> subprocess.Popen[str]:
         if self.worker is None or self.worker.poll() is not None:
-            log = self.folder / "worker.log"
-            before = log.read_text().count("started!") if log.exists() else 0
-            self.worker = self.start("worker", "worker", "start", "--pool", "local")
-            wait_until(lambda: log.read_text().count("started!") > before, 90, f"the worker is up; its log: {log}")
+            self.worker = self.start_worker("local")
         return self.worker
+
+    def start_worker(self, pool: str) -> subprocess.Popen[str]:
+        log = self.folder / f"worker-{pool}.log"
+        before = log.read_text().count("started!") if log.exists() else 0
+        found = self.start(f"worker-{pool}", "worker", "start", "--pool", pool)
+        wait_until(lambda: log.read_text().count("started!") > before, 90, f"the worker is up; its log: {log}")
+        return found
 
     def prefect(self, *arguments: str, code: int = 0) -> str:
         done = subprocess.run(

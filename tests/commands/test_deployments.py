@@ -174,8 +174,8 @@ def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Or
     assert {"config.json", "model.safetensors"} <= {file.name for file in model.iterdir()}
     assert (run / "report.html").is_file()
     artifacts = orchestra.artifacts(flow_run)
-    assert {"deployed-run", "deployed-sft-progress", "deployed-grpo-curves"} <= artifacts.keys()
-    assert f"model `{model}`" in artifacts["deployed-run"]["data"]
+    assert {"short-demo-run", "short-demo-sft-progress", "short-demo-grpo-curves"} <= artifacts.keys()
+    assert f"model `{model}`" in artifacts["short-demo-run"]["data"]
     expect_gone(flow_run, 15)
 
 
@@ -218,17 +218,17 @@ def test_cosmos_run_shows_progress_metrics_curves_and_cards_on_the_given_server(
     assert orchestra.task_states(found["id"]) == {"first": "Completed", "second_half": "Completed"}
     artifacts = orchestra.artifacts(found["id"])
     parts = ("progress", "metrics", "curves", "card")
-    wanted = {f"shown-1-{stage}-{part}" for stage in ("first", "second-half") for part in parts}
-    assert artifacts.keys() == wanted | {"shown-1-run"}
+    wanted = {f"counting-{stage}-{part}" for stage in ("first", "second-half") for part in parts}
+    assert artifacts.keys() == wanted | {"counting-run"}
     assert {artifacts[key]["type"] for key in wanted if key.endswith("card")} == {"markdown"}
-    assert artifacts["shown-1-first-progress"]["data"] == 100
-    table = json.loads(artifacts["shown-1-second-half-metrics"]["data"])
+    assert artifacts["counting-first-progress"]["data"] == 100
+    table = json.loads(artifacts["counting-second-half-metrics"]["data"])
     assert [(line["step"], line["loss"]) for line in table] == [(n, 1 / n) for n in range(1, 7)]
-    head, _, image = artifacts["shown-1-first-curves"]["data"].partition(",")
+    head, _, image = artifacts["counting-first-curves"]["data"].partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(image).startswith(b"\x89PNG")
-    assert "| count | 4 |" in artifacts["shown-1-first-card"]["data"]
-    assert "| second_half | custom | done |" in artifacts["shown-1-run"]["data"]
+    assert "| count | 4 |" in artifacts["counting-first-card"]["data"]
+    assert "| second_half | custom | done |" in artifacts["counting-run"]["data"]
 
     place.cosmos("run", "counting.toml", "--run-id", "again")
     [found] = orchestra.ask("flow_runs/filter", flow_runs={"name": {"any_": ["counting again"]}})

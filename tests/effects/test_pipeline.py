@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import tomli_w
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cosmos_core.checkpoint.pinned import pinned_step
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import merge
 from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import GateFailed, StageFailed
+from cosmos_core.errors import ConfigError, GateFailed, StageFailed
 from cosmos_core.launch.estimate import estimate_table
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import update_state
 from tasks import gate, upload
+from tasks.elsewhere import perform_elsewhere
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.effects.change import GRPO, SFT, Change, changes, nested
@@ -248,6 +251,27 @@ def second(found: Pipeline, folder: Path) -> Stage:
         "f",
         kind=all_kinds()[found.stage("second").kind],
     )
+
+
+@changes((Change("pipeline.stages.work_pool", "gpu", ALONE), "stage/gpu"))
+def test_it_changes_where_a_stage_runs(
+    change: Change, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run_deployment(name: str, **parameters: Any) -> None:
+        asked.append(name)
+        raise ObjectNotFound(LookupError(name))
+
+    monkeypatch.setattr("tasks.elsewhere.run_deployment", run_deployment)
+    before, after = sides(change, tmp_path)
+    assert before.stage("second").work_pool == ""
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(ConfigError, match=r"work_pool = 'gpu': the server has no deployment stage/gpu; add one like"),
+    ):
+        perform_elsewhere(create_run(after), after.stage("second"))
+    assert asked == [expected]
 
 
 @changes(Change("pipeline.stages.require", ["loss <= 1"], {"pipeline.stages.kind": "gate",

@@ -20,6 +20,7 @@ from cosmos_core.observe.logs import quiet_environment
 from cosmos_core.registry import import_thing
 from cosmos_core.run.directory import create_run
 from flows.post_train import post_train
+from flows.retrain import retrain
 from flows.stage import stage
 from tasks.kinds import all_kinds
 from tasks.stage import perform
@@ -58,7 +59,8 @@ def test_every_deployment_names_a_flow_and_gives_parameters_that_it_has() -> Non
         assert set(deployment.get("parameters", {})) <= set(parameter_schema(flow).properties)
         assert deployment["enforce_parameter_schema"] is True
         flows[f"{flow.name}/{deployment['name']}"] = deployment["work_pool"]["name"]
-    assert flows == {"post-train/local": "local", "stage/local": "local"}, "a deployment is named after its pool"
+    wanted = ("post-train/local", "retrain/local", "stage/local", "stage/cpu", "stage/gpu")
+    assert flows == {name: name.partition("/")[2] for name in wanted}, "a deployment is named after its pool"
 
 
 def test_the_default_config_of_the_pipeline_is_a_file_of_the_repository() -> None:
@@ -79,7 +81,8 @@ def test_the_form_in_the_ui_has_a_type_a_default_and_a_description_for_every_par
     }  # fmt: skip
     assert form.required == ["config"]
     assert parameter_schema(stage).required == ["run", "name"]
-    for flow in (post_train, stage):
+    assert parameter_schema(retrain).properties["start"]["enum"] == ["published", "base"]
+    for flow in (post_train, retrain, stage):
         assert all(len(entry["description"]) > 20 for entry in parameter_schema(flow).properties.values())
 
 

@@ -112,6 +112,7 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5, "fail": True})
     assert nightly.fire()[0] == "Failed"
+    assert "failed" in (tmp_path / "outputs" / nightly.runs[0] / "report.html").read_text()
     assert nightly.fire()[0] == "Completed"
     assert len(nightly.runs) == 1 and len(nightly.target.history()) == 1
 

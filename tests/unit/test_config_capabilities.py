@@ -16,8 +16,6 @@ from tests.unit.test_config_load import GRPO, SFT, load, refused
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("sft.work_pool=gpus", "stage 'sft': work_pool = 'gpus': this version runs every stage on the flow's machine; "
-         "leave it out"),
         ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
          "groups; make it a multiple of rollout.n_generation = 3"),
         ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "

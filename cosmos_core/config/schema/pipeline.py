@@ -53,8 +53,9 @@ class StageConfig(Table):
     empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
     data: Annotated[str, Where.PATH] = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
-    work_pool: str = ""
-    """Prefect work pool that runs the stage; empty: this machine."""
+    work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
+    run. Empty: the machine of the flow."""
     retries: NonNegativeInt = 2
     """Consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""

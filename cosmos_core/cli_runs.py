@@ -1,0 +1,74 @@
+"""`cosmos runs`, `cosmos compare`, `cosmos report` and `cosmos watch`: runs as people look at them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
+RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
+_WIDTH = 160
+_LOOK_SECONDS = 1.0
+
+
+def runs(
+    output_dir: OutputDir = Path("outputs"),
+    most: Annotated[int, typer.Option(min=1, help="Newest runs that are shown.")] = 20,
+) -> None:
+    """List the runs of a folder, the newest last."""
+    from rich.console import Console
+
+    from cosmos_core.observe.runs import table_of_runs
+
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table_of_runs(output_dir, most))
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="Run id or path.")],
+    second: Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")] = "",
+    output_dir: OutputDir = Path("outputs"),
+) -> None:
+    """Show how two runs differ: settings, metrics and times."""
+    from rich.console import Console
+
+    from cosmos_core.observe.runs import compared
+    from cosmos_core.run.directory import find_run
+    from tasks.kinds import all_kinds
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for part in compared(find_run(first, output_dir), find_run(second, output_dir), all_kinds()):
+        console.print(part, markup=False, highlight=False)
+
+
+def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Write report.html of a run, whatever of it there is, and say where."""
+    from cosmos_core.observe.report import PAGE, build
+    from cosmos_core.run.directory import find_run
+    from cosmos_core.run.files import write_text
+
+    path = find_run(run_name, output_dir)
+    write_text(path / PAGE, build(path))
+    typer.echo(path / PAGE)
+
+
+def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Follow a run that another process or machine runs, until nothing happens in it any more."""
+    from cosmos_core.observe.console import Display, print_status
+    from cosmos_core.observe.record import read_run
+    from cosmos_core.observe.runs import is_over
+    from cosmos_core.run.directory import find_run
+
+    path = find_run(run_name, output_dir)
+    with Display([stage.name for stage in read_run(path).stages]) as display:
+        while True:
+            run = read_run(path)
+            for stage in run.stages:
+                display.update(stage.name, stage.status, stage.progress)
+            if is_over(run):
+                break
+            time.sleep(_LOOK_SECONDS)
+    print_status(path)

@@ -1,0 +1,134 @@
+"""What a Prefect server needs beside the deployments: work pools, and an automation that notices dead flow runs.
+
+Everything is made once: a second call finds it and says so. GPUs are counted by the concurrency limit of a work pool,
+which says how many runs begin; a limit that a run holds as a lease would end a training that cannot renew it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import ConfigError
+
+POOLS = ("local", "cpu", "gpu")
+"""Those that `prefect.yaml` has deployments for."""
+AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
+HEARTBEAT_SECONDS = 30
+"""What the deployments ask of their flow runs; Prefect takes no less."""
+_MISSED = 3
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A work pool that is to be there."""
+
+    name: str
+    type: str = "process"
+    limit: int | None = None
+    """Most runs at once; None: as many as its workers take."""
+    template: Path | None = None
+    """Base job template, a JSON file; None: that of the type."""
+
+
+def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
+    """Make what is not there yet; yield a line about each thing.
+
+    Raises:
+        ConfigError: there is no server, or a template is no JSON.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    url = get_current_settings().api.url
+    if not url:
+        raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
+    with get_client(sync_client=True) as client:
+        try:
+            client.hello()
+        except Exception as error:  # whatever its transport raises
+            raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
+        for pool in pools:
+            yield _pool(client, pool)
+        yield _automation(client)
+        yield _credentials(client)
+
+
+def _pool(client: Any, pool: Pool) -> str:
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectNotFound
+
+    template = _template(pool)
+    try:
+        there = client.read_work_pool(pool.name)
+    except ObjectNotFound:
+        wanted = {"base_job_template": template} if template else {}
+        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **wanted))
+        return f"work pool {pool.name}: made ({pool.type}{_limit(pool.limit)})"
+    if there.type != pool.type:
+        raise ConfigError(
+            f"work pool {pool.name!r} is of type {there.type}, not {pool.type}; delete it, or take another name"
+        )
+    changes: dict[str, Any] = {}
+    if pool.limit is not None and there.concurrency_limit != pool.limit:
+        changes["concurrency_limit"] = pool.limit
+    if template and there.base_job_template != template:
+        changes["base_job_template"] = template
+    if not changes:
+        return f"work pool {pool.name}: there ({there.type}{_limit(there.concurrency_limit)})"
+    client.update_work_pool(pool.name, WorkPoolUpdate(**changes))
+    return f"work pool {pool.name}: changed ({', '.join(changes)})"
+
+
+def _template(pool: Pool) -> dict[str, Any]:
+    if pool.template is None:
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(pool.template.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"template {pool.template} of work pool {pool.name!r} cannot be read: {error}") from error
+    return found
+
+
+def _limit(limit: int | None) -> str:
+    return f", at most {limit} at once" if limit is not None else ""
+
+
+def _automation(client: Any) -> str:
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+
+    ends = [f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")]
+    wanted = AutomationCore(
+        name=AUTOMATION,
+        description=f"After {_MISSED} heartbeats that did not come: its process or its machine is gone.",
+        trigger=EventTrigger(
+            match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
+            after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.heartbeat", *ends},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=_MISSED * HEARTBEAT_SECONDS),
+        ),
+        actions=[ChangeFlowRunState(state="CRASHED", message="no heartbeat: its process is gone; resume the run")],  # type: ignore[arg-type]
+    )
+    if client.read_automations_by_name(AUTOMATION):
+        return f"automation {AUTOMATION!r}: there"
+    client.create_automation(wanted)
+    return f"automation {AUTOMATION!r}: made"
+
+
+def _credentials(client: Any) -> str:
+    from prefect.exceptions import ObjectNotFound
+
+    block = "cosmos-credentials"
+    try:
+        client.read_block_document_by_name(block, "secret")
+    except ObjectNotFound:
+        return f"block secret/{block}: not there; workers take credentials from their environment"
+    return f"block secret/{block}: there"

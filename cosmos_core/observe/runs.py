@@ -1,0 +1,94 @@
+"""Runs side by side: the list of a folder, and how two differ in settings, metrics and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from cosmos_core.config.compose import Kinds, load_pipeline
+from cosmos_core.config.difference import difference
+from cosmos_core.observe import wording
+from cosmos_core.observe.record import RunRecord, StageRecord, read_run
+from cosmos_core.run.directory import PIPELINE, runs_in
+from cosmos_core.run.state import FINISHED
+
+_BOOKKEEPING = ("time/", "throughput/", "memory/")
+
+
+def table_of_runs(output_dir: Path, most: int) -> Table:
+    """Return the newest runs of a folder, the newest last: how each stands, and what its last measured stage says."""
+    table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics")
+    for facts in runs_in(output_dir)[-most:]:
+        run = read_run(output_dir / facts.run_id)
+        done = sum(stage.status in FINISHED for stage in run.stages)
+        took = sum(stage.seconds or 0.0 for stage in run.stages)
+        table.add_row(
+            facts.run_id, run.name, wording.clock(facts.started), wording.duration(took), f"{done}/{len(run.stages)}",
+            run.outcome, _last_metrics(run),
+        )  # fmt: skip
+    return table
+
+
+def _last_metrics(run: RunRecord) -> str:
+    for stage in reversed(run.stages):
+        if shown := wording.table_metrics(stage.metrics):
+            return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+    return ""
+
+
+def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
+    """Yield how two runs differ: settings as lines, then the metrics of the stages that both have as a table.
+
+    Raises:
+        ConfigError: the pipeline of one cannot be read.
+    """
+    pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first, second)]
+    lines = list(difference(*pipelines))
+    yield from lines or ["the settings are the same"]
+    runs = [read_run(path) for path in (first, second)]
+    stages = {stage.name: stage for stage in runs[1].stages}
+    table = Table("stage", "metric", first.name, second.name, "change")
+    for stage in runs[0].stages:
+        if stage.name in stages:
+            for row in _rows(stage, stages[stage.name]):
+                table.add_row(stage.name, *row)
+    yield table
+
+
+def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, str]]:
+    times = [stage.seconds for stage in (old, new)]
+    if any(times):
+        yield "time", wording.duration(times[0]), wording.duration(times[1]), ""
+    metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(_BOOKKEEPING)} for s in (old, new)]
+    for key in sorted(metrics[0].keys() | metrics[1].keys()):
+        values = [found.get(key) for found in metrics]
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
+        said = "" if not change else f"{change:+.4g}"
+        if change and wording.is_judged(key):
+            said += " better" if (change < 0) == wording.lower_is_better(key) else " worse"
+        yield key, _shown(values[0]), _shown(values[1]), said
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+
+
+def is_over(run: RunRecord) -> bool:
+    """Return whether no stage of a run does anything or is about to."""
+    active = any(stage.status in {"running", "retrying"} for stage in run.stages)
+    ready = any(_is_ready(stage, run) for stage in run.stages if stage.status == "waiting")
+    newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
+    return not active and not (ready and time.time() - newest < _BETWEEN_SECONDS)
+
+
+_BETWEEN_SECONDS = 60.0
+"""A stage whose inputs are done and that has not begun for longer is not going to."""
+
+
+def _is_ready(stage: StageRecord, run: RunRecord) -> bool:
+    states = {each.name: each.status for each in run.stages}
+    return all(states.get(name) in FINISHED for name in stage.after)

@@ -1,0 +1,154 @@
+"""A stage on another work pool: the deployment `stage/POOL` runs it, this task follows it.
+
+Which flow run does it is noted beside the stage, so that a parent that died and was resumed goes on following the same
+one. The child decides about reuse and retries, as the facts of its machine count; its manifest says whether it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.errors import BY_NAME, ConfigError, CosmosError, Preempted, StageFailed
+from cosmos_core.launch.worker import sleep_unless_stopping
+from cosmos_core.run.directory import Run
+from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.manifest import Result, problem, read_result
+from cosmos_core.run.state import FINISHED, read_state, record_event
+
+logger = logging.getLogger(__name__)
+
+NOTE = "pool.json"
+_POLL_SECONDS = 1.0
+_UNTAKEN_SECONDS = 60.0
+_MAX_BACKOFF_SECONDS = 60.0
+_FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
+
+
+class Child(Document):
+    """The flow run that brings a stage to its result."""
+
+    flow_run: str
+    attempt: int
+    failures: int = 0
+    """Children in a row that died without a word and without a new checkpoint."""
+    failed_at: int = 0
+    """Step of the newest checkpoint then."""
+
+
+def perform_elsewhere(run: Run, stage: StageConfig) -> tuple[Result, bool]:
+    """Let the stage's work pool bring it to its result; return that and whether it was there already.
+
+    Raises:
+        CosmosError: what ended the child, or there is no such deployment.
+    """
+    path = run.stage_path(stage.name)
+    with get_client(sync_client=True) as client:
+        child = _going(client, path) or _begin(run, stage, path)
+        try:
+            ended = _follow(client, stage, UUID(child.flow_run))
+        except Preempted:
+            _cancel(client, child, run.pipeline.config.grace_seconds)
+            raise
+    result = read_result(path)
+    if ended.state_type == StateType.COMPLETED and result is not None:
+        if damage := problem(path, result):
+            raise StageFailed(f"stage {stage.name!r} on {stage.work_pool!r}: {damage}: do both machines share {path}?")
+        return result, read_state(path).state == "reused"
+    raise _why(stage, path, ended)
+
+
+def count_death(path: Path) -> int:
+    """Count a child that could not count its own failure, because its machine or its process was gone; return how many
+    in a row died so. A new child has forgotten what state.json counted before."""
+    child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
+    if child is None:
+        return 1
+    counted = child.model_copy(
+        update={"failures": 1 if step > child.failed_at else child.failures + 1, "failed_at": step}
+    )
+    write_json(path / NOTE, counted.model_dump())
+    return counted.failures
+
+
+def _going(client: SyncPrefectClient, path: Path) -> Child | None:
+    """The flow run of an earlier parent, if it has not ended."""
+    child = read_document(path / NOTE, Child)
+    try:
+        found = client.read_flow_run(UUID(child.flow_run)) if child else None
+    except ObjectNotFound:  # of another server
+        return None
+    return child if found is not None and found.state_type not in _FINAL else None
+
+
+def _begin(run: Run, stage: StageConfig, path: Path) -> Child:
+    before = read_document(path / NOTE, Child)
+    attempt = before.attempt + 1 if before else 1
+    if before and before.failures:
+        sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (before.failures - 1)))
+    try:
+        found: Any = run_deployment(
+            f"stage/{stage.work_pool}",
+            parameters={"run": str(run.path), "name": stage.name},
+            timeout=0,
+            idempotency_key=f"{run.path}/{stage.name}/{attempt}",
+            tags=[f"cosmos-run:{run.id}"],
+        )
+    except ObjectNotFound as error:
+        pool = stage.work_pool
+        raise ConfigError(
+            f"stage {stage.name!r}: work_pool = {pool!r}: the server has no deployment stage/{pool}; add one like "
+            f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
+        ) from error
+    counted = {"failures": before.failures, "failed_at": before.failed_at} if before else {}
+    child = Child(flow_run=str(found.id), attempt=attempt, **counted)
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / NOTE, child.model_dump())
+    record_event(path, "sent", f"to work pool {stage.work_pool}, flow run {child.flow_run}")
+    return child
+
+
+def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID) -> FlowRun:
+    began, is_told = time.monotonic(), False
+    while True:
+        found = client.read_flow_run(flow_run)
+        if found.state_type in _FINAL:
+            return found
+        is_untaken = found.state_type == StateType.SCHEDULED and time.monotonic() - began > _UNTAKEN_SECONDS
+        if is_untaken and not is_told:
+            is_told = True
+            pool = stage.work_pool
+            logger.warning("%s: no worker of pool %s takes it: prefect worker start --pool %s", stage.name, pool, pool)
+        sleep_unless_stopping(_POLL_SECONDS)
+
+
+def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
+    """Ask the child to save and end, and wait for it as long as its worker may take."""
+    flow_run = UUID(child.flow_run)
+    client.set_flow_run_state(flow_run, Cancelling())
+    deadline = time.monotonic() + grace_seconds
+    while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
+        time.sleep(_POLL_SECONDS)
+
+
+def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
+    """What the stage itself noted, unless its machine went away before it could."""
+    state, message = read_state(path), ended.state.message if ended.state else ""
+    where = f"stage {stage.name!r} on {stage.work_pool!r}"
+    if state.state == "failed" and state.error_type in BY_NAME:
+        return BY_NAME[state.error_type](state.error)
+    if ended.state_type == StateType.CANCELLED or state.state == "stopped":
+        return Preempted(f"{where}: {state.error or 'cancelled'}")
+    if ended.state_type == StateType.COMPLETED and state.state in FINISHED:
+        return StageFailed(f"{where}: it is done there, but {path} has no result: the machines share no disk")
+    return StageFailed(f"{where}: its flow run {ended.state_name}: {' '.join(str(message).split())}")

@@ -1,0 +1,157 @@
+"""Stages on other work pools, for real: a server, three process workers, and what becomes of children and parents."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.run.files import read_json
+from cosmos_core.run.manifest import read_result
+from cosmos_core.run.state import read_state
+from tests.commands.orchestra import Orchestra
+from tests.conftest import Workspace, processes_below, wait_until
+
+TWO = """
+[pipeline]
+name = "two-pools"
+threads = 1
+grace_seconds = 10
+output_dir = "OUTPUTS"
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+work_pool = "cpu"
+arguments = { steps = STEPS, seconds = 0.1 }
+
+[[pipeline.stages]]
+name = "second"
+kind = "custom"
+entry = "PROGRAMS/counting.py:count"
+work_pool = "gpu"
+after = "first"
+arguments = { steps = 3 }
+"""
+
+
+@pytest.fixture(scope="module")
+def orchestra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
+    folder = tmp_path_factory.mktemp("pools")
+    orchestra = Orchestra(folder)
+    try:
+        orchestra.open()
+        for pool in ("cpu", "gpu"):
+            orchestra.start_worker(pool)
+        yield orchestra
+    finally:
+        orchestra.close()
+    assert not processes_below(folder)
+
+
+@pytest.fixture
+def place(workspace: Workspace, orchestra: Orchestra) -> Workspace:
+    workspace.environment |= orchestra.settings
+    return workspace
+
+
+def write(place: Workspace, steps: int) -> str:
+    text = TWO.replace("OUTPUTS", str(place.path / "outputs")).replace("STEPS", str(steps))
+    return str(place.write("two.toml", text))
+
+
+def child(run: Path, stage: str) -> dict[str, Any]:
+    found = read_json(run / "stages" / stage / "pool.json")
+    assert isinstance(found, dict)
+    return found
+
+
+def starts(run: Path, stage: str) -> list[int]:
+    """Steps at which attempts of the program began."""
+    lines = (run / "stages" / stage / "visits.txt").read_text().splitlines()
+    return [int(line.removeprefix("start ")) for line in lines]
+
+
+def test_bootstrap_makes_what_is_missing_once(orchestra: Orchestra, place: Workspace) -> None:
+    lines = place.cosmos("bootstrap").stdout.splitlines()
+    assert lines[:3] == [f"work pool {name}: there (process)" for name in ("local", "cpu", "gpu")]
+    assert lines[3] == "automation 'cosmos: a flow run without a heartbeat has crashed': there"
+    assert place.cosmos("bootstrap", "--pool", "big", "--limit", "2").stdout.splitlines()[0] == (
+        "work pool big: made (process, at most 2 at once)"
+    )
+    assert (
+        "work pool big: changed (concurrency_limit)"
+        in place.cosmos("bootstrap", "--pool", "big", "--limit", "4").stdout
+    )
+    refused = place.cosmos("bootstrap", "--pool", "big", "--type", "docker", code=64)
+    assert "work pool 'big' is of type process, not docker" in refused.stderr
+
+
+def test_each_stage_runs_on_its_pool_and_a_child_that_is_killed_is_followed_by_one_that_goes_on(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    flow_run = orchestra.run("post-train/local", f"config={write(place, 60)}", "run_id=pools")
+    run = place.path / "outputs" / "pools"
+    visits = run / "stages" / "first" / "visits.txt"
+    wait_until(lambda: visits.exists() and step(run) > 5, 120, "the first stage trains")
+    killed = child(run, "first")["flow_run"]
+    for pid in pids_of(killed):
+        os.kill(pid, signal.SIGKILL)
+    orchestra.wait_for(flow_run, "COMPLETED", 180)
+    assert read_result(run / "stages" / "second") is not None
+    now = child(run, "first")
+    assert now["attempt"] == 2 and now["flow_run"] != killed
+    assert orchestra.flow_run(killed)["state_type"] in {"CRASHED", "FAILED"}
+    assert orchestra.flow_run(now["flow_run"])["work_pool_name"] == "cpu"
+    assert orchestra.flow_run(child(run, "second")["flow_run"])["work_pool_name"] == "gpu"
+    began = starts(run, "first")
+    assert len(began) == 2 and began[0] == 0 and began[1] > 5, "it goes on from its checkpoint"
+
+
+def step(run: Path) -> int:
+    found = read_json(run / "stages" / "first" / "checkpoint.json")
+    return int(found["step"]) if isinstance(found, dict) else 0
+
+
+def pids_of(flow_run: str) -> list[int]:
+    """Processes of a child, its worker's aside: they have its id in their environment."""
+    return [pid for pid, command in processes_below(Path(flow_run)).items() if "worker start" not in command]
+
+
+def test_a_parent_that_dies_finds_its_child_again(orchestra: Orchestra, place: Workspace) -> None:
+    parent = place.start("run", write(place, 150), "--run-id", "orphans")
+    run = place.path / "outputs" / "orphans"
+    wait_until(lambda: step(run) > 3, 120, "the first stage trains")
+    before = child(run, "first")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    place.cosmos("resume", "orphans", timeout=200)
+    assert child(run, "first") == before, "the same child was followed to its end"
+    assert starts(run, "first") == [0]
+    assert read_state(run / "stages" / "second").state == "done"
+
+
+def test_a_parent_that_is_cancelled_cancels_its_child_which_saves(orchestra: Orchestra, place: Workspace) -> None:
+    flow_run = orchestra.run("post-train/local", f"config={write(place, 3000)}", "run_id=cancelled")
+    run = place.path / "outputs" / "cancelled"
+    wait_until(lambda: step(run) > 3, 120, "the first stage trains")
+    own = child(run, "first")["flow_run"]
+    orchestra.prefect("flow-run", "cancel", flow_run)
+    orchestra.wait_for(flow_run, "CANCELLED", 60)
+    wait_until(lambda: orchestra.flow_run(own)["state_type"] == "CANCELLED", 60, "the child is cancelled")
+    wait_until(lambda: not pids_of(own), 30, "its processes are gone")
+    state = read_state(run / "stages" / "first")
+    assert state.state == "stopped" and state.failures == 0
+    assert json.loads((run / "stages" / "first" / "checkpoint.json").read_text())["step"] > 3
+
+
+def test_a_pool_without_a_deployment_is_one_line(orchestra: Orchestra, place: Workspace) -> None:
+    write(place, 3)
+    done = place.cosmos("run", "two.toml", "--set", "first.work_pool=tpu", code=64)
+    assert "work_pool = 'tpu': the server has no deployment stage/tpu; add one like stage/cpu" in done.stderr

@@ -1,0 +1,96 @@
+"""Commands that look at runs: the list, two side by side, the page, following, and clearing up after a dead flow."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cosmos_core.cli import app
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.run.directory import claim, create_run
+from cosmos_core.run.state import read_state, update_state
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tests.conftest import PROGRAMS
+
+PIPELINE = f"""
+[pipeline]
+name = "counting"
+output_dir = "OUTPUTS"
+threads = 1
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "{PROGRAMS}/counting.py:count"
+arguments = {{ steps = 2, seconds = 0 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with two runs that differ in a setting."""
+    folder = tmp_path_factory.mktemp("runs")
+    file = folder / "counting.toml"
+    file.write_text(PIPELINE.replace("OUTPUTS", str(folder / "outputs")))
+    for name, steps in (("one", 2), ("two", 4)):
+        setting = f"first.arguments={{steps={steps}, seconds=0}}"
+        perform(create_run(load_pipeline(file, [setting], all_kinds()), run_id=name), "first")
+    yield folder / "outputs"
+
+
+def said(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output + str(done.exception)
+    return done.output
+
+
+def test_runs_lists_them_the_newest_last(outputs: Path) -> None:
+    lines = [line for line in said("runs", "--output-dir", str(outputs)).splitlines() if "counting" in line]
+    assert [line.split()[1] for line in lines] == ["one", "two"]
+    assert all("1/1" in line for line in lines) and "count 4" in lines[1]
+    assert " one " not in said("runs", "--output-dir", str(outputs), "--most", "1")
+
+
+def test_compare_shows_settings_and_metrics_that_differ(outputs: Path) -> None:
+    text = said("compare", "one", "two", "--output-dir", str(outputs))
+    assert "arguments.steps: 2 -> 4" in text
+    assert re.search(r"first\s*│\s*count\s*│\s*2\s*│\s*4\s*│\s*\+2\s*│", text), text
+    assert "the settings are the same" in said("compare", "one", "one", "--output-dir", str(outputs))
+
+
+def test_report_is_written_at_any_time(outputs: Path) -> None:
+    assert said("report", "one", "--output-dir", str(outputs)).strip() == str(outputs / "one" / "report.html")
+    assert "counting" in (outputs / "one" / "report.html").read_text()
+
+
+def test_watch_ends_where_nothing_happens_any_more(outputs: Path) -> None:
+    assert "done" in said("watch", "two", "--output-dir", str(outputs))
+
+
+def test_version_says_what_it_runs_with() -> None:
+    assert re.match(
+        r"cosmos \d+\.\d+\.\d+ \(prefect 3\.\S+, torch 2\S+, transformers 5\S+, Python 3\.\d+", said("--version")
+    )
+
+
+def test_reap_ends_what_a_dead_flow_left_and_no_run_that_somebody_has(outputs: Path) -> None:
+    assert said("reap", "--output-dir", str(outputs)) == "nothing is left over\n"
+    file = outputs.parent / "counting.toml"
+    run = create_run(load_pipeline(file, (), all_kinds()), run_id="dead")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    update_state(run.stage_path("first"), state="running", launcher_pid=gone.pid, launcher_started=1.0)
+    held = claim(run)
+    assert said("reap", "--output-dir", str(outputs)) == "nothing is left over\n"
+    held.release()
+    assert said("reap", "--output-dir", str(outputs)) == (
+        f"dead/first: ended; it goes on with: cosmos resume {run.path}\n"
+    )
+    assert read_state(run.stage_path("first")).state == "stopped"

@@ -1,0 +1,107 @@
+"""What lies in `deploy/`: it renders to manifests that Kubernetes knows, and what it runs exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.utilities.templating import apply_values
+
+from cosmos_core.launch.bootstrap import POOLS
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+TEMPLATE = DEPLOY / "kubernetes" / "base-job-template.json"
+
+
+def rendered(**given: Any) -> dict[str, Any]:
+    """The job that a worker of Prefect makes of the template: its own rendering, with the defaults of the variables."""
+    template = json.loads(TEMPLATE.read_text())
+    defaults = {k: v["default"] for k, v in template["variables"]["properties"].items() if "default" in v}
+    found: dict[str, Any] = apply_values(template["job_configuration"], defaults | given)
+    return found
+
+
+def test_prefect_takes_the_template_and_it_has_no_variable_that_is_not_used() -> None:
+    template = json.loads(TEMPLATE.read_text())
+    WorkPoolCreate(name="gpu", type="kubernetes", base_job_template=template)
+    Draft202012Validator.check_schema(template["variables"])
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used == set(template["variables"]["properties"])
+    assert all(len(each["description"]) > 5 for each in template["variables"]["properties"].values())
+
+
+def test_a_job_asks_for_its_gpus_and_is_never_started_twice_by_kubernetes() -> None:
+    job = rendered(name="sft", gpus=4, labels={"team": "x"}, ray_address="ray:6379")["job_manifest"]
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    assert job["spec"]["backoffLimit"] == 0, "Prefect decides about retries"
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 4}
+    assert container["env"] == [{"name": "RAY_ADDRESS", "value": "ray:6379"}]
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "cosmos-runs"
+    names = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == names
+    assert "{{" not in json.dumps(job)
+
+
+@pytest.mark.parametrize("file", ["worker.yaml", "raycluster.yaml"])
+def test_every_manifest_has_a_kind_a_version_and_a_name(file: str) -> None:
+    for manifest in yaml.safe_load_all((DEPLOY / "kubernetes" / file).read_text()):
+        assert manifest["apiVersion"] and manifest["kind"] and manifest["metadata"]["name"]
+
+
+def test_the_worker_serves_a_pool_of_ours_with_the_volume_of_its_jobs() -> None:
+    manifests = {m["kind"]: m for m in yaml.safe_load_all((DEPLOY / "kubernetes" / "worker.yaml").read_text())}
+    command = manifests["Deployment"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[command.index("--pool") + 1] in POOLS
+    claim = manifests["PersistentVolumeClaim"]
+    assert claim["metadata"]["name"] == "cosmos-runs" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    ray = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())
+    pods = [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]
+    images = {pod["template"]["spec"]["containers"][0]["image"] for pod in pods}
+    assert images == {json.loads(TEMPLATE.read_text())["variables"]["properties"]["image"]["default"]}
+
+
+SRUN = '#!/usr/bin/env bash\necho "srun $*" >> "$CALLS"; sleep 30 & trap "kill $!" TERM; wait\n'
+PREFECT = '#!/usr/bin/env bash\necho "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"\n'
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_slurm_script_starts_a_worker_and_over_several_nodes_a_ray_cluster(nodes: int, tmp_path: Path) -> None:
+    script = DEPLOY / "slurm" / "worker.sbatch"
+    programs = {"srun": SRUN, "prefect": PREFECT, "scontrol": "#!/usr/bin/env bash\nprintf 'n1\\nn2\\n'\n",
+                "sleep": '#!/usr/bin/env bash\n[ "$1" = 10 ] || exec /bin/sleep "$1"\n'}  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "PREFECT_API_URL": "http://x/api",
+                   "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "n[1-2]"}  # fmt: skip
+    subprocess.run(["bash", str(script)], env=environment, check=True, timeout=30)
+    lines = sorted(calls.read_text().splitlines())
+    address = "n1:6379" if nodes > 1 else ""
+    assert lines[0] == f"prefect worker start --pool gpu --type process --limit 1 ray={address}"
+    assert len(lines) == (3 if nodes > 1 else 1)
+    if nodes > 1:
+        assert any("--nodelist=n1 ray start --head --port=6379" in line for line in lines)
+        assert any("--exclude=n1 ray start --address=n1:6379" in line for line in lines)
+    del environment["PREFECT_API_URL"]
+    refused = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=30)
+    assert refused.returncode != 0 and "set PREFECT_API_URL" in refused.stderr
+
+
+def test_the_image_copies_what_is_there_and_has_no_secret() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.M):
+        assert all((ROOT / name).exists() for name in line.split()), line
+    assert not re.search(r"(TOKEN|SECRET|PASSWORD|ACCESS_KEY)\s*=", text)
+    assert "USER cosmos" in text
