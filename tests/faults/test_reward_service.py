@@ -22,6 +22,7 @@ import pytest
 from fakeredis import TcpFakeServer
 from PIL import Image
 
+from benchmarks.reward_service import measure
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.rewards.exchange import ping
 from cosmos_core.rewards.jpeg_size import jpeg_size
@@ -324,3 +325,9 @@ def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_servi
     ) as server:
         there = RemoteRewards(asked("digits", batch_size=5), server.service).score(requests)
     assert [score.value for score in there] == here
+
+
+def test_under_load_kills_and_a_restart_every_image_gets_its_score_exactly_once(tmp_path: Path) -> None:
+    """The short form of `benchmarks/reward_service.py`."""
+    outcome = measure(tmp_path, images=80, clients=4, size=64, kill_seconds=1.0)
+    assert (outcome.right, outcome.wrong, outcome.missing, outcome.restarts) == (80, 0, 0, 1), str(outcome)
