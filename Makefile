@@ -1,5 +1,5 @@
-# make install | demo | demo-diffusion | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up .venv first, on a machine
-# with nothing but Python 3.11.
+# make install | demo | demo-diffusion | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up
+# .venv first, on a machine with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

@@ -157,8 +157,8 @@ class FlowSampling:
     size: tuple[int, int] = (1024, 1024)
     """Height and width in pixels."""
     num_frames: int = 1
-    """Of a video; 1: an image."""
-    shares_noise: bool = False
+    """Of a video; 1, or a model of images: an image."""
+    same_noise: bool = False
     """All completions of a prompt start from the same noise."""
     weights: str = "policy"
     """The named weights that draw."""

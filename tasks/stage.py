@@ -24,14 +24,11 @@ from prefect.futures import PrefectFuture, wait
 from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
-from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.environment import handed_on
 from cosmos_core.errors import (
     EXIT_REFUSED,
     EXIT_USAGE,
-    ConfigError,
     CosmosError,
     DiskFull,
     Preempted,
@@ -41,18 +38,18 @@ from cosmos_core.launch import worker
 from cosmos_core.launch.processes import start_time, sweep
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
-from cosmos_core.run.directory import Run, supersede
-from cosmos_core.run.files import disk_full, read_object, room_may_be_missing
+from cosmos_core.run.directory import Run
+from cosmos_core.run.files import disk_full, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
-from cosmos_core.run.inputs import data_sources, model_source, teacher_source
-from cosmos_core.run.lineage import origin
 from cosmos_core.run.lock import Lock, stage_lock
-from cosmos_core.run.manifest import Result, Source, read_result
-from cosmos_core.run.plan import FINGERPRINT, decide, fingerprint_folder, register, save_fingerprint
+from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.plan import decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
-from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from cosmos_core.upload.saves import saves_url, sending
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run
+from tasks.credentials import lend_credentials
+from tasks.layout import inputs_of, lay_out, make_room
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +64,7 @@ def run_stages(run: Run, names: Sequence[str]) -> State[Any]:
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
     sweep()
+    lend_credentials(run.pipeline)
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     futures: dict[str, PrefectFuture[Any]] = {}
     try:
@@ -184,7 +182,7 @@ def perform(
 
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
-    upstream = {name: result["digest"] for name, result in _inputs(run, stage).items()}
+    upstream = {name: result["digest"] for name, result in inputs_of(run, stage).items()}
     return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 
 
@@ -204,34 +202,30 @@ def _made_once(
             shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
             if found := _existing(run, stage, expected):
                 return found, True
-        _lay_out(run, stage, expected)
-        result = worker.run(
-            worker.Launch(
-                stage_path=path,
-                python=run.pipeline.config.python,
-                threads=threads(run.pipeline),
-                grace_seconds=run.pipeline.config.grace_seconds,
-                timeout_seconds=stage.timeout_seconds,
-                inherited=handed_on(stage.env) if stage.entry else os.environ,
-                secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
-                locks=(lock.descriptor, shared.descriptor),
-                on_progress=on_progress,
-                on_line=on_line,
-            )
+        lay_out(run, stage, expected)
+        launch = worker.Launch(
+            stage_path=path,
+            python=run.pipeline.config.python,
+            threads=threads(run.pipeline),
+            grace_seconds=run.pipeline.config.grace_seconds,
+            timeout_seconds=stage.timeout_seconds,
+            inherited=handed_on(stage.env) if stage.entry else os.environ,
+            secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
+            locks=(lock.descriptor, shared.descriptor),
+            on_progress=on_progress,
+            on_line=on_line,
         )
+        with sending(path, _saves_of(run, stage)):
+            result = worker.run(launch)
         _finish(run, stage, expected)
         return result, False
 
 
-def _inputs(run: Run, stage: StageConfig) -> dict[str, Result]:
-    """Results of the stages in `after`, each with its `path`."""
-    inputs = {}
-    for name in stage.after:
-        result = read_result(run.stage_path(name))
-        if result is None:
-            raise StageFailed(f"stage {stage.name!r} needs the result of {name!r}, which is not there")
-        inputs[name] = {**result, "path": str(run.stage_path(name))}
-    return inputs
+def _saves_of(run: Run, stage: StageConfig) -> str:
+    """Where the checkpoints of a training go while it goes on; empty: nowhere."""
+    ckpt = run.pipeline.recipes[stage.name].train.ckpt
+    is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
+    return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
 
 
 def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
@@ -246,7 +240,7 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
     assert decision.result is not None and decision.source is not None
     result = decision.result
     if decision.action == "adopt":
-        _make_room(path, expected)
+        make_room(path, expected)
         save_fingerprint(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
         register(run.output_dir, path, expected.value)
@@ -256,81 +250,10 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
     return result
 
 
-def _lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
-    """Make the stage directory say what is to be done; content of another fingerprint is moved aside, not mixed in."""
-    path = run.stage_path(stage.name)
-    _make_room(path, expected)
-    (path / manifest.RESULT).unlink(missing_ok=True)
-    save_fingerprint(path, expected)
-    inputs = _inputs(run, stage)
-    recipe, data = _with_teacher(run, stage, inputs), _output(stage.name, "data", stage.data, inputs)
-    laid_out = Stage(
-        path=path,
-        config=stage,
-        recipe=recipe,
-        model=_output(stage.name, "model", stage.model, inputs) or recipe.policy.model_name_or_path,
-        data=Path(data) if data else None,
-        inputs=inputs,
-        fingerprint=expected.value,
-        kind=run.pipeline.kind_of(stage),
-        sources=_sources(run, stage, expected),
-        origin=origin(run.pipeline, stage),
-    )
-    laid_out.save()
-    return laid_out
-
-
-def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Source, ...]:
-    recipe, kind = run.pipeline.recipes[stage.name], run.pipeline.kind_of(stage)
-    model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
-    models = [
-        (model, expected.ingredients["model"]),
-        (teacher_source(recipe, kind), expected.ingredients.get("teacher")),
-    ]
-    models = [(name, digest) for name, digest in models if name is not None and source_of(str(name)) is None]
-    named = [("model", *each) for each in models]
-    named += [("data", *each) for each in zip(data, expected.ingredients["data"], strict=True)]
-    return tuple(Source.model_validate({"kind": what, "name": str(name), "digest": d}) for what, name, d in named)
-
-
-def _make_room(path: Path, expected: Fingerprint) -> None:
-    """Content of another fingerprint is moved aside, and said so: a checkpoint among it will not be continued."""
-    saved = read_object(path / FINGERPRINT)
-    if saved and saved.get("value") != expected.value:
-        changed = "; ".join(expected.difference(saved["ingredients"])[:3])
-        supersede(path)
-        record_event(path, "superseded", changed)
-        logger.warning("stage %s starts anew, its earlier files are in superseded/: %s", path.name, changed)
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def _with_teacher(run: Run, stage: StageConfig, inputs: dict[str, Result]) -> Recipe:
-    """The recipe of a stage, with the folder of a teacher that another stage made."""
-    recipe = run.pipeline.recipes[stage.name]
-    teacher = recipe.teacher_of(run.pipeline.kind_of(stage))
-    if teacher is None:
-        return recipe
-    folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
-    return recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
-
-
-def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> str:
-    """The folder that `model = "stage:NAME"` or `data = "stage:NAME"` names, or the folder written there."""
-    name = source_of(reference)
-    if name is None:
-        return reference
-    output = inputs[name]["info"].get(key)
-    if not output:
-        raise ConfigError(
-            f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"
-        )
-    return str(Path(inputs[name]["path"]) / str(output))
-
-
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     """A light stage: no worker, no torch."""
     path = run.stage_path(stage.name)
-    laid_out = _lay_out(run, stage, expected)
+    laid_out = lay_out(run, stage, expected)
     state, began = read_state(path), time.time()
     spans = state.closed_spans(began)
     update_state(path, state="running", attempt=state.attempt + 1, spans=[*spans, (began, None)], ended=None, error="")

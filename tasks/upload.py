@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.files import files_below, sha256
 from cosmos_core.run.manifest import problem, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import open_target
+from cosmos_core.upload.base import Target, open_target
+from cosmos_core.upload.saves import Saves, saves_url
 
 KIND = StageKind(
     name="upload",
@@ -51,5 +56,34 @@ def run(stage: Stage) -> Outcome:
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
         "files": {str(file.relative_to(folder)): sha256(file) for file in files_below(folder)},
     }
-    published = open_target(stage.config.target).publish(folder, version, record)
+    target = open_target(stage.config.target)
+    if attend := getattr(target, "attend", None):
+        attend(stage.path, partial(sleep_unless_stopping, 0))
+    _send_saves(stage)
+    if same := _same_weights(target, record):
+        return Outcome(metrics=metrics, info={"model": same, "published": same, "was_published": True})
+    published = target.publish(folder, version, record)
     return Outcome(metrics=metrics, info={"model": published, "published": published})
+
+
+def _same_weights(target: Target, record: dict[str, Any]) -> str:
+    """Return what is published now, if it is another run's and has the same files but for its card; else empty."""
+    where: Callable[[str], str] | None = getattr(target, "where", None)
+    if where is None:
+        return ""
+    current = target.published()
+    if current is None or current.get("version") in {None, record["version"]}:
+        return ""  # publishing the same version again mends what was damaged
+    return where(str(current["version"])) if _weights(current) == _weights(record) else ""
+
+
+def _weights(record: dict[str, Any]) -> dict[str, str]:
+    return {name: digest for name, digest in record["files"].items() if not name.endswith(".md")}
+
+
+def _send_saves(stage: Stage) -> None:
+    """Send the checkpoints of the training that were not sent while it went on."""
+    ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
+    if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
+        for name, result in stage.inputs.items():
+            Saves(Path(result["path"]), saves_url(parent, name, stage.run_path.name)).push()

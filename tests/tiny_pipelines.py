@@ -2,7 +2,7 @@
 
 `save(name, folder)` writes one as a user would have it on disk; `FAMILIES` are the names. Each has tokenizers of
 characters, so prompts are long in tokens: put what tells them apart first. Without torchvision the network of
-Cosmos-Predict2.5 needs `cosmos_core.models.cosmos_predict`, whose import puts a stand-in there.
+Cosmos-Predict2.5 needs `cosmos_core.models.cosmos_predict`, whose import puts a substitute there.
 """
 
 from __future__ import annotations

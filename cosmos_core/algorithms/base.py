@@ -78,8 +78,8 @@ class View(Protocol):
         """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
         ...
 
-    def follow(self, weights: str, share: float) -> None:
-        """Move named weights towards the policy: weights + share * (policy - weights)."""
+    def follow(self, weights: str, fraction: float) -> None:
+        """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         ...
 
 
@@ -110,7 +110,7 @@ class Algorithm:
         """Yield the optimizer steps of one train step; `view` has the weights of the moment of the call."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
-    def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
+    def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
         """Return metrics of held-out samples: token-mean loss in nats, perplexity, and the share of labels that are the
         likeliest token. `size` samples per forward pass."""
         loss_sum, num_top, num_tokens = 0.0, 0.0, 0

@@ -65,33 +65,32 @@ def flow_advantages(
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
-    is_constant = [not values or max(values) == min(values) for values in valid]
-    if settings.each:
-        parts = [
-            _normalised([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
-                        settings)
-            for name in settings.each
-        ]  # fmt: skip
-        is_constant = [
-            all(not value for part in parts for value in part[g] if value is not None) for g in range(len(groups))
-        ]
-        found = [
-            [_weighted([part[g][k] for part in parts], settings.each) for k in range(len(scores))]
-            for g, scores in enumerate(groups)
-        ]
-    else:
-        found = _normalised(totals, settings)
-    kept = [[None] * len(row) if is_constant[g] else row for g, row in enumerate(found)]
+    found = _normalised_each(groups, settings) if settings.each else _normalised(totals, settings)
+    is_constant = [not any(row) for row in found]
+    kept: list[list[float | None]] = [[None] * len(row) if is_constant[g] else row for g, row in enumerate(found)]
     num_valid = sum(bool(values) for values in valid)
     return kept, {
         "reward/constant_groups": sum(c and bool(v) for c, v in zip(is_constant, valid, strict=True))
         / max(1, num_valid),
-        "reward/group_std": float(np.mean([np.std(values) for values in valid if values] or [0.0])),
+        "reward/group_std": float(np.mean([float(np.std(values)) for values in valid if values] or [0.0])),
     }
 
 
+def _normalised_each(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
+    """Return the weighted sum of the reward functions' values, each normalised by itself."""
+    columns = [
+        _normalised([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
+                    settings)
+        for name in settings.each
+    ]  # fmt: skip
+    return [
+        [_weighted([column[g][k] for column in columns], settings.each) for k in range(len(scores))]
+        for g, scores in enumerate(groups)
+    ]
+
+
 def _normalised(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
-    """Return centred rewards over a standard deviation; exactly 0 in a group of equal ones."""
+    """Return rewards minus the mean of their group over the standard deviation; exactly 0 where they are equal."""
     valid = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
     everything = np.concatenate([*valid, np.zeros(0)])
     of_batch = float(everything.std()) if everything.size else 0.0
@@ -130,8 +129,8 @@ class Watch:
     It compares with the mean of the first `num_first` train steps; the alarm is a metric and, once, a warning.
     """
 
-    def __init__(self, least_share: float, watched: Sequence[str], num_first: int = 5) -> None:
-        self._least, self._watched, self._num_first = least_share, tuple(watched), num_first
+    def __init__(self, least_fraction: float, watched: Sequence[str], num_first: int = 5) -> None:
+        self._least, self._watched, self._num_first = least_fraction, tuple(watched), num_first
         self._first: dict[str, list[float]] = {}
         self._is_told = False
 
@@ -145,16 +144,16 @@ class Watch:
             if len(seen) < self._num_first and math.isfinite(value):
                 seen.append(value)
         first = {name: float(np.mean(values)) for name, values in self._first.items() if values}
-        share = now["diversity"] / first["diversity"] if first.get("diversity") else 1.0
+        relative = now["diversity"] / first["diversity"] if first.get("diversity") else 1.0
         rises = now["reward"] > first.get("reward", math.inf)
-        suspects = ["diversity"] if share < self._least else []
+        suspects = ["diversity"] if relative < self._least else []
         for name in self._watched if rises else ():
             if name in first and now[name] < first[name] - (1 - self._least) * abs(first[name]):
                 suspects.append(name)
         self._tell(suspects, now, first)
         return {
             "watch/diversity": now["diversity"],
-            "watch/diversity_share": share,
+            "watch/relative_diversity": relative,
             **{f"watch/{name}": now[name] for name in self._watched if math.isfinite(now[name])},
             "watch/alarm": float(bool(suspects)),
         }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,24 @@ from cosmos_core.types import JsonValue, Outcome
 logger = logging.getLogger(__name__)
 
 
+class Loading(NamedTuple):
+    """How a model card says that the model is loaded."""
+
+    library: str
+    lines: tuple[str, ...]
+    adapter: str
+    """About the adapter beside the model."""
+
+
 def run(stage: Stage) -> Outcome:
+    """Run kind `export` for the model of a stage, by its modality; nothing of the others is imported."""
+    if stage.recipe.policy.is_diffusers:
+        found: Outcome = importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
+        return found
+    return export_causal_lm(stage)
+
+
+def export_causal_lm(stage: Stage) -> Outcome:
     """Run kind `export`: the upstream model, or a checkpoint of it, in `train.param_dtype`, proven, with a
     model card, and the adapter that is in it, if there is one, as it was trained.
 
@@ -34,7 +52,7 @@ def run(stage: Stage) -> Outcome:
         Preempted: asked to stop before the proof.
     """
     if not stage.config.checkpoint:
-        return _export(stage, _trained_step(stage))
+        return _export(stage, trained_step(stage))
     stage.progress.phase("load")
     revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", pinned_step(stage)
     tokenizer, files = load_tokenizer(stage.model, revision), processor_files(stage.model, revision)
@@ -57,16 +75,16 @@ def _export(stage: Stage, step: int) -> Outcome:
     folder = f"safetensors/step_{step}"
     target = stage.path / folder
     stage.progress.phase("export")
-    adapter = _adapter_files(stage)
-    card = model_card(stage, auto_class(model.config).__name__).encode()
+    adapter = adapter_files(stage)
+    card = model_card(stage, loading_of(stage, auto_class(model.config).__name__)).encode()
     extra_files = {"README.md": card, **adapter, **processor_files(stage.model, revision)}
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     checks = prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
     if adapter:
-        checks.append(_prove_copy(adapter, target))
-    logger.info("exported %s %s; checks: %s", target, _precision(stage), ", ".join(checks))
+        checks.append(prove_copy(adapter, target))
+    logger.info("exported %s %s; checks: %s", target, precision(stage), ", ".join(checks))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype_name}
     if adapter:
@@ -74,30 +92,40 @@ def _export(stage: Stage, step: int) -> Outcome:
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
 
 
-def model_card(stage: Stage, loader: str) -> str:
-    """Return README.md of an export: what lineage knows of where the weights come from, what was measured, and by which
-    class of transformers to load them."""
+def loading_of(stage: Stage, loader: str) -> Loading:
+    """Return how a class of transformers loads the model of a stage."""
+    reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
+    return Loading(
+        "transformers",
+        (
+            f"from transformers import {loader}, Auto{reader}", "",
+            f'model = {loader}.from_pretrained(path, dtype="auto")',
+            f"{reader.lower()} = Auto{reader}.from_pretrained(path)",
+        ),
+        f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.",
+    )  # fmt: skip
+
+
+def model_card(stage: Stage, loading: Loading) -> str:
+    """Return README.md of an export: what lineage knows of where the weights come from, what was measured, and how to
+    load them."""
     origin, base = stage.origin, stage.origin.get("base_model", "")
     revision = origin.get("revision", "")
-    metadata = ["library_name: transformers", *([f"base_model: {base}"] if revision else [])]
+    metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
     made_by = f"made by `{origin['made_by']}`" if origin.get("made_by") else ""
     facts = {
         "Base model": f"`{base}`" + f" at `{revision}`" * bool(revision) if base else made_by,
         "Data": ", ".join(f"`{name}`" for name in origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
-        "Precision": _precision(stage),
+        "Precision": precision(stage),
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
     }
-    reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
-    adapter = f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.\n"
     lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
         *(f"- {name}: {fact}" for name, fact in facts.items() if fact), "",
-        "```python", f"from transformers import {loader}, Auto{reader}", "",
-        f'model = {loader}.from_pretrained(path, dtype="auto")',
-        f"{reader.lower()} = Auto{reader}.from_pretrained(path)", "```", "",
+        "```python", *loading.lines, "```", "",
     ]  # fmt: skip
-    lines += [adapter] if _adapter_files(stage) else []
+    lines += [loading.adapter, ""] if adapter_files(stage) else []
     for name, result in sorted(stage.inputs.items()):
         lines += _describe_input(name, result)
     return "\n".join(lines)
@@ -113,12 +141,12 @@ def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _trained_step(stage: Stage) -> int:
+def trained_step(stage: Stage) -> int:
     """Return the steps that the model was trained, as the stage that it comes from says; 0 for a base model."""
     return int(_upstream_info(stage).get("step", 0))
 
 
-def _precision(stage: Stage) -> str:
+def precision(stage: Stage) -> str:
     """Return the dtype of the export, and what it was cast from where it was trained in another."""
     dtype, trained = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
     return dtype if trained in {"", dtype} else f"{dtype}, cast from {trained}, in which it was trained"
@@ -130,12 +158,17 @@ def _upstream_info(stage: Stage) -> Mapping[str, Any]:
     return found
 
 
-def _adapter_files(stage: Stage) -> dict[str, bytes]:
+def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the files of the adapter that the upstream stage exported."""
     return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
 
 
-def _prove_copy(files: Mapping[str, bytes], target: Path) -> str:
+def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
+    """Compare copied files with what was read of them; return the name of the check.
+
+    Raises:
+        StageFailed: they differ.
+    """
     if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
         raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")
     return "adapter: bytes"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,18 +45,18 @@ def pinned_step(stage: Stage) -> int:
     return int(which)
 
 
-def pinned_model(stage: Stage, step: int) -> PreTrainedModel:
+def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None = None) -> Any:
     """Return the model of the training upstream after `step` steps, in the dtype that it was trained in, on CPU, with
-    the moving average in place of the weights where one was kept.
+    the moving average in place of the weights where one was kept. `start`: loads what the training started from; None:
+    a causal language model.
 
     Raises:
         ModelError: the model that the training started from cannot be loaded any more, or is another one.
     """
-    training = load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
-    train, policy = training.recipe.train, training.recipe.policy
+    training = training_of(stage)
+    train = training.recipe.train
     torch.manual_seed(training.seed)  # adapters begin where they began then
-    model = load_model(training.model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype))
-    choose_trained(model, policy)
+    model = (start or _causal_lm)(training)
     folder = step_folder(training.path / "checkpoints", step) / "policy"
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
@@ -68,4 +70,16 @@ def pinned_model(stage: Stage, step: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, average in averages.items():
             trained[name].copy_(average)
+    return model
+
+
+def training_of(stage: Stage) -> Stage:
+    """Return the training whose checkpoint a stage names."""
+    return load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
+
+
+def _causal_lm(training: Stage) -> PreTrainedModel:
+    train, policy = training.recipe.train, training.recipe.policy
+    model = load_model(training.model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype))
+    choose_trained(model, policy)
     return model

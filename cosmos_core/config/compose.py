@@ -1,7 +1,7 @@
 """One resolved pipeline from a TOML file: recipes composed, overrides applied, implied stages added, the graph checked.
 
-A recipe without `[pipeline]` is a complete pipeline too: prepare -> train -> validate -> export, without the stages
-that have nothing to do. A training stage whose rows nobody prepares gets a `prepare` stage `<name>-data`.
+A recipe without `[pipeline]` is a complete pipeline too: prepare -> train -> validate -> export -> upload, without the
+stages that have nothing to do. A training stage whose rows nobody prepares gets a `prepare` stage `<name>-data`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.target import absolute_target
+from cosmos_core.config.uploads import with_uploads
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
@@ -141,7 +142,8 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline)
     pipeline = _in_one_folder(pipeline)
-    return _absolute(_in_trained_precision(_sorted(_with_prepared_data(pipeline))))
+    pipeline = with_uploads(_sorted(_with_prepared_data(pipeline)), source_of)
+    return _absolute(_in_trained_precision(_sorted(pipeline)))
 
 
 def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:

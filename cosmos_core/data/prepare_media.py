@@ -115,6 +115,19 @@ def run(stage: Stage) -> Outcome:
     return prepare(stage, source_of(stage))
 
 
+def look(stage: Stage) -> list[str]:
+    """Return what the rows of a stage are, of which none is encoded; `cosmos check` calls it.
+
+    Raises:
+        ModelError, DataError: as `run`.
+    """
+    splits = _splits(stage, source_of(stage), stage.recipe.train.train_policy.rows)
+    return [
+        f"{name}: {len(split.kept):,} rows" + (f", {len(split.skipped):,} left out" if split.skipped else "")
+        for name, split in splits.items()
+    ]
+
+
 def source_of(stage: Stage) -> Source:
     """Return the encoders of a stage's model, of which no weight is loaded yet.
 

@@ -100,14 +100,14 @@ class CosmosPredict(SanaVideo):
         return super().num_channels - 1
 
     @classmethod
-    def stand_ins(cls) -> dict[str, Any]:
-        """See `DiffusionModel.stand_ins`; where torchvision is missing the network gets what it calls of it too."""
-        stand_in_for_torchvision()
+    def substitutes(cls) -> dict[str, Any]:
+        """See `DiffusionModel.substitutes`; where torchvision is missing the network gets what it calls of it too."""
+        substitute_torchvision()
         return {"safety_checker": Unguarded()}
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
         """See `DiffusionModel.load_denoiser`."""
-        stand_in_for_torchvision()
+        substitute_torchvision()
         return super().load_denoiser(dtype)
 
     def _encoded(self, prompt: str) -> Tensor:
@@ -118,7 +118,7 @@ class CosmosPredict(SanaVideo):
         return found.cpu()
 
 
-def stand_in_for_torchvision() -> None:
+def substitute_torchvision() -> None:
     """Let the network resize its padding mask where torchvision is not installed, which it calls for nothing else."""
     if importlib.util.find_spec("torchvision") is not None:
         return

@@ -222,31 +222,37 @@ class DiffusionModel:
         float32."""
         pipeline_class = self.folder.pipeline_class
         names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
-        parts = {name: self._load(name) for name in sorted(names - {self.denoiser_name})}
-        return self.make_pipeline(parts | {self.denoiser_name: None})
+        components = {name: self._load(name) for name in sorted(names - {self.denoiser_name, "vae"})}
+        return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
 
-    def make_pipeline(self, parts: Mapping[str, Any]) -> Any:
+    @cached_property
+    def vae(self) -> Any:
+        """Return the VAE by itself: rollouts and validation decode with it, and need no text encoder."""
+        return self._load("vae")
+
+    def make_pipeline(self, components: Mapping[str, Any]) -> Any:
         """Return the pipeline made of components; those that it has not are None."""
         pipeline_class = self.folder.pipeline_class
         accepted = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
         required = {each.name: None for each in accepted if each.default is inspect.Parameter.empty}
-        pipeline = pipeline_class(**required | self.stand_ins() | dict(parts))
+        pipeline = pipeline_class(**required | self.substitutes() | dict(components))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
     @classmethod
-    def stand_ins(cls) -> dict[str, Any]:
+    def substitutes(cls) -> dict[str, Any]:
         """Return components that the pipeline cannot be made without, though nothing here uses them."""
         return {}
 
     @property
     def has_encoders(self) -> bool:
-        """Return whether text encoders and VAE are in memory."""
+        """Return whether text encoders are in memory."""
         return "pipeline" in self.__dict__
 
     def drop_encoders(self) -> None:
         """Free text encoders and VAE; they are loaded again when they are needed again."""
-        self.__dict__.pop("pipeline", None)
+        for name in ("pipeline", "vae"):
+            self.__dict__.pop(name, None)
         gc.collect()
 
     @classmethod
@@ -255,7 +261,7 @@ class DiffusionModel:
         component, `default` for the others."""
         absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dict(dtypes), local_files_only=True, **absent | cls.stand_ins()
+            str(folder.path), dtype=dict(dtypes), local_files_only=True, **absent | cls.substitutes()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -279,27 +285,28 @@ class DiffusionModel:
 
     def _load(self, name: str) -> Any:
         dtype = torch.float32 if name == "vae" else getattr(torch, self.config.dtype)
-        part = self.folder.load(name, dtype)
-        if isinstance(part, torch.nn.Module):
-            part.requires_grad_(False)
+        component = self.folder.load(name, dtype)
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False)
             if not self.config.offload:
-                part.to(self.device)
-        return part
+                component.to(self.device)
+        return component
 
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
         """Have components of the pipeline on the device, without gradients, inside the block; the last of them is what
         the block gets. With `policy.diffusers.offload` they go back to the host's memory after it."""
-        parts = [part for name in names if (part := getattr(self.pipeline, name, None)) is not None]
-        for part in parts:
-            part.to(self.device)
+        found = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
+        components = [each for each in found if each is not None]
+        for component in components:
+            component.to(self.device)
         try:
             with torch.no_grad():
-                yield parts[-1] if parts else None
+                yield components[-1] if components else None
         finally:
             if self.config.offload:
-                for part in parts:
-                    part.to("cpu")
+                for component in components:
+                    component.to("cpu")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -67,8 +67,8 @@ def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path
 
 
 def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
-    """Write the adapter as the pipeline's own `save_lora_weights` does, with its settings: without them whoever loads it
-    takes alpha for the rank, and half of a recipe's scale is gone."""
+    """Write the adapter as the pipeline's own `save_lora_weights` does, with its settings: without them whoever loads
+    it takes the rank for alpha, and half of a recipe's scale is gone."""
     state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     assert not changes_base(model), "refused by `check`: the adapter would not fit the untouched base"
     name = family.denoiser_name

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cosmos_core.models.compiled import compile_blocks
@@ -52,12 +52,15 @@ def open_model(stage: Stage) -> Denoiser:
 
 
 def recompute_blocks(model: Any, how: Recompute) -> None:
-    """Make the blocks of a denoiser recompute in the backward pass, as `recompute.recompute` does of a language model."""
+    """Make the blocks of a denoiser recompute in the backward pass, as `recompute.recompute` does for language models."""
     if not how:
         return
-    settings = {"context_fn": selective} if how == "selective" else {}
-    run = partial(checkpoint, use_reentrant=False, **settings)
+    settings: dict[str, Any] = {"context_fn": selective} if how == "selective" else {}
+
+    def run(module: nn.Module, *args: Any) -> Any:
+        return checkpoint(module.__call__, *args, use_reentrant=False, **settings)
+
     try:
-        model.enable_gradient_checkpointing(lambda module, *args: run(module.__call__, *args))
+        model.enable_gradient_checkpointing(run)
     except ValueError as error:
         logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)

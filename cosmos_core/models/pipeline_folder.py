@@ -1,7 +1,7 @@
 """The files of a diffusion pipeline: what `model_index.json` says, and its components, each loaded by itself.
 
-A pipeline's own `from_pretrained` loads everything at once; a training needs the denoiser alone, and `prepare` everything
-but the denoiser.
+A pipeline's own `from_pretrained` loads everything at once; a training needs the denoiser alone, and `prepare`
+everything but the denoiser.
 """
 
 from __future__ import annotations

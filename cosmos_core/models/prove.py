@@ -104,9 +104,9 @@ def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
     read again from disk, is the trainer's in `dtype`, bit for bit."""
     found: dict[str, str] = {}
     wrong: list[str] = []
-    for file, key, tensor in _tensors(target):
+    for file, key, tensor in tensors_of(target):
         found[key] = file.name
-        if key in expected and not _same_bits(tensor, _cast(expected[key], dtype)):
+        if key in expected and not same_bits(tensor, _cast(expected[key], dtype)):
             wrong.append(key)
     aliases: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected.items():
@@ -115,7 +115,7 @@ def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
     unexpected = sorted(found.keys() - expected.keys())
     if missing or unexpected:
         raise StageFailed(
-            f"export {target} failed the check 'keys': missing {_some(missing)}, unexpected {_some(unexpected)}; "
+            f"export {target} failed the check 'keys': missing {some_of(missing)}, unexpected {some_of(unexpected)}; "
             "it must not be used, run the stage again"
         )
     index = target / _INDEX
@@ -125,13 +125,18 @@ def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
         )
     if wrong:
         raise StageFailed(
-            f"export {target} failed the check 'bytes': {_some(sorted(wrong))} on disk is not what was trained; "
+            f"export {target} failed the check 'bytes': {some_of(sorted(wrong))} on disk is not what was trained; "
             "it must not be used, check the disk and run the stage again"
         )
     return ["keys", "bytes"]
 
 
-def _tensors(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    """Yield each tensor of the files in a folder, with its file and its key.
+
+    Raises:
+        StageFailed: a file is damaged.
+    """
     for file in sorted(target.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as reader:
@@ -188,7 +193,7 @@ def _reloaded(model: PreTrainedModel, folder: Path, first: FirstLayers | None) -
         first,
     )
     failed = f"export {folder} failed the check 'reload'"
-    with ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
+    with ProcessPool(1, initializer=start_fresh, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
         try:
             logits_BTV, tokenizer = pool.schedule(compute_logits, (folder, probe), timeout=_RELOAD_SECONDS).result()
         except TimeoutError:
@@ -215,7 +220,7 @@ def _compare_logits(
 ) -> str:
     """Raise unless they differ by no more than a fraction of the trainer's largest logit."""
     which = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
-    if _same_bits(trainer_BTV, reloaded_BTV):
+    if same_bits(trainer_BTV, reloaded_BTV):
         return f"{check}{which}: bit-identical"
     tolerance = fraction * float(trainer_BTV.abs().max())
     difference = float("inf")
@@ -249,7 +254,7 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
 # What follows runs in the fresh interpreter.
 
 
-def _start(parent: int) -> None:
+def start_fresh(parent: int) -> None:
     """Be killed when the trainer dies, whatever kills it, and ask nothing of the network."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -315,12 +320,14 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Unlike torch.equal: NaN equals the same NaN, 0.0 does not equal -0.0, and the dtype counts."""
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same. Unlike torch.equal: NaN equals the same NaN, 0.0 does not equal -0.0, and
+    the dtype counts."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """Return the first of some names, and how many more there are."""
     return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,8 +1,8 @@
 """Proof that an exported pipeline is what was trained: its files, its tensors, and images of a fresh interpreter.
 
 The fresh interpreter loads the folder as any user does, with `DiffusionPipeline.from_pretrained` and
-`load_lora_weights`, and draws a small image from a seed, on the CPU. It has to be the image of the policy in memory, bit
-for bit.
+`load_lora_weights`, and draws a small image from a seed, on the CPU. It has to be the image of the policy in memory,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from pebble import ProcessPool
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cosmos_core.errors import StageFailed
@@ -26,7 +25,7 @@ from cosmos_core.models.export_pipeline import exported_state, untrained_files
 from cosmos_core.models.families import family_of
 from cosmos_core.models.lora import FOLDER, is_adapted, merged
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.prove import _same_bits, _some, _start
+from cosmos_core.models.prove import same_bits, some_of, start_fresh, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
 _SECONDS = 3000
@@ -53,8 +52,8 @@ def prove_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory; return the checks that ran and passed. `dtype` is what
-    the denoiser was cast to (None: as it is); `model_class`: the user's own family.
+    """Compare the pipeline in `target` with the policy in memory; return the checks that ran and passed. `dtype` is
+    what the denoiser was cast to (None: as it is); `model_class`: the user's own family.
 
     Raises:
         StageFailed: a check failed.
@@ -78,22 +77,15 @@ def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     """The files hold the denoiser's tensors, no other, bit for bit."""
     found: set[str] = set()
     wrong: list[str] = []
-    for file in sorted((target / name).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as reader:
-                for key in reader.keys():  # noqa: SIM118 - not a mapping
-                    found.add(key)
-                    if key in expected and not _same_bits(reader.get_tensor(key), expected[key]):
-                        wrong.append(key)
-        except SafetensorError as error:
-            raise StageFailed(
-                f"export file {file} is damaged ({error}); check the disk, run the stage again"
-            ) from error
+    for _, key, tensor in tensors_of(target / name):
+        found.add(key)
+        if key in expected and not same_bits(tensor, expected[key]):
+            wrong.append(key)
     missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or unexpected or wrong:
         raise StageFailed(
-            f"export {target} failed the check 'tensors': missing {_some(missing)}, unexpected {_some(unexpected)}, "
-            f"changed {_some(sorted(wrong))}; it must not be used, run the stage again"
+            f"export {target} failed the check 'tensors': missing {some_of(missing)}, unexpected {some_of(unexpected)}, "
+            f"changed {some_of(sorted(wrong))}; it must not be used, run the stage again"
         )
     return "tensors"
 
@@ -105,7 +97,7 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
     wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
     if wrong:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {_some(wrong)} is not what was copied; check the disk and run "
+            f"export {target} failed the check 'copies': {some_of(wrong)} is not what was copied; check the disk and run "
             f"the stage again"
         )
     return "copies"
@@ -136,8 +128,8 @@ def _dtypes(family: DiffusionModel, dtype: torch.dtype) -> dict[str, torch.dtype
 def _image(family: DiffusionModel, model: Any, text: Text, dtype: torch.dtype) -> Tensor:
     """Return what the policy draws with its pipeline: weights rounded to `dtype`, as they were exported."""
     names = set(family.folder.components) & {"scheduler", "vae"}
-    parts = {name: family.folder.load(name, torch.float32) for name in names}
-    pipeline = family.make_pipeline({**parts, family.denoiser_name: model})
+    components = {name: family.folder.load(name, torch.float32) for name in names}
+    pipeline = family.make_pipeline({**components, family.denoiser_name: model})
     kept = {parameter: parameter.data for parameter in model.parameters()}
     try:
         for parameter in kept if dtype != model.dtype else ():
@@ -158,7 +150,7 @@ def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
 def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the image of each probe, drawn by a fresh interpreter."""
     failed = f"export {probes[0].folder} failed the check 'reload'"
-    with ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
+    with ProcessPool(1, initializer=start_fresh, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
         try:
             found = pool.schedule(draw_all, (probes,), timeout=_SECONDS).result()
         except TimeoutError:
@@ -170,7 +162,7 @@ def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
 
 
 def _compared(check: str, ours: Tensor, theirs: Tensor, target: Path) -> str:
-    if _same_bits(ours, theirs):
+    if same_bits(ours, theirs):
         return f"{check}: bit-identical"
     difference = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
     raise StageFailed(

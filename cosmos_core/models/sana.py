@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ PIPELINES = ("SanaPipeline",)
 class Sana(DiffusionModel):
     """Text is the tokens of the prompt with a mask."""
 
-    lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k",
+    lora_targets: ClassVar[tuple[str, ...]] = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k",
                     "attn2.to_v", "attn2.to_out.0")  # fmt: skip
 
     pipeline_multiple = 32
@@ -36,7 +36,7 @@ class Sana(DiffusionModel):
                     complex_human_instruction=instruction if prompt else None,
                 )  # fmt: skip
                 rows.append((tokens_1LD.cpu(), mask_1L.cpu()))
-        tokens_BLD, mask_BL = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        tokens_BLD, mask_BL = (torch.cat(components) for components in zip(*rows, strict=True))
         return {"prompt_embeds": tokens_BLD, "prompt_attention_mask": mask_BL}
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,13 @@ SHARED_NOISE = -1
 class FlowModel(Protocol):
     """What sampling asks of a family of diffusion models; `models.diffusion.DiffusionModel` has it all."""
 
-    shift: float
+    is_video: ClassVar[bool]
+    """Whether latents have frames."""
+
+    @property
+    def shift(self) -> float:
+        """Return how far the scheduler shifts noise levels towards noise."""
+        ...
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         """Return the table of noise levels of the pipeline's scheduler."""
@@ -162,10 +168,11 @@ class FlowSamplerEngine:
         assert sampling.flow is not None
         settings, model = sampling.flow, self._source.model
         sigmas_N = table_of(model, settings)
-        shape = model.latent_shape(*settings.size, settings.num_frames)
+        num_frames = settings.num_frames if model.is_video else 1
+        shape = model.latent_shape(*settings.size, num_frames)
         generators = [_generator(sampling.seed, step, row.prompt.id, row.k) for row in rows]
         noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
-        if settings.shares_noise:
+        if settings.same_noise:
             starts = [_generator(sampling.seed, step, row.prompt.id, SHARED_NOISE) for row in rows]
             noise = torch.stack([torch.randn(shape, generator=generator) for generator in starts])
         text = _stacked([row.prompt.embedding for row in rows], self._source.device)
@@ -184,7 +191,7 @@ class FlowSamplerEngine:
         with self._source.weights(settings.weights), torch.no_grad():
             path = model.pipeline_with_logprob(sample, self._source.predict)
             pixels = to_bytes(model.decode(path.latents))
-        if settings.num_frames == 1 and pixels.ndim == 5:
+        if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
         return [path.drawn(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
 

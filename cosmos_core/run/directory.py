@@ -27,6 +27,7 @@ from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.lock import Lock
+from cosmos_core.run.remote import pinned_urls
 from cosmos_core.run.stage import ENGINES, PROFILE_ASKED
 from cosmos_core.types import JsonValue
 
@@ -94,7 +95,8 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
     # Fixed for the run, so that it can be resumed on a machine with another number of cores, and after the models and
     # data sets that it names on the Hub have moved on.
     given = pipeline
-    pipeline = pinned(replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)})))
+    pipeline = replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)}))
+    pipeline = pinned_urls(pinned(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = writable(pipeline.output_dir)
     path = _unused(output_dir, run_id or _timestamp(pipeline))

@@ -31,6 +31,7 @@ from cosmos_core.run.inputs import (
     chat_template_source,
     data_code,
     data_sources,
+    is_remote,
     kernel_packages,
     media_folder,
     model_source,
@@ -39,6 +40,7 @@ from cosmos_core.run.inputs import (
     teacher_source,
 )
 from cosmos_core.run.libraries import LIBRARIES
+from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind, is_below
 
 # What tokenisation depends on; weights are not among it, so rows survive another initialisation.
@@ -122,17 +124,25 @@ def fingerprint(
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
-    if is_import_path(target := split_target(stage.target)[0]):
-        ingredients["target"] = {target.rpartition(":")[2]: code_digest(target)}
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it
-    if stage.checkpoint:
-        ingredients["checkpoint"] = stage.checkpoint
-    if stage.require:
-        ingredients["require"] = list(stage.require)
+    if weights := weights_source(model, recipe, kind):
+        ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
+    ingredients |= _said_of(stage)
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
+
+
+def _said_of(stage: StageConfig) -> dict[str, Any]:
+    """The keys of the stage itself that change what it does, where they are set."""
+    found: dict[str, Any] = {}
+    if is_import_path(target := split_target(stage.target)[0]):
+        found["target"] = {target.rpartition(":")[2]: code_digest(target)}
+    for key in ("checkpoint", "require", "confidence"):
+        if value := getattr(stage, key):
+            found[key] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
@@ -193,12 +203,17 @@ def _model_digest(
         return digests.of_files(model, files_of_model(model, patterns))
     if model is None or source_of(model) is not None:
         return model  # the digest of that stage is among the inputs
-    return f"hub:{model}@{revision}"
+    return remote_digest(model) if is_remote(model) else f"hub:{model}@{revision}"
+
+
+def remote_digest(url: str) -> str:
+    """Return what stands for the content of a pinned URL, wherever it lies."""
+    return f"remote:{url.rpartition('#')[2]}"
 
 
 def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:
     if isinstance(source, str):
-        return f"hub:{source}"  # its revision is in the recipe
+        return remote_digest(source) if is_remote(source) else f"hub:{source}"  # whose revision is in the recipe
     return digests.of_files(source, files_of(source, patterns)) if source.is_dir() else digests.of_file(source)
 
 

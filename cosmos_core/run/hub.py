@@ -13,7 +13,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import TableT
 from cosmos_core.errors import CosmosError, DataError, ModelError
-from cosmos_core.run.inputs import data_sources, model_source, teacher_source
+from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
 from cosmos_core.types import StageKind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -42,10 +42,10 @@ def pinned(pipeline: Pipeline) -> Pipeline:
 def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[Repository, str]) -> Recipe:
     model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
     repositories: dict[str, Repository] = {}
-    if isinstance(model, str) and source_of(model) is None:
+    if isinstance(model, str) and source_of(model) is None and not is_remote(model):
         repositories["policy.model_revision"] = ("model", model, recipe.policy.model_revision or _NEWEST)
     teacher = teacher_source(recipe, kind)
-    if isinstance(teacher, str) and source_of(teacher) is None:
+    if isinstance(teacher, str) and source_of(teacher) is None and not is_remote(teacher):
         revision = recipe.distillation.model_revision or _NEWEST
         repositories["distillation.model_revision"] = ("model", teacher, revision)
     datasets = {
@@ -53,7 +53,7 @@ def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[R
         "validation.dataset": recipe.validation.dataset,
     }
     for key, dataset in datasets.items():
-        if dataset.name in data:
+        if dataset.name in data and not is_remote(dataset.name):
             repositories[f"{key}.revision"] = ("dataset", dataset.name, dataset.revision or _NEWEST)
     for key, repository in repositories.items():
         commits[repository] = commits.get(repository) or commit_of(repository)

@@ -20,6 +20,7 @@ from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, 
 from cosmos_core.facts import facts_of_workers
 from cosmos_core.registry import code_file, is_code, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
+from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
@@ -40,6 +41,7 @@ def check_inputs(pipeline: Pipeline) -> None:
         try:
             if isinstance(model := model_source(stage, recipe, kind), Path):
                 files_of_model(model)
+            weights_source(model, recipe, kind)
             if isinstance(teacher := teacher_source(recipe, kind), Path):
                 files_of_model(teacher)
             data_sources(stage, recipe, kind)
@@ -62,8 +64,13 @@ def check_inputs(pipeline: Pipeline) -> None:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
 
 
+def is_remote(name: str) -> bool:
+    """Return whether a name is a URL of a store, which `run.remote` reads."""
+    return name.startswith("s3://")
+
+
 def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | str | None:
-    """Return the folder of the model, its name on the Hub or `stage:NAME`; None: the stage reads no model.
+    """Return the folder of the model, its URL, its name on the Hub or `stage:NAME`; None: the stage reads no model.
 
     Raises:
         ModelError: it can only be a folder, and there is none.
@@ -83,7 +90,7 @@ def teacher_source(recipe: Recipe, kind: StageKind) -> Path | str | None:
 
 
 def _found_model(key: str, model: str) -> Path | str | None:
-    if not model or source_of(model) is not None:
+    if not model or source_of(model) is not None or is_remote(model):
         return model or None
     found = existing(model, Path.cwd())
     if found is not None and found.is_dir():
@@ -94,7 +101,7 @@ def _found_model(key: str, model: str) -> Path | str | None:
 
 
 def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Path | str]:
-    """Return the files, folders and Hub names of the rows that the stage reads and no other stage makes.
+    """Return the files, folders, URLs and Hub names of the rows that the stage reads and no other stage makes.
 
     Raises:
         DataError: one can only be a file or folder, and there is none.
@@ -116,15 +123,18 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
     for key, name in named.items():
         if not name or source_of(name) is not None:
             continue
-        path = existing(name, Path.cwd()) or (named_set(name, key) if recipe.policy.is_diffusers else None)
+        path = None if is_remote(name) else existing(name, Path.cwd())
+        if path is None and recipe.policy.is_diffusers:
+            path = named_set(name, key)
         if path is None and is_code(name):
             path = code_file(name)
-        if path is None and (
+        can_only_be_local = (
             key in {"data", annotations}
             or key.endswith(".local_dir")
             or _looks_like_path(name)
             or Path(name).suffix in _DATA_SUFFIXES
-        ):
+        )
+        if path is None and can_only_be_local and not is_remote(name):
             raise DataError(f"{key} = {name!r}: no such file or folder")
         if path is not None and not (path.is_file() or path.is_dir()):
             raise DataError(f"{key} = {name!r} is neither a file nor a folder; rows cannot be read twice from it")

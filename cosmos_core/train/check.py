@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from contextlib import nullcontext
 from typing import cast
@@ -35,6 +36,8 @@ def run(stage: Stage) -> Outcome:
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
     """
+    if stage.recipe.policy.is_diffusers:
+        return Outcome(info={"found": "; ".join(_of_diffusion(stage))})
     revision = stage.recipe.policy.model_revision
     config = load_config(stage.model, revision)
     check_row_length(config, stage.recipe.policy.model_max_length)
@@ -51,14 +54,9 @@ def run(stage: Stage) -> Outcome:
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
             found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
-        asked = _rewards(stage)
-        for weights in asked:
-            with open_rewards(stage, weights):
-                if isinstance(weights, RemoteRewardConfig):
-                    ping(service_of(), [each.name for each in weights.reward_fns])
-                names = weights if isinstance(weights, dict) else [each.name for each in weights.reward_fns]
-                found.append(f"rewards {', '.join(names)}")
-        if asked:
+        rewards = _look_at_rewards(stage)
+        found += rewards
+        if rewards:
             found += _tools(stage, tokenizer)
     return Outcome(info={"found": "; ".join(found)})
 
@@ -79,6 +77,33 @@ def _check_model(stage: Stage) -> None:
             balance_of(model, policy.aux_loss_coeff)
     if is_pipelined:
         apply_pp(model, sizes, 0)
+
+
+def _of_diffusion(stage: Stage) -> list[str]:
+    """What is to be said of a diffusion model, and of the rows that one learns; no weight is read."""
+    policy, opened = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
+    family = opened.open_family(stage.model, policy)
+    found = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
+    family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
+    family.set_scheduler_timestep(1)
+    if stage.kind.makes == "data":
+        return found + importlib.import_module("cosmos_core.data.prepare_media").look(stage)
+    if stage.kind.trains:
+        with torch.device("meta"):
+            choose_trained(family.folder.build(family.denoiser_name), policy, family.lora_targets)
+    return found + _look_at_rewards(stage)
+
+
+def _look_at_rewards(stage: Stage) -> list[str]:
+    """Open the rewards of a stage, and ask the services among them."""
+    found = []
+    for weights in _rewards(stage):
+        with open_rewards(stage, weights):
+            if isinstance(weights, RemoteRewardConfig):
+                ping(service_of(), [each.name for each in weights.reward_fns])
+            names = weights if isinstance(weights, dict) else [each.name for each in weights.reward_fns]
+            found.append(f"rewards {', '.join(names)}")
+    return found
 
 
 def _rewards(stage: Stage) -> list[Rewards]:

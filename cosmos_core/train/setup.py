@@ -22,6 +22,7 @@ from cosmos_core.data.media_rows import MediaRows, open_media
 from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
+from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
@@ -126,7 +127,7 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     export = trained.adapter.export(stage.path / folder)
     if export is None:
         return Outcome()
-    others = [name for name in (SAMPLES, REFERENCE) if (stage.path / name).exists()]
+    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE) if (stage.path / name).exists()]
     info: dict[str, JsonValue] = {
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip
@@ -199,18 +200,27 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     if not stage.recipe.validation.enable:
         return None
     rows = held_out(prepared_folder(stage))
-    if isinstance(rows, MediaRows) and stage.recipe.train.train_policy.has_rollouts:
-        rows = open_drawn(prepared_folder(stage), "validation", stage.recipe)
+    also: Measure = _measure_nothing
+    if isinstance(rows, MediaRows):
+        drawn = open_drawn(prepared_folder(stage), "validation", stage.recipe)
+        if stage.recipe.train.train_policy.has_rollouts:
+            rows = drawn
+        else:
+            also = _completions(drawn, generation, stage)
     if isinstance(rows, Prompts | DrawnPrompts):
-        completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
-        return _measure_completions(completions, generation, stage)
+        return _completions(rows, generation, stage)
     reference = None
     if isinstance(rows, Pairs):
         reference = reference_logprobs(stage, trainer, rows, "validation", np.arange(len(rows)))
-    return lambda step: row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress)
+    return lambda step: {
+        **row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress),
+        **also(step),
+    }
 
 
-def _measure_completions(completions: Completions, generation: Generation, stage: Stage) -> Measure:
+def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:
+    """Return what measures completions of held-out prompts."""
+    completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
@@ -219,6 +229,10 @@ def _measure_completions(completions: Completions, generation: Generation, stage
         return completions.measure(step)
 
     return measure
+
+
+def _measure_nothing(step: int) -> dict[str, float]:
+    return {}
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

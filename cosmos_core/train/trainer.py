@@ -118,9 +118,9 @@ class Trainer:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def follow(self, weights: str, share: float) -> None:
-        """Move named weights towards the policy: weights + share * (policy - weights)."""
-        self.named.lerp(weights, share)
+    def follow(self, weights: str, fraction: float) -> None:
+        """Move named weights towards the policy: weights + fraction * (policy - weights)."""
+        self.named.lerp(weights, fraction)
 
     @torch.no_grad()
     def _compared(self, update: Update) -> dict[int, dict[str, Tensor]]:

@@ -8,14 +8,23 @@ from typing import Any, Protocol
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
+
+RECORD = "published.json"
+"""What a version says of itself, beside its files."""
+JOURNAL = "upload.jsonl"
+"""What an upload keeps in the folder of its stage, to go on after a kill."""
+_MOST_KEPT = 100
 
 
 class Target(Protocol):
     """What `target` names: a class that is called with the location behind `NAME://`, and holds versions of one model.
 
-    A target that can tell beforehand whether it can be written has a method `check`, which raises ConfigError.
+    A target that can tell beforehand whether it can be written has a method `check`, which raises ConfigError. One that
+    can go on with an interrupted upload has `attend(folder, pause)`: it keeps notes in the folder, and calls `pause`
+    now and then, which raises where the run is to stop. One whose pointer can go back has `history`, `record_of`,
+    `where` and `point_to`, as `S3Target`.
     One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
     """
 
@@ -33,6 +42,16 @@ class Target(Protocol):
         """
 
 
+def is_record(value: Any) -> bool:
+    """Return whether a value is what `publish` was given as a record."""
+    return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
+
+
+def moved(history: list[str], version: str) -> list[str]:
+    """Return the versions that the pointer has named once it names this one too."""
+    return history[-_MOST_KEPT:] if history[-1:] == [version] else [*history[-_MOST_KEPT + 1 :], version]
+
+
 def check_targets(pipeline: Pipeline) -> None:
     """Ask each target of ours that a stage publishes to whether it can be written, where it can tell beforehand.
 
@@ -47,7 +66,7 @@ def check_targets(pipeline: Pipeline) -> None:
         try:
             if check:
                 check()
-        except ConfigError as error:
+        except (ConfigError, UploadError) as error:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: target = {stage.target!r}: {error}") from error
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
+from cosmos_core.upload.base import RECORD, moved
 
-RECORD = "published.json"
+HISTORY = "history.json"
 
 
 class FileTarget:
@@ -40,10 +41,36 @@ class FileTarget:
         latest = self.folder / "latest"
         if not latest.is_symlink() and not latest.exists():
             return None
-        record = read_json(latest / RECORD)
-        if not isinstance(record, dict) or not isinstance(record.get("metrics"), dict):
-            raise UploadError(f"{latest / RECORD} is missing or damaged; publish again, or remove {latest}")
-        return record
+        return self._record(latest, f"publish again, or remove {latest}")
+
+    def record_of(self, version: str) -> dict[str, Any]:
+        """Return the record of a version.
+
+        Raises:
+            UploadError: there is none, or it cannot be read.
+        """
+        return self._record(self.folder / version, "publish again")
+
+    def history(self) -> list[str]:
+        """Return the versions that the pointer has named, the present one last."""
+        now = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
+        found = read_json(self.folder / HISTORY)
+        names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+        return moved(names, now) if now else []
+
+    def where(self, version: str) -> str:
+        """Return the folder of a version."""
+        return str(self.folder / version)
+
+    def point_to(self, version: str, history: list[str] | None = None) -> None:
+        """Make `version`, which is whole, the published one; `history` is what `history()` returns then.
+
+        Raises:
+            UploadError: it is not whole.
+        """
+        if damage := self._damage(self.folder / version, self.record_of(version)):
+            raise UploadError(f"{self.folder / version}: {damage}; the pointer was not moved")
+        self._move(version, moved(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Copy, verify, move the pointer; return the folder of the version.
@@ -59,12 +86,18 @@ class FileTarget:
                     write_json(building / RECORD, record)
             if damage := self._damage(path, record):
                 raise UploadError(f"{path}: {damage} after the copy; the pointer was not moved")
-            self._point_to(version)
+            self._move(version, moved(self.history(), version))
         except OSError as error:
             # copytree collects (source, copy, reason) of every file in one error without a reason of its own
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
         return str(path)
+
+    def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
+        record = read_json(folder / RECORD)
+        if not isinstance(record, dict) or not isinstance(record.get("metrics"), dict):
+            raise UploadError(f"{folder / RECORD} is missing or damaged; {remedy}")
+        return record
 
     def _damage(self, path: Path, record: dict[str, Any]) -> str:
         """Return why a version is not complete; empty when every file has the recorded digest."""
@@ -76,9 +109,10 @@ class FileTarget:
                 return f"{name} is missing or altered"
         return ""
 
-    def _point_to(self, version: str) -> None:
+    def _move(self, version: str, history: list[str]) -> None:
         link = self.folder / f".latest.{os.getpid()}.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(version)
         os.replace(link, self.folder / "latest")
+        write_json(self.folder / HISTORY, history)
         sync_folder(self.folder)

@@ -88,6 +88,29 @@ def test_it_changes_the_graph(change: Change, expected: list[str], tmp_path: Pat
     assert graph(before) != expected
 
 
+S3 = {**SFT, "pipeline.name": "sums", "train.ckpt.upload_s3": "final", "train.ckpt.s3_bucket": "models"}
+HUB = {**SFT, "train.ckpt.upload_hf": True}
+
+
+@changes(
+    (Change("train.ckpt.upload_s3", "final", {**SFT, "pipeline.name": "sums", "train.ckpt.s3_bucket": "models"}),
+     ["export-s3 -> s3://models/outputs/sums/export"]),
+    (Change("train.ckpt.s3_bucket", "others", S3), ["export-s3 -> s3://others/outputs/sums/export"]),
+    (Change("train.ckpt.s3_prefix", "of/us/", S3), ["export-s3 -> s3://models/of/us/sums/export"]),
+    (Change("train.ckpt.upload_hf", True), ["export-hub -> hub://Comos-Reason1"]),
+    (Change("train.ckpt.hf_repo_name", "team/sums", HUB), ["export-hub -> hub://team/sums"]),
+)  # fmt: skip
+def test_it_changes_what_a_recipe_publishes(change: Change, expected: list[str], tmp_path: Path) -> None:
+    def uploads(found: Pipeline) -> list[str]:
+        return [f"{stage.name} -> {stage.target}" for stage in found.stages if stage.kind == "upload"]
+
+    before, after = sides(change, tmp_path)
+    assert uploads(after) == expected
+    assert uploads(before) != expected
+    (tmp_path / "again.toml").write_text(tomli_w.dumps(after.as_toml()))
+    assert load_pipeline(tmp_path / "again.toml", (), all_kinds()).as_toml() == after.as_toml()
+
+
 @changes(
     (Change("pipeline.stages.recipe", "fast.toml", CUSTOM), 3e-3),
     (Change("pipeline.stages.overrides", {"train": {"optm_lr": 2e-3}}, CUSTOM), 2e-3),
@@ -234,6 +257,21 @@ def test_it_changes_what_passes_a_gate(change: Change, tmp_path: Path) -> None:
     assert gate.run(second(before, tmp_path)).metrics == {"loss": 2.0}
     with pytest.raises(GateFailed, match="loss = 2, bound 1"):
         gate.run(second(after, tmp_path))
+
+
+@changes(Change("pipeline.stages.confidence", 0.95, {"pipeline.stages.kind": "gate", "pipeline.stages.target": "there",
+                                                     "pipeline.stages.require": ["loss < published"]}))  # fmt: skip
+def test_it_changes_how_certain_a_gate_must_be(change: Change, tmp_path: Path) -> None:
+    before, after = sides(change, tmp_path)
+    (tmp_path / "there/v1").mkdir(parents=True)
+    (tmp_path / "there/latest").symlink_to("v1")
+    (tmp_path / "there/v1/published.json").write_text('{"metrics": {"loss": 2.1, "loss_stderr": 0.5}}')
+    stages = [second(side, tmp_path) for side in (before, after)]
+    for stage in stages:
+        stage.inputs["first"]["metrics"]["loss_stderr"] = 0.5
+    assert gate.run(stages[0]).metrics["loss"] == 2.0
+    with pytest.raises(GateFailed, match=r"loss = 2, bound 2\.1, noise 1\.16"):
+        gate.run(stages[1])
 
 
 @changes(Change("pipeline.stages.target", "there", {"pipeline.stages.kind": "upload", "pipeline.stages.target": "here",

@@ -63,9 +63,9 @@ THINGS = {
         ("cosmos_core.rollout.vllm", "cosmos_core.rollout.hf", "cosmos_core.rollout.flow_sampler"),
     ),
     "upload target": Thing(
-        _words("local s3 hub"),
+        _words("s3 hub"),
         ("cosmos_core/upload/", *SCHEMA),
-        ("cosmos_core.upload.local", "cosmos_core.upload.s3", "cosmos_core.upload.hub"),
+        ("cosmos_core.upload.file", "cosmos_core.upload.s3", "cosmos_core.upload.hub"),
     ),
 }  # fmt: skip
 
@@ -79,6 +79,8 @@ OTHER_MEANINGS = {
     ("cosmos_core/run/", "vllm"): "the library, whose version is recorded",
     ("cosmos_core/run/", "custom"): "the recipe's table [custom]",
     ("cosmos_core/observe/", "gate"): "a heading of the report",
+    ("cosmos_core/run/bucket.py", "s3"): "the service of boto3",
+    ("cosmos_core/upload/", "upload"): "a line of the journal of parts",
     ("cosmos_core/run/progress.py", "export"): "a phase of the heartbeat",
     ("cosmos_core/run/progress.py", "prepare"): "a phase of the heartbeat",
     ("cosmos_core/run/progress.py", "validate"): "a phase of the heartbeat",

@@ -212,7 +212,7 @@ def test_without_reinforcement_learning_it_is_sft() -> None:
     keys = (("model.rl.enabled", False), ("model.rl.kl_beta", 0.5), (VIDEOS + "drop_last", False))
     recipe, (_, _, without, *_) = translated(every(*EVERY) | wfm(*keys, *((o, v) for o, v, _, _ in EVERY)))
     policy = recipe.train.train_policy
-    assert (policy.type, policy.trainer_type, policy.mini_batch) == ("sft", "sft", 2)
+    assert (policy.type, policy.trainer_type, policy.mini_batch) == ("sft", "diffusion_sft", 2)
     assert recipe.train.train_batch_per_replica == 6  # of one rank, where RL counts all of them
     assert policy.model_dump()["dataloader_drop_last"] is False
     assert recipe.policy.diffusers.flow_rl.data_beta == 0.0
@@ -343,8 +343,8 @@ def test_a_deprecated_file_loads_is_converted_and_waits_for_what_it_needs(tmp_pa
     new.write_text(tomli_w.dumps(modern(values, "old.toml", [])))
     kinds = all_kinds()
     pipeline, converted = load_pipeline(old, [], kinds), load_pipeline(new, [], kinds)
-    assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export"]
+    assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export", "upload"]
     assert pipeline.recipes["rl"] == converted.recipes["rl"]
     assert len(pipeline.notices) == 3
-    with pytest.raises(ConfigError, match=r"trainer_type = 'ddrl'|is_diffusers = true"):
+    with pytest.raises(ConfigError, match="upload_s3"):
         check_capabilities(pipeline)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, Unguarded, stand_in_for_torchvision
+from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, Unguarded, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import known_pipelines, open_family
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
@@ -39,7 +39,7 @@ def opened(folder: Path, **diffusers: Any) -> DiffusionModel:
 def pipeline_of(family: DiffusionModel) -> Any:
     """The pipeline as a user has it."""
     extra = {"safety_checker": Unguarded()} if family.max_given else {}
-    stand_in_for_torchvision()
+    substitute_torchvision()
     pipeline = family.folder.pipeline_class.from_pretrained(family.folder.path, **extra)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -168,7 +168,7 @@ def test_a_step_is_a_function_of_weights_and_state(trainer_type: str, tmp_path: 
     again.algorithm.load_state_dict(first.algorithm.state_dict())
     for step in (2, 3):
         last = again.step(step)
-    assert last["watch/diversity_share"] != 1.0
+    assert last["watch/relative_diversity"] != 1.0
     expected = state(whole.trainer)
     assert all(torch.equal(value, expected[name]) for name, value in state(again.trainer).items())
 
@@ -212,7 +212,7 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
     watch = Watch(0.5, ["judge"], num_first=1)
     assert watch.metrics(groups(1.0, 0.5, 0.9))["watch/alarm"] == 0.0
     assert watch.metrics(groups(0.8, 0.9, 0.8)) == {
-        "watch/diversity": pytest.approx(0.8), "watch/diversity_share": pytest.approx(0.8),
+        "watch/diversity": pytest.approx(0.8), "watch/relative_diversity": pytest.approx(0.8),
         "watch/judge": pytest.approx(0.8), "watch/alarm": 0.0,
     }  # fmt: skip
     assert watch.metrics(groups(0.4, 0.9, 0.8))["watch/alarm"] == 1.0

@@ -26,6 +26,7 @@ COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, 
 class Toy:
     """Its velocity leads to the colour of the prompt, whatever the noise."""
 
+    is_video = False
     shift = 3.0
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
@@ -42,6 +43,10 @@ class Toy:
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Callable[..., Tensor], *args: Any) -> Any:
         return sample(predict, *args)
+
+
+class Films(Toy):
+    is_video = True
 
 
 class Denoiser:
@@ -62,8 +67,10 @@ class Denoiser:
         yield
 
 
-def engine(denoiser: Denoiser, mini_batch: int | None = None, **source: Any) -> FlowSamplerEngine:
-    found = FlowSource(Toy(), denoiser, denoiser.weights, torch.device("cpu"), **source)  # type: ignore[arg-type]
+def engine(
+    denoiser: Denoiser, mini_batch: int | None = None, is_video: bool = False, **source: Any
+) -> FlowSamplerEngine:
+    found = FlowSource(Films() if is_video else Toy(), denoiser, denoiser.weights, torch.device("cpu"), **source)  # type: ignore[arg-type]
     rollout = RolloutConfig(n_generation_mini_batch=mini_batch)
     return FlowSamplerEngine(EngineSettings(None, None, "", rollout, 1, torch.float32, flow=found))  # type: ignore[arg-type]
 
@@ -85,7 +92,7 @@ def latents(groups: list[Group]) -> Tensor:
 
 @pytest.mark.parametrize("settings", [{}, {"solver": "dpm2"}, {"kernel": "cps"}, {"num_frames": 3}])
 def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> None:
-    groups = generate(engine(Denoiser()), prompts(), sampling(**settings), step=0)
+    groups = generate(engine(Denoiser(), is_video="num_frames" in settings), prompts(), sampling(**settings), step=0)
     assert [group.prompt.text for group in groups] == list(COLOURS)
     for group in groups:
         assert len(group.completions) == 4
@@ -114,7 +121,7 @@ def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
     starts = [c.drawn.before[0] for group in (*first, *later) for c in group.completions]
     assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
     assert torch.equal(latents(first), latents(again))
-    shared = generate(engine(Denoiser()), prompts(), sampling(**kept, shares_noise=True), step=0)
+    shared = generate(engine(Denoiser()), prompts(), sampling(**kept, same_noise=True), step=0)
     for group in shared:
         assert len({tuple(c.drawn.before[0].flatten().tolist()) for c in group.completions}) == 1
         assert len({tuple(c.drawn.after[0].flatten().tolist()) for c in group.completions}) == 4

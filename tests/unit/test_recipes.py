@@ -46,9 +46,9 @@ MISSION = {
         "Qwen/Qwen3-VL-8B": "sft grpo",
     },
     "diffusion": {
-        "stabilityai/stable-diffusion-3.5": "sft sft+lora diffusion_nft+lora",
-        "Efficient-Large-Model/Sana_": "sft sft+lora diffusion_nft+lora",
-        "Efficient-Large-Model/SANA-Video": "sft sft+lora diffusion_nft+lora",
+        "stabilityai/stable-diffusion-3.5": "diffusion_sft diffusion_sft+lora diffusion_nft+lora",
+        "Efficient-Large-Model/Sana_": "diffusion_sft diffusion_sft+lora diffusion_nft+lora",
+        "Efficient-Large-Model/SANA-Video": "diffusion_sft diffusion_sft+lora diffusion_nft+lora",
         "nvidia/Cosmos-Predict2.5": "diffusion_nft+lora flow_grpo ddrl",
     },
 }

@@ -57,7 +57,7 @@ def test_a_published_version_holds_every_file_and_latest_points_to_it(tmp_path: 
     assert set(copied) == {"model.safetensors", "sub/config.json", "published.json"}
     assert copied["model.safetensors"] == "weights"
     assert os.readlink(tmp_path / "published" / "latest") == "v1"
-    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["latest", "v1"]
+    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["history.json", "latest", "v1"]
 
 
 def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_path: Path) -> None:
@@ -94,6 +94,33 @@ def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_p
         source = model(tmp_path / version, version)
         target.publish(source, version, record_of(source))
         assert (tmp_path / "published" / "latest" / "model.safetensors").read_text() == version
+
+
+def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
+    target = FileTarget(tmp_path / "published")
+    assert target.history() == []
+    for version in ("v1", "v2"):
+        source = model(tmp_path / version, version)
+        target.publish(source, version, record_of(source, accuracy=0.5))
+    assert target.history() == ["v1", "v2"]
+    target.point_to("v1", ["v1"])
+    assert os.readlink(tmp_path / "published" / "latest") == "v1" and target.history() == ["v1"]
+    (tmp_path / "published" / "v2" / "model.safetensors").write_text("damaged")
+    with pytest.raises(UploadError, match=r"v2: model.safetensors is missing or altered; the pointer was not moved$"):
+        target.point_to("v2")
+    with pytest.raises(UploadError, match=r"v3/published.json is missing or damaged; publish again$"):
+        target.point_to("v3")
+    assert target.history() == ["v1"]
+
+
+def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path)
+    first = upload.run(stage).info["published"]
+    stage.fingerprint = "0" * 16
+    (Path(stage.model) / "README.md").write_text("# of another run\n")
+    stage.inputs = {}
+    assert upload.run(stage).info == {"model": first, "published": first, "was_published": True}
+    assert FileTarget(tmp_path / "published").history() == ["20250101000000-abcdef01"]
 
 
 def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) -> None:
@@ -143,7 +170,7 @@ def test_a_target_is_a_folder_or_the_name_of_a_file_of_ours() -> None:
         assert target.folder == Path("/models/mine")
     with pytest.raises(ConfigError) as caught:
         open_target("ftp://host/models")
-    assert str(caught.value) == "target = 'ftp://host/models': there is no 'ftp'; known: file"
+    assert str(caught.value) == "target = 'ftp://host/models': there is no 'ftp'; known: file, hub, s3"
 
 
 USERS_TARGET = """
@@ -233,7 +260,9 @@ def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(
     FileTarget(target).publish(new, "v2", record_of(new))
     assert os.readlink(target / "latest") == "v2"
     assert len(tree(target / "v2")) == 1503
-    assert sorted(path.name for path in target.iterdir()) == ["latest", "v1", "v2"], "nothing half-written stays"
+    assert sorted(path.name for path in target.iterdir()) == ["history.json", "latest", "v1", "v2"], (
+        "nothing half-written stays"
+    )
 
 
 def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:

@@ -26,16 +26,31 @@ class CheckpointConfig(Table):
     """Newest checkpoints that are kept, beside the best; -1: all."""
     export_safetensors: Annotated[bool, NoResult] = True
     """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
-    upload_hf: bool = False
-    """Upload the export to the Hugging Face Hub."""
-    hf_repo_name: Annotated[str, Needs("upload_hf")] = "Comos-Reason1"
-    """Repository on the Hub; the default is spelt as in Cosmos-RL."""
-    upload_s3: bool | str = False
-    """Upload to S3: false, `final` (the last export) or `all` (each save)."""
-    s3_bucket: Annotated[str | None, Needs("upload_s3")] = None
+    upload_hf: Annotated[bool, NoResult] = False
+    """Publish the export of the last training on the Hugging Face Hub: a stage `NAME-hub` behind it. A new repository
+    is private; each run is a commit with a tag. The token is `HF_TOKEN` of the environment."""
+    hf_repo_name: Annotated[str, Needs("upload_hf"), NoResult] = "Comos-Reason1"
+    """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
+    Cosmos-RL."""
+    upload_s3: Annotated[bool | str, NoResult] = False
+    """Publish in an S3-compatible store: false, `final` (the export: a stage `NAME-s3` behind it) or `all` (each
+    checkpoint too, while the training goes on). Who we are to it is in the environment: `PROD_S3_CHECKPOINT_*`, as in
+    Cosmos-RL, or the variables of AWS, `AWS_ENDPOINT_URL` among them."""
+    s3_bucket: Annotated[str | None, Needs("upload_s3"), NoResult] = None
     """Bucket; None: no upload."""
-    s3_prefix: Annotated[str, Needs("upload_s3")] = "outputs"
-    """Key prefix in the bucket."""
+    s3_prefix: Annotated[str, Needs("upload_s3"), NoResult] = "outputs"
+    """Prefix of keys in the bucket, before the names of pipeline and stage."""
+
+    def s3_url(self, *names: str) -> str:
+        """Return where in the store a thing of these names goes; empty: nothing does."""
+        parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
+        return f"s3://{'/'.join(filter(None, parts))}" if self.upload_s3 else ""
+
+    def targets(self, *names: str, is_last: bool) -> dict[str, str]:
+        """Return where the export of a training goes, by how the stage that brings it there ends; the Hub gets that of
+        the last training alone."""
+        hub = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
+        return {kind: url for kind, url in {"s3": self.s3_url(*names), "hub": hub}.items() if url}
 
     @field_validator("max_keep")
     @classmethod

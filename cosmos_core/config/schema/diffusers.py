@@ -24,11 +24,11 @@ class DiffusersConfig(Table):
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 300
     """Longest prompt that the text encoder takes; of Stable Diffusion its T5."""
     weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"
-    """Where SFT looks (arXiv 2403.03206, section 3.1), by the names of diffusers: `logit_normal` and `mode` are densities
-    of the noise levels, `sigma_sqrt` and `cosmap` weights of the loss over uniform ones, `none` neither."""
+    """Where SFT looks (arXiv 2403.03206, section 3.1), by the names of diffusers: `logit_normal` and `mode` are
+    densities of the noise levels, `sigma_sqrt` and `cosmap` weights of the loss over uniform ones, `none` neither."""
     train_flow_shift: PositiveFloat | None = None
-    """Shifts the noise levels of training towards noise; None: as the pipeline's scheduler does, of Cosmos-Predict2.5 5.
-    Declared as 3.0 but never read in Cosmos-RL."""
+    """Shifts the noise levels of training towards noise; None: as the pipeline's scheduler does, of Cosmos-Predict2.5
+    by 5. Declared as 3.0 but never read in Cosmos-RL."""
     offload: bool = True
     """Keep text encoders and VAE in host memory between uses."""
     logit_mean: float = 0.0

@@ -40,7 +40,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
             window=window_of(flow_rl, found.num_steps),
             trained_on=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
             keeps_means=flow_rl.guard,
-            shares_noise=flow_rl.use_same_seed,
+            same_noise=flow_rl.use_same_seed,
         )
 
     def refusals(self, stage: InStage) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NoResult, Only, Where
+from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Fraction, Names, PositiveFloat, PositiveInt, Strings
 
@@ -21,7 +21,7 @@ class LoraConfig(Table):
     r: PositiveInt = 8
     """Rank."""
     lora_names: Names = ("default",)
-    """Adapters; DiffusionNFT needs `default` and `old`."""
+    """Adapters; in Cosmos-RL DiffusionNFT needs `default` and `old`."""
     lora_path: Annotated[str | None, NoResult, Where.PATH] = None
     """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
     None: a new one. Declared but never read in Cosmos-RL."""
@@ -31,9 +31,7 @@ class LoraConfig(Table):
     """Dropout before A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
     """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family."""
-    primary_adapter: Annotated[
-        str | None, Only((None, "default"), "this version has one adapter a model, called 'default'; leave it out")
-    ] = None
+    primary_adapter: str | None = None
     """Adapter that is active; None: the first."""
     use_rslora: bool = False
     """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""

@@ -28,10 +28,11 @@ class PolicyConfig(Table):
     model_class: Annotated[Thing | None, Where.CODE] = None
     """A family of diffusion models of your own, `path/file.py:Class`; None: the one that the pipeline names."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Folder in Hugging Face format, or a Hub id (the fingerprint takes its content, not its name); in a pipeline
+    """Folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`, with `/latest` at its end what was
+    published there), or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""
-    model_safetensor_path: str | None = None
-    """Folder or file of the weights alone; None: beside config.json."""
+    model_safetensor_path: Annotated[str | None, NoResult, Where.PATH] = None
+    """Folder or .safetensors file of the weights alone (the fingerprint takes its content); None: beside config.json."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: Tokens = 4096

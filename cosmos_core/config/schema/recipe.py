@@ -86,7 +86,8 @@ class Recipe(Table):
     @classmethod
     def _sft_of_the_modality(cls, values: Any) -> Any:
         """Take `sft` of a diffusion model for the flow matching that it is."""
-        policy, train = (values.get(key) if isinstance(values, dict) else None for key in ("policy", "train"))
+        tables: dict[str, Any] = values if isinstance(values, dict) else {}
+        policy, train = tables.get("policy"), tables.get("train")
         given = train.get("train_policy") if isinstance(train, dict) else None
         if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(given, dict)):
             return values

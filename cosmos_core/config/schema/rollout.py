@@ -56,7 +56,8 @@ class RolloutConfig(Table):
     """Device mesh of one engine."""
     backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
     """`vllm`, which Cosmos-RL's `trtllm` and `vllm_async` become; `hf`, a sampling loop on the trainer's own modules,
-    which also stands in for a vLLM that cannot be imported, with a warning; or a class of your own,
+    which also stands in for a vLLM that cannot be imported, with a warning; `flow_sampler`, with the trainer's own
+    denoiser, which Cosmos-RL's `diffusion_nft_rollout` becomes and every diffusion model has; or a class of your own,
     `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
     """How many prompts an engine apart from the trainer has at a time: `batch_size`, or with `async`
@@ -184,6 +185,8 @@ class RolloutConfig(Table):
     @field_validator("backend")
     @classmethod
     def _vllm_for_others(cls, name: str, info: ValidationInfo) -> str:
+        if name == "diffusion_nft_rollout":
+            return "flow_sampler"
         if name not in {"vllm_async", "trtllm"}:
             return name
         say(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")

@@ -1,0 +1,72 @@
+"""Kind `export` of a diffusion model: the pipeline with its denoiser in `train.param_dtype`, proven, with a model card."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from cosmos_core.checkpoint.export import Loading, adapter_files, model_card, precision, prove_copy, trained_step
+from cosmos_core.checkpoint.pinned import pinned_model, pinned_step, training_of
+from cosmos_core.errors import Preempted
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.export_pipeline import ADAPTER_FILE, export_pipeline
+from cosmos_core.models.families import open_family
+from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.lora import FOLDER, is_adapted
+from cosmos_core.models.prove_pipeline import prove_pipeline
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import JsonValue, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def run(stage: Stage) -> Outcome:
+    """Export the upstream pipeline, or that of a checkpoint of the training upstream; see `export.export_causal_lm`.
+
+    Raises:
+        ModelError, StageFailed, Preempted: as there.
+    """
+    stage.progress.phase("load")
+    policy, dtype_name = stage.recipe.policy, stage.recipe.train.param_dtype
+    if stage.config.checkpoint:
+        step, training = pinned_step(stage), training_of(stage)
+        family = open_family(training.model, policy)
+        model: Any = pinned_model(stage, step, lambda training: _started_from(family, training))
+    else:
+        step = trained_step(stage)
+        family = open_family(stage.model, policy)
+        model = family.load_denoiser(torch.float32)
+    folder = f"safetensors/step_{step}"
+    target, dtype = stage.path / folder, getattr(torch, dtype_name)
+    stage.progress.phase("export")
+    adapter = {} if stage.config.checkpoint else adapter_files(stage)
+    card = model_card(stage, _loading(family)).encode()
+    export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": card, **adapter})
+    if stage.stop_requested:
+        raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
+    checks = prove_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
+    if adapter:
+        checks.append(prove_copy(adapter, target))
+    logger.info("exported %s %s; checks: %s", target, precision(stage), ", ".join(checks))
+    size = sum(file.stat().st_size for file in target.rglob("*.safetensors"))
+    info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype_name}
+    if adapter or is_adapted(model):
+        info["adapter"] = f"{folder}/{FOLDER}"
+    return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
+
+
+def _started_from(family: DiffusionModel, training: Stage) -> Any:
+    model = family.load_denoiser(getattr(torch, training.recipe.train.master_dtype))
+    choose_trained(model, training.recipe.policy, family.lora_targets)
+    return model
+
+
+def _loading(family: DiffusionModel) -> Loading:
+    return Loading(
+        "diffusers",
+        ("from diffusers import DiffusionPipeline", "", "pipeline = DiffusionPipeline.from_pretrained(path)"),
+        f"The adapter is merged into these weights; `{FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the base "
+        f"model with `pipeline.load_lora_weights`.",
+    )

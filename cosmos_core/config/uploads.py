@@ -1,0 +1,60 @@
+"""The stages that recipes ask for by `upload_s3` and `upload_hf`: one behind each export, that publishes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
+from cosmos_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cosmos_core.config.compose import Pipeline
+
+SourceOf = Callable[[str], str | None]
+
+
+def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
+    """Return the pipeline, whose stages are in order, with a stage `NAME-s3` or `NAME-hub` behind each export of a
+    training whose recipe asks for it; those that are there, as in the pipeline of a run, stay.
+
+    Raises:
+        ConfigError: a stage that does something else has the name.
+    """
+    recipes, added = dict(pipeline.recipes), []
+    by_name = {stage.name: stage for stage in pipeline.stages}
+    for training, upload in _wanted(pipeline, source_of):
+        there = by_name.get(upload.name)
+        if there is None:
+            recipes[upload.name] = pipeline.recipes[training]
+            added.append(upload)
+        elif there.kind != upload.kind:
+            raise ConfigError(
+                f"{pipeline.source}: stage {upload.name!r}: the name is taken by the upload of stage "
+                f"{source_of(upload.model)!r}"
+            )
+    config = pipeline.config.model_copy(update={"stages": (*pipeline.stages, *added)})
+    return replace(pipeline, config=config, recipes=recipes)
+
+
+def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:
+    """Yield the name of a training and a stage that publishes what became of it."""
+    publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
+    trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
+    for training in trainings:
+        is_last = not any(other.name in pipeline.behind(training.name) for other in trainings if other != training)
+        exports = [stage for stage in pipeline.stages if _is_export(pipeline, stage, training.name, source_of)]
+        for source in exports or [training]:
+            is_shown = is_last and source == (exports or [training])[-1]
+            ckpt = pipeline.recipes[training.name].train.ckpt
+            for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
+                name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
+                after = tuple(dict.fromkeys((source.name, training.name)))
+                model = f"stage:{source.name}"
+                yield training.name, StageConfig(name=name, kind=publish, after=after, model=model, target=url)
+
+
+def _is_export(pipeline: Pipeline, stage: StageConfig, training: str, source_of: SourceOf) -> bool:
+    kind = pipeline.kind_of(stage)
+    return kind.makes == "model" and not kind.trains and source_of(stage.model) == training

@@ -1,0 +1,226 @@
+"""A bucket of an S3-compatible store: who we are to it, what lies in it, and one object read or written whole.
+
+Credentials come from the environment alone: `PROD_S3_CHECKPOINT_*`, the variables of Cosmos-RL, else those of AWS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import ConfigError, CosmosError, UploadError
+
+SCHEME = "s3://"
+CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
+_PREFIX = "PROD_S3_CHECKPOINT_"
+_REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
+_ABSENT = {"404", "NoSuchKey", "NotFound"}
+_BLOCK = 1 << 20
+_CONNECT_SECONDS = 10.0
+_ATTEMPTS = 6
+
+
+@dataclass(frozen=True)
+class Object:
+    """What a listing says of one object."""
+
+    key: str
+    size: int
+    etag: str
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return bucket and prefix of `s3://BUCKET/PREFIX`, the prefix without slashes at its ends.
+
+    Raises:
+        ConfigError: it names no bucket.
+    """
+    name, _, prefix = url.removeprefix(SCHEME).partition("/")
+    if len(name) < 3:
+        raise ConfigError(f"{SCHEME}{name} names no bucket; write {SCHEME}BUCKET/PREFIX")
+    return name, prefix.strip("/")
+
+
+class Bucket:
+    """One bucket; every method may be called by several threads at once."""
+
+    def __init__(self, name: str, *, read_seconds: float = 20.0) -> None:
+        self.name = name
+        self._read_seconds = read_seconds
+        """A connection that is silent for longer is given up and the request sent again."""
+
+    @cached_property
+    def client(self) -> Any:
+        """Return boto3's client, made when it is first asked for: the import alone takes a third of a second.
+
+        Raises:
+            ConfigError: there are no credentials.
+        """
+        import boto3
+        from botocore.config import Config
+
+        endpoint = _variable("ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        key, secret = _variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"), _variable(
+            "SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
+        )  # fmt: skip
+        session = boto3.session.Session(
+            aws_access_key_id=key,
+            aws_secret_access_key=secret,
+            aws_session_token=None
+            if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID")
+            else os.environ.get("AWS_SESSION_TOKEN"),
+            region_name=_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+        )
+        if session.get_credentials() is None:
+            raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
+        config = Config(
+            connect_timeout=_CONNECT_SECONDS,
+            read_timeout=self._read_seconds,
+            retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
+            max_pool_connections=32,
+            s3={"addressing_style": "path" if endpoint else "auto"},
+            # What not every compatible store understands is not asked for: a digest is taken of what arrived.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        return session.client("s3", endpoint_url=endpoint, config=config)
+
+    def check(self) -> None:
+        """Find out whether the bucket is there and the credentials are taken.
+
+        Raises:
+            ConfigError, UploadError: it is not, or they are not, or nobody responds.
+        """
+        with told(f"{SCHEME}{self.name}"):
+            self.client.head_bucket(Bucket=self.name)
+
+    def objects(self, prefix: str) -> Iterator[Object]:
+        """Yield what lies below a prefix, by key."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        for page in pages:
+            for found in page.get("Contents", ()):
+                yield Object(found["Key"], found["Size"], found["ETag"].strip('"'))
+
+    def head(self, key: str) -> dict[str, Any] | None:
+        """Return what is known of an object: size, ETag, metadata; None: there is none."""
+        from botocore.exceptions import ClientError
+
+        try:
+            found = self.client.head_object(Bucket=self.name, Key=key)
+        except ClientError as error:
+            if _code(error) in _ABSENT:
+                return None
+            raise
+        return {"size": found["ContentLength"], "etag": found["ETag"].strip('"'), "metadata": found["Metadata"]}
+
+    def read(self, key: str) -> bytes | None:
+        """Return an object that is small; None: there is none."""
+        from botocore.exceptions import ClientError
+
+        try:
+            found: bytes = self._again(lambda: self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
+        except ClientError as error:
+            if _code(error) in _ABSENT:
+                return None
+            raise
+        return found
+
+    def write(self, key: str, data: bytes) -> None:
+        """Replace an object that is small in one request."""
+        self.client.put_object(Bucket=self.name, Key=key, Body=data)
+
+    def sha256(self, key: str) -> str:
+        """Return the digest of an object as it lies there, by reading all of it."""
+
+        def read() -> str:
+            digest = hashlib.sha256()
+            for block in self._blocks(key):
+                digest.update(block)
+            return digest.hexdigest()
+
+        return str(self._again(read))
+
+    def download(self, key: str, path: Path, etag: str = "") -> None:
+        """Write an object to a file that is whole or not there; with an ETag, only that content of it."""
+
+        partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+
+        def fetch() -> None:
+            with open(partial, "wb") as file:
+                for block in self._blocks(key, etag):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._again(fetch)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _blocks(self, key: str, etag: str = "") -> Iterator[bytes]:
+        only = {"IfMatch": f'"{etag}"'} if etag else {}
+        found = self.client.get_object(Bucket=self.name, Key=key, **only)
+        num_read = 0
+        for block in found["Body"].iter_chunks(_BLOCK):
+            num_read += len(block)
+            yield block
+        if num_read != found["ContentLength"]:
+            raise ConnectionError(f"{key} ended after {num_read} of {found['ContentLength']} bytes")
+
+    def _again(self, read: Any) -> Any:
+        """Read again what was cut off: boto3 repeats requests, but not the reading of a response."""
+        from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
+
+        for attempt in range(_ATTEMPTS):
+            try:
+                return read()
+            except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def told(where: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
+    """Turn what boto3 raises into one line: about credentials and names nobody should try again, the rest may pass.
+
+    Raises:
+        ConfigError: the store refuses the credentials, or there is no such bucket.
+        CosmosError: of `error_class`, anything else went wrong.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    end = f"; {note}" if note else ""
+    try:
+        yield
+    except ClientError as error:
+        code = _code(error)
+        if code in _REFUSED:
+            raise ConfigError(f"{where}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}") from error
+        if code in {"PreconditionFailed", "412"}:
+            raise error_class(f"{where}: what lies there was changed meanwhile{end}") from error
+        if code in {*_ABSENT, "NoSuchBucket"}:
+            raise ConfigError(f"{where}: there is no such bucket; make it, or name another{end}") from error
+        raise error_class(f"{where}: the store responds with {code}{end}") from error
+    except (BotoCoreError, ConnectionError) as error:
+        raise error_class(f"{where}: {' '.join(str(error).split())}{end}") from error
+
+
+def _code(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", "an error"))
+
+
+def _variable(name: str, *others: str) -> str | None:
+    """Return the first of these variables that is set; Cosmos-RL's all come from one set or none do."""
+    if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID"):
+        return os.environ.get(f"{_PREFIX}{name}") or None
+    return next((value for value in map(os.environ.get, others) if value), None)

@@ -1,0 +1,169 @@
+"""Models and rows that lie in a store, `s3://BUCKET/KEY`: pinned to their content before a run begins, fetched by the
+stage that reads them, into a folder beside the runs that is named after the content.
+
+Pinned, a URL ends in `#DIGEST`, over names, sizes and ETags of what lies there. `.../latest`, of what kind `upload` has
+published, is pinned to the version that the pointer names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.marks import Where
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import with_located
+from cosmos_core.errors import DataError
+from cosmos_core.run.bucket import Bucket, Object, split_url, told
+from cosmos_core.run.files import SHARED
+from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
+from cosmos_core.run.lock import Lock
+
+_FILES_AT_ONCE = 8
+_LATEST = "latest"
+
+
+def pinned_urls(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with every URL of a store as what lies there now.
+
+    Raises:
+        DataError: nothing does, or the store is not reached.
+        ConfigError: it refuses the credentials.
+    """
+    found: dict[str, str] = {}
+
+    def pin(where: Where, text: str) -> str:
+        if where is not Where.PATH or not is_remote(text) or "#" in text:
+            return text
+        if text not in found:
+            found[text] = pinned_url(text)
+        return found[text]
+
+    stages = tuple(with_located(stage, pin) for stage in pipeline.stages)
+    recipes = {name: with_located(recipe, pin) for name, recipe in pipeline.recipes.items()}
+    if not found:
+        return pipeline
+    return replace(pipeline, config=pipeline.config.model_copy(update={"stages": stages}), recipes=recipes)
+
+
+def pinned_url(url: str) -> str:
+    """Return a URL of a store as what lies there now; see `pinned_urls`."""
+    with told(url, DataError):
+        url = _without_pointer(url)
+        return f"{url}#{_digest(url, _listed(url))}"
+
+
+def digest_of(url: str) -> str:
+    """Return the digest of what a pinned URL names."""
+    return url.rpartition("#")[2]
+
+
+def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
+    """Return a stage and its recipe with what the stage reads from stores fetched, and named by where it lies then.
+
+    `pause` is called between files, and raises where the run is to stop.
+
+    Raises:
+        DataError: what lies there is not what was pinned, or the store is not reached.
+        ConfigError: it refuses the credentials.
+    """
+    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+    read = [model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind)]
+    wanted = {url for url in read if isinstance(url, str) and is_remote(url)}
+    if not wanted:
+        return stage, recipe
+    folder = pipeline.output_dir.expanduser().absolute() / SHARED / "fetched"
+    paths = {url: str(fetch(url, folder, pause)) for url in sorted(wanted)}
+
+    def local(where: Where, text: str) -> str:
+        return paths.get(text, text)
+
+    return with_located(stage, local), with_located(recipe, local)
+
+
+def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
+    """Return the file or folder with the content of a pinned URL, below `folder`; what is there is not fetched again.
+
+    A kill loses the files that were on their way, no others.
+
+    Raises:
+        DataError, ConfigError: as `localised`.
+    """
+    plain, _, digest = url.partition("#")
+    held = folder / (digest or digest_of(pinned_url(url)))
+    name = split_url(plain)[1].rpartition("/")[2]
+    with Lock(folder / f"{held.name}.lock") as lock:
+        lock.acquire(while_waiting=pause)
+        if not held.is_dir():
+            with told(plain, DataError):
+                objects = _listed(plain)
+                if _digest(plain, objects) != held.name:
+                    raise DataError(f"{plain} was changed since the run began; start a new run")
+                _download(plain, objects, held.with_name(f"{held.name}.partial"), pause)
+            os.rename(held.with_name(f"{held.name}.partial"), held)
+    file = held / name
+    return file if [path.name for path in held.iterdir()] == [name] and file.is_file() else held
+
+
+def _without_pointer(url: str) -> str:
+    """Return the URL of the version that a published pointer names; any other URL as it is."""
+    parent, _, last = url.rstrip("/").rpartition("/")
+    if last != _LATEST:
+        return url.rstrip("/")
+    name, prefix = split_url(parent)
+    data = Bucket(name).read(f"{prefix}/{_LATEST}.json".lstrip("/"))
+    if data is None:
+        return url.rstrip("/")
+    pointer: dict[str, Any] = json.loads(data)
+    return f"{parent}/{pointer['version']}"
+
+
+def _listed(url: str) -> list[Object]:
+    name, prefix = split_url(url)
+    found = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(f"{prefix}/")]
+    found = [each for each in found if not each.key.endswith("/")]  # some tools make an object for a folder
+    if not found:
+        raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
+    return found
+
+
+def _digest(url: str, objects: list[Object]) -> str:
+    lines = sorted(f"{_relative(url, each)}\0{each.size}\0{each.etag}" for each in objects)
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def _relative(url: str, each: Object) -> str:
+    prefix = split_url(url)[1]
+    return each.key.removeprefix(prefix).lstrip("/") or prefix.rpartition("/")[2]
+
+
+def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
+    bucket = Bucket(split_url(url)[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = sum(each.size for each in objects)
+    if missing > shutil.disk_usage(folder).free:
+        raise DataError(f"{url} has {missing} bytes, more than are free in {folder.parent}; make room")
+
+    def get(each: Object) -> None:
+        pause()
+        path = folder / _relative(url, each)
+        if not (path.is_file() and path.stat().st_size == each.size):
+            bucket.download(each.key, path, each.etag)
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "fetch") as pool:
+        running = [pool.submit(get, each) for each in objects]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -1,0 +1,17 @@
+"""The card of a model where it is published: that of its export, with what is known at the time of publication."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def with_metrics(card: Path, record: dict[str, Any]) -> str:
+    """Return the text of a model card with the version, its metrics and what it was made from, by digest."""
+    text = card.read_text(encoding="utf-8").rstrip() if card.is_file() else "---\nlibrary_name: transformers\n---"
+    lines = [text, "", f"## Published as `{record.get('version', '')}`", ""]
+    lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
+    if metrics := record["metrics"]:
+        lines += ["", "| metric | value |", "|---|---|"]
+        lines += [f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items())]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,208 @@
+"""Target `hub`: publish to the Hugging Face Hub, `hub://OWNER/NAME` or `hub://OWNER/NAME@BRANCH`; without an owner, to
+the account of the token.
+
+A new repository is private. A version is one commit, which becomes visible whole, and a tag of its name; what is there
+is compared with what was sent before the tag is set. `HF_ENDPOINT` says which Hub, `HF_TOKEN` who we are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.upload.base import RECORD, is_record
+from cosmos_core.upload.card import with_metrics
+
+_ATTEMPTS = 5
+_MAX_WAIT_SECONDS = 300.0
+_REFUSED = {401, 403}
+_PASSES = {408, 409, 412, 429, 500, 502, 503, 504}
+_KEPT = {".gitattributes"}
+_CARD = "README.md"
+
+
+class HubTarget:
+    """Holds versions as commits of one branch of a repository."""
+
+    def __init__(self, location: str, *, wait_seconds: float = 2.0) -> None:
+        name, _, self.branch = location.partition("@")
+        if not name or name.count("/") > 1:
+            raise ConfigError(f"hub://{location} names no repository; write hub://OWNER/NAME")
+        self._name = name.strip("/")
+        self._wait_seconds = wait_seconds
+        self._pause: Callable[[], None] = lambda: None
+
+    def check(self) -> None:
+        """Find out whether the Hub takes the token, and change nothing.
+
+        Raises:
+            ConfigError, UploadError: it does not, or cannot be reached.
+        """
+        with self._told():
+            self._again(self.api.whoami)
+
+    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+        """Call `pause` between attempts; what has arrived the Hub itself knows."""
+        self._pause = pause
+
+    @cached_property
+    def api(self) -> Any:
+        """Return the client.
+
+        Raises:
+            ConfigError: there is no token.
+        """
+        for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+        from huggingface_hub import HfApi  # half a second to import
+
+        token = os.environ.get("HF_TOKEN")
+        if not token:
+            raise ConfigError(f"hub://{self._name}: no token; set HF_TOKEN to one that may write")
+        return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
+
+    @cached_property
+    def repository(self) -> str:
+        """Return `OWNER/NAME`."""
+        if "/" in self._name:
+            return self._name
+        return f"{self._again(self.api.whoami)['name']}/{self._name}"
+
+    def where(self, version: str) -> str:
+        """Return the name of a version, as a model is named: `OWNER/NAME@TAG`."""
+        return f"hub://{self.repository}@{version}"
+
+    def published(self) -> dict[str, Any] | None:
+        """Return the record at the head of the branch; None: nothing was published yet.
+
+        Raises:
+            UploadError: the Hub cannot be asked, or the record is damaged.
+        """
+        with self._told():
+            found: dict[str, Any] | None = self._again(lambda: self._record(self.branch or "main"))
+        return found
+
+    def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Commit what is not there, compare, set the tag; return the name of the version.
+
+        Raises:
+            UploadError: the Hub is not reached, or has something else than was sent.
+            ConfigError: it refuses the token.
+        """
+        branch = self.branch or "main"
+        with self._told():
+            self._again(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
+            if branch != "main":
+                self._again(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
+            # One commit may have arrived although its response did not: each attempt looks first.
+            self._again(lambda: self._commit(folder, version, record, branch))
+            self._compare(folder, record, branch)
+            self._again(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
+        return self.where(version)
+
+    def _commit(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> None:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        there = self._record(branch)
+        if there is not None and there.get("version") == version and there["files"] == record["files"]:
+            return
+        head = self.api.repo_info(self.repository, revision=branch)
+        operations: list[Any] = [
+            CommitOperationAdd(name, str(folder / name)) for name in record["files"] if name != _CARD
+        ]
+        operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
+        operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
+        known = {operation.path_in_repo for operation in operations} | _KEPT
+        old = [file.rfilename for file in head.siblings or () if file.rfilename not in known]
+        operations += [CommitOperationDelete(name) for name in old]
+        self.api.create_commit(
+            self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
+        )
+
+    def _compare(self, folder: Path, record: dict[str, Any], branch: str) -> None:
+        """Compare each file with what the Hub says that it has: by SHA-256, or for a small one by the object of git."""
+        found = self._again(lambda: self.api.repo_info(self.repository, revision=branch, files_metadata=True))
+        there = {file.rfilename: file for file in found.siblings or ()}
+        for name, sha256 in record["files"].items():
+            if name == _CARD:
+                continue
+            file = there.get(name)
+            is_same = file is not None and (
+                file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _git_object(folder / name)
+            )
+            if not is_same:
+                raise UploadError(f"hub://{self.repository}: {name} is missing or altered after the commit")
+
+    def _record(self, revision: str) -> dict[str, Any] | None:
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = f"{self.api.endpoint}/{self.repository}/resolve/{revision}/{RECORD}"
+        try:
+            response = get_session().get(url, headers=build_hf_headers(token=self.api.token), follow_redirects=True)
+            hf_raise_for_status(response)
+        except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+            return None
+        try:
+            found = response.json()
+        except ValueError:
+            found = None
+        if not is_record(found):
+            raise UploadError(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
+        return dict(found)
+
+    def _again(self, call: Callable[[], Any]) -> Any:
+        """Call it until it succeeds; a Hub that is busy says how long to wait."""
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+        for attempt in range(_ATTEMPTS):
+            self._pause()
+            wait = self._wait_seconds * 2.0**attempt
+            try:
+                return call()
+            except HfHubHTTPError as error:
+                if attempt == _ATTEMPTS - 1 or _status(error) not in _PASSES:
+                    raise
+                asked = error.response.headers.get("Retry-After", "")
+                wait = float(asked) if asked.isdigit() else wait
+            except (HTTPError, ConnectionError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            time.sleep(min(wait, _MAX_WAIT_SECONDS))
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn what the Hub's client raises into one line."""
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+        where = f"hub://{self._name}"
+        try:
+            yield
+        except HFValidationError as error:
+            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+        except HfHubHTTPError as error:
+            if _status(error) in _REFUSED:
+                raise ConfigError(
+                    f"{where}: the Hub refuses the token ({_status(error)}); set HF_TOKEN to one that may write there"
+                ) from error
+            raise UploadError(f"{where}: the Hub responds with {_status(error)}; nothing was published") from error
+        except (HTTPError, ConnectionError) as error:
+            raise UploadError(f"{where}: {' '.join(str(error).split())}; nothing was published") from error
+
+
+def _status(error: Any) -> int:
+    return error.response.status_code if error.response is not None else 0
+
+
+def _git_object(file: Path) -> str:
+    data = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

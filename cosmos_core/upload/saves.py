@@ -1,0 +1,172 @@
+"""Checkpoints sent to a store while the training goes on, and pulled back by a machine that has none of them.
+
+A thread of the flow's process sends them, at the lowest priority that the machine knows: the training never waits for
+it. What it sends it links first, so that a checkpoint which is removed meanwhile arrives whole. The manifest goes last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import CosmosError
+from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
+from cosmos_core.run.files import copy_file, read_object
+from cosmos_core.run.state import record_event
+from cosmos_core.upload.transfer import Journal, Transfer
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+_MANIFEST = "manifest.json"
+_JOURNAL = "saves.jsonl"
+_LOWEST = 19
+_POLL_SECONDS = 1.0
+_PAUSE_SECONDS = 30.0
+
+
+def saves_url(parent: str, training: str, run_id: str) -> str:
+    """Return where the checkpoints of a training go, below what its pipeline publishes; no parent: nowhere."""
+    return f"{parent}/{training}/saves/{run_id}" if parent else ""
+
+
+class Saves:
+    """The checkpoints of one training below a URL."""
+
+    def __init__(self, stage_path: Path, url: str) -> None:
+        name, self._prefix = split_url(url)
+        self._url = f"{SCHEME}{name}/{self._prefix}"
+        self._stage_path = stage_path
+        self._bucket = Bucket(name)
+        self._there: set[str] = set()
+
+    def push(self, stop: threading.Event | None = None) -> list[str]:
+        """Send every complete checkpoint that is not there; return their names, `step_N`.
+
+        Raises:
+            ConfigError, UploadError: the store refuses, or is not reached; what arrived stays.
+        """
+        sent = []
+        for manifest in sorted(self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}"), key=_step):
+            name = manifest.parent.parent.name
+            if name in self._there or (stop is not None and stop.is_set()):
+                continue
+            with told(self._url), _linked(manifest.parent, self._stage_path / "sending" / name) as folder:
+                if folder is None:
+                    continue
+                if self._bucket.head(self._key(name, _MANIFEST)) is None:
+                    self._send(name, folder, stop)
+                    sent.append(name)
+            self._there.add(name)
+        return sent
+
+    def pull(self) -> str:
+        """Fetch the newest checkpoint that is newer than what is here; return its name, or an empty string.
+
+        Raises:
+            ConfigError, UploadError: the store refuses, or is not reached.
+        """
+        here = max((_step(path) for path in self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}")), default=-1)
+        with told(self._url):
+            keys = [each.key for each in self._bucket.objects(f"{self._prefix}/step_")]
+            steps = [key.split("/")[-3] for key in keys if key.endswith(f"/policy/{_MANIFEST}")]
+            newest = max(steps, key=lambda name: int(name[5:]), default="")
+            if not newest or int(newest[5:]) <= here:
+                return ""
+            head, target = f"{self._prefix}/{newest}/", self._stage_path / FOLDER / newest
+            wanted = [key for key in keys if key.startswith(head)]
+            for key in sorted(wanted, key=lambda key: key.endswith(f"/{_MANIFEST}")):
+                self._bucket.download(key, target / key.removeprefix(head))
+        return newest
+
+    def _send(self, name: str, folder: Path, stop: threading.Event | None) -> None:
+        def pause() -> None:
+            if stop is not None and stop.is_set():
+                raise _Stopped
+
+        transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL), pause)
+        files: dict[str, Any] = read_object(folder / _MANIFEST).get("files", {})
+        transfer.send({self._key(name, file): (folder / file, its["sha256"]) for file, its in files.items()})
+        self._bucket.write(self._key(name, _MANIFEST), (folder / _MANIFEST).read_bytes())
+
+    def _key(self, name: str, file: str) -> str:
+        return f"{self._prefix}/{name}/policy/{file}"
+
+
+class _Stopped(Exception):
+    """The training has ended; what is left is for the stage that publishes it."""
+
+
+@contextmanager
+def sending(stage_path: Path, url: str) -> Iterator[None]:
+    """Send the checkpoints of a training as they are saved, for as long as the block lasts; no URL: send none.
+
+    A store that fails costs a warning: it is tried again, and at the end by the stage that publishes.
+    """
+    if not url:
+        yield
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_follow, args=(stage_path, url, stop), name="saves", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
+    with suppress(OSError, AttributeError):  # of this thread and those that it starts, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    try:
+        saves = Saves(stage_path, url)
+        while not stop.wait(_POLL_SECONDS):
+            try:
+                for name in saves.push(stop):
+                    record_event(stage_path, "sent", f"{name} to {url}")
+            except CosmosError as error:
+                logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, error)
+                record_event(stage_path, "not sent", str(error))
+                stop.wait(_PAUSE_SECONDS)
+    except _Stopped:
+        return
+    except Exception as error:  # whatever it is, the training goes on
+        logger.exception("%s: checkpoints are not sent", stage_path.name)
+        with suppress(OSError):
+            record_event(stage_path, "not sent", f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _linked(source: Path, target: Path) -> Iterator[Path | None]:
+    """Give the files of a checkpoint a second name; None: it was removed meanwhile."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    try:
+        for name in [*read_object(source / _MANIFEST).get("files", {}), _MANIFEST]:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source / name, target / name)
+            except FileNotFoundError:
+                raise
+            except OSError:  # a file system without links
+                copy_file(source / name, target / name)
+    except FileNotFoundError:
+        shutil.rmtree(target, ignore_errors=True)
+        yield None
+        return
+    try:
+        yield target
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def _step(manifest: Path) -> int:
+    number = manifest.parent.parent.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1

@@ -1,0 +1,205 @@
+"""Files sent to a bucket in parts, side by side, so that a kill costs at most the parts that were on their way.
+
+A journal beside the stage names the upload and the parts that arrived. What the store itself lists counts more; each
+part is compared by its MD5, which the store returns, and each object by the SHA-256 of what lies there at the end.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import UploadError
+from cosmos_core.run.bucket import Bucket
+from cosmos_core.run.files import json_objects
+
+PART_BYTES = 16 << 20
+_MOST_PARTS = 9000  # S3 takes 10,000
+_FILES_AT_ONCE = 4
+_PARTS_AT_ONCE = 4
+_ATTEMPTS = 3  # for an object that arrived altered
+
+
+@dataclass
+class Journal:
+    """What is known to have arrived, one line each, kept over a kill."""
+
+    path: Path | None = None
+    uploads: dict[str, str] = field(default_factory=dict)
+    """Multipart upload by key."""
+    parts: dict[tuple[str, int], str] = field(default_factory=dict)
+    """ETag by upload and number."""
+    verified: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """SHA-256 and ETag by key."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.is_file():
+            return
+        for line in json_objects(self.path.read_text(encoding="utf-8").splitlines()):
+            self._take(line)
+
+    def note(self, **line: Any) -> None:
+        """Add a line and wait for the disk."""
+        with self._lock:
+            self._take(line)
+            if self.path is not None:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def _take(self, line: dict[str, Any]) -> None:
+        match line:
+            case {"verified": str(key), "sha256": str(digest), "etag": str(etag)}:
+                self.verified[key] = (digest, etag)
+            case {"upload": str(upload), "part": int(number), "etag": str(etag)}:
+                self.parts[upload, number] = etag
+            case {"upload": str(upload), "key": str(key)}:
+                self.uploads[key] = upload
+            case {"gone": str(key)}:
+                self.uploads.pop(key, None)
+                self.verified.pop(key, None)
+
+
+@dataclass
+class Transfer:
+    """Sends files to one bucket."""
+
+    bucket: Bucket
+    journal: Journal = field(default_factory=Journal)
+    pause: Callable[[], None] = lambda: None
+    """Called between parts; raises when the run is to stop."""
+    part_bytes: int = PART_BYTES
+
+    def send(self, files: dict[str, tuple[Path, str]]) -> None:
+        """Make every key hold the content of its file, whose SHA-256 is given; what is there already is not sent.
+
+        Raises:
+            UploadError: an object arrives altered each time, or the file itself is another meanwhile.
+        """
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "upload") as pool:
+            running = [pool.submit(self._send_one, key, *source) for key, source in files.items()]
+            try:
+                for each in running:
+                    each.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _send_one(self, key: str, file: Path, sha256: str) -> None:
+        self.pause()
+        there = self.bucket.head(key)
+        if there and self.journal.verified.get(key) == (sha256, there["etag"]):
+            return
+        is_sent = there is not None and there["metadata"].get("sha256") == sha256
+        for _ in range(_ATTEMPTS):
+            if not is_sent:
+                self._put(key, file, sha256)
+            if self.bucket.sha256(key) == sha256:
+                there = self.bucket.head(key)
+                if there is not None:
+                    self.journal.note(verified=key, sha256=sha256, etag=there["etag"])
+                return
+            is_sent = False
+            self.bucket.client.delete_object(Bucket=self.bucket.name, Key=key)
+            self.journal.note(gone=key)
+        raise UploadError(
+            f"s3://{self.bucket.name}/{key} arrived altered {_ATTEMPTS} times: its sha256 is not that of {file}"
+        )
+
+    def _put(self, key: str, file: Path, sha256: str) -> None:
+        size = file.stat().st_size
+        part_bytes = max(self.part_bytes, -(-size // _MOST_PARTS))
+        if size <= part_bytes:
+            data = file.read_bytes()
+            for _ in range(_ATTEMPTS):
+                done = self.bucket.client.put_object(
+                    Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=_md5(data)[1], Metadata={"sha256": sha256}
+                )
+                if _arrived(done, data):
+                    return
+            return  # the digest of the object decides
+        upload = self._upload_of(key, sha256)
+        parts = range(1, -(-size // part_bytes) + 1)
+        there = dict(self._parts_there(key, upload))
+        with ThreadPoolExecutor(_PARTS_AT_ONCE, "part") as pool:
+            running = [
+                pool.submit(self._put_part, key, upload, number, (file, (number - 1) * part_bytes, part_bytes), there)
+                for number in parts
+            ]
+            try:
+                etags = [each.result() for each in running]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        listed = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
+        self.bucket.client.complete_multipart_upload(
+            Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": listed}
+        )
+        self.journal.note(gone=key)
+
+    def _upload_of(self, key: str, sha256: str) -> str:
+        """Return the upload to go on with, or a new one; others of the same key are what somebody left."""
+        client, name = self.bucket.client, self.bucket.name
+        known = self.journal.uploads.get(key)
+        found = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ())
+        going = {each["UploadId"] for each in found if each["Key"] == key}
+        for left in going - {known}:
+            client.abort_multipart_upload(Bucket=name, Key=key, UploadId=left)
+        if known in going:
+            return str(known)
+        upload: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
+        self.journal.note(upload=upload, key=key)
+        return upload
+
+    def _parts_there(self, key: str, upload: str) -> Iterator[tuple[int, str]]:
+        pages = self.bucket.client.get_paginator("list_parts").paginate(
+            Bucket=self.bucket.name, Key=key, UploadId=upload
+        )
+        for page in pages:
+            for part in page.get("Parts", ()):
+                yield part["PartNumber"], part["ETag"].strip('"')
+
+    def _put_part(self, key: str, upload: str, number: int, span: tuple[Path, int, int], there: dict[int, str]) -> str:
+        self.pause()
+        file, begin, length = span
+        with open(file, "rb") as source:
+            source.seek(begin)
+            data = source.read(length)
+        etag = there.get(number, "")
+        if etag and etag in {_md5(data)[0], self.journal.parts.get((upload, number))}:
+            return etag
+        for _ in range(_ATTEMPTS):
+            done = self.bucket.client.upload_part(
+                Bucket=self.bucket.name,
+                Key=key,
+                UploadId=upload,
+                PartNumber=number,
+                Body=data,
+                ContentMD5=_md5(data)[1],
+            )
+            if _arrived(done, data):
+                break
+        etag = done["ETag"].strip('"')
+        self.journal.note(upload=upload, part=number, etag=etag)
+        return str(etag)
+
+
+def _md5(data: bytes) -> tuple[str, str]:
+    """Return the digest as an ETag has it and as a request has it."""
+    digest = hashlib.md5(data, usedforsecurity=False)
+    return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
+
+
+def _arrived(response: dict[str, Any], data: bytes) -> bool:
+    """Return whether the store has the bytes that were sent; where it encrypts with other keys, nobody can tell."""
+    return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]

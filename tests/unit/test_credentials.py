@@ -1,0 +1,70 @@
+"""Credentials of a Prefect block become variables of the flow's process, which no log shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.blocks import system
+
+from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.environment import masked
+from tasks.credentials import BLOCK, lend_credentials
+from tasks.kinds import all_kinds
+
+STAGES = "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n" + (
+    "[[pipeline.stages]]\nname = 'up'\nkind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '{}'\n"
+)
+
+
+class Stored:
+    """What a server has under the name of the block."""
+
+    value: Any = None
+
+    @classmethod
+    def load(cls, name: str) -> Stored:
+        assert name == BLOCK
+        if cls.value is None:
+            raise ValueError("Unable to find block document")
+        return cls()
+
+    def get(self) -> Any:
+        return self.value
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "Secret", Stored)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def pipeline(folder: Path, target: str) -> Pipeline:
+    (folder / "p.toml").write_text(STAGES.format(target))
+    return load_pipeline(folder / "p.toml", (), all_kinds())
+
+
+@pytest.mark.parametrize("form", ["object", "text"])
+def test_a_block_lends_what_the_environment_does_not_have(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "of the environment")
+    value = {"AWS_SECRET_ACCESS_KEY": "a-secret-of-the-block", "HF_TOKEN": "of the block", "PATH": "/nowhere"}
+    monkeypatch.setattr(Stored, "value", value if form == "object" else str(value).replace("'", '"'))
+    lend_credentials(pipeline(tmp_path, "s3://models/x"))
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-block"
+    assert os.environ["HF_TOKEN"] == "of the environment" and os.environ["PATH"] != "/nowhere"
+    assert masked("it is a-secret-of-the-block") == "it is ***"
+
+
+def test_no_block_is_asked_for_where_nothing_is_elsewhere_and_none_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lend_credentials(pipeline(tmp_path, "s3://models/x"))
+    monkeypatch.setattr(Stored, "load", None)
+    lend_credentials(pipeline(tmp_path, str(tmp_path / "published")))
+    assert "AWS_SECRET_ACCESS_KEY" not in os.environ

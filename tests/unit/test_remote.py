@@ -1,0 +1,120 @@
+"""Models and rows in a store: pinned to what lies there when the run begins, fetched once, by content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.run.bucket import Bucket
+from cosmos_core.run.directory import create_run, open_or_create_run
+from cosmos_core.run.manifest import read_result
+from cosmos_core.run.remote import fetch, pinned_url
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tests import store
+from tests.store import Proxy
+from tests.unit.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with store.store() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def here(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy.reset()
+    store.use(proxy.url, monkeypatch)
+
+
+def put(url: str, **files: str) -> str:
+    for name, text in files.items():
+        Bucket("models").write(f"{url}/{name}", text.encode())
+    return f"s3://models/{url}"
+
+
+def reads(proxy: Proxy) -> list[str]:
+    return [request.key.rpartition("/")[2] for request in proxy.requests if request.method == "GET" and request.key]
+
+
+def test_the_same_content_is_fetched_once_wherever_it_lies(tmp_path: Path, proxy: Proxy) -> None:
+    one, other = put("fetch-a", rows="1", more="2"), put("fetch-b", rows="1", more="2")
+    pins = [pinned_url(one), pinned_url(other)]
+    assert pins[0].partition("#")[2] == pins[1].partition("#")[2] and pins[0].startswith("s3://models/fetch-a#")
+    proxy.reset()
+    folder = fetch(pins[0], tmp_path)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"rows": "1", "more": "2"}
+    assert fetch(pins[1], tmp_path) == folder
+    assert sorted(reads(proxy)) == ["more", "rows"]
+    assert fetch(pinned_url(f"{one}/rows"), tmp_path).read_text() == "1", "an object alone is a file"
+
+
+def test_what_was_changed_since_it_was_pinned_is_refused(tmp_path: Path) -> None:
+    pin = pinned_url(put("changed", rows="1"))
+    put("changed", rows="2")
+    with pytest.raises(DataError, match=r"^s3://models/changed was changed since the run began; start a new run$"):
+        fetch(pin, tmp_path)
+    put("changed", rows="1")
+    assert (fetch(pin, tmp_path) / "rows").read_text() == "1"
+
+
+def test_a_fetch_that_was_broken_off_goes_on_with_what_is_missing(tmp_path: Path, proxy: Proxy) -> None:
+    pin = pinned_url(put("broken", **{f"f{number}": str(number) for number in range(4)}))
+    proxy.reset(lambda request: "403" if request.key.endswith("f3") else "")
+    with pytest.raises(ConfigError, match="the store refuses the credentials"):
+        fetch(pin, tmp_path)
+    proxy.reset()
+    assert len(list(fetch(pin, tmp_path).iterdir())) == 4
+    assert reads(proxy) == ["f3"]
+
+
+def test_latest_is_the_version_that_the_pointer_names(tmp_path: Path) -> None:
+    put("shop/v7", weights="seven")
+    put("shop", **{"latest.json": json.dumps({"version": "v7", "history": ["v7"]})})
+    assert pinned_url("s3://models/shop/latest").startswith("s3://models/shop/v7#")
+    with pytest.raises(DataError, match=r"^s3://models/nothing: nothing lies there; give an object"):
+        pinned_url("s3://models/nothing")
+
+
+RECIPE = """
+[pipeline]
+threads = 1
+output_dir = "OUTPUTS"
+[policy]
+model_name_or_path = "s3://models/tiny"
+model_max_length = 64
+[train.train_policy]
+type = "sft"
+dataset = { name = "s3://models/data/rows.jsonl" }
+"""
+
+
+def test_a_run_reads_its_model_and_its_rows_from_a_store(tmp_path: Path) -> None:
+    bucket = Bucket("models")
+    for file in filter(Path.is_file, save_tiny_model(tmp_path / "tiny").rglob("*")):
+        bucket.write(f"tiny/{file.name}", file.read_bytes())
+    rows = [{"text": "a b c"}] * 4
+    bucket.write("data/rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    (tmp_path / "r.toml").write_text(RECIPE.replace("OUTPUTS", str(tmp_path / "outputs")))
+    pipeline = load_pipeline(tmp_path / "r.toml", (), all_kinds())
+    run = create_run(pipeline, run_id="one")
+    assert "s3://models/data/rows.jsonl#" in (run.path / "pipeline.toml").read_text()
+    result, was_reused = perform(run, "prepare")
+    assert not was_reused and read_result(run.stage_path("prepare"))
+    names = {source["name"].partition("#")[0] for source in result["sources"]}
+    assert names == {"s3://models/tiny", "s3://models/data/rows.jsonl"}
+    assert open_or_create_run(pipeline, run_id="one").path == run.path
+    # Elsewhere, the same content: nothing is prepared again. Other content: it is.
+    bucket.write("copy/rows.jsonl", bucket.read("data/rows.jsonl") or b"")
+    moved = load_pipeline(
+        tmp_path / "r.toml", ["train.train_policy.dataset.name=s3://models/copy/rows.jsonl"], all_kinds()
+    )
+    assert perform(create_run(moved), "prepare")[1]
+    bucket.write("copy/rows.jsonl", (bucket.read("data/rows.jsonl") or b"") * 2)
+    assert not perform(create_run(moved), "prepare")[1]

@@ -1,0 +1,146 @@
+"""Publishing to a Hub that is busy, breaks off and forgets to respond: one commit, private, with a card."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.upload.base import open_target
+from cosmos_core.upload.hub import HubTarget
+from tests import hub as fake
+from tests.hub import Hub
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with fake.hub() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def here(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.reset()
+    server.repositories.clear()
+    fake.use(server.url, monkeypatch)
+
+
+def model(folder: Path, text: str = "weights") -> tuple[Path, dict[str, Any]]:
+    (folder / "sub").mkdir(parents=True, exist_ok=True)
+    for name, content in {
+        "model.safetensors": text,
+        "sub/config.json": "{}",
+        "README.md": "---\na: b\n---\n# It\n",
+    }.items():
+        (folder / name).write_text(content)
+    files = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+             for f in folder.rglob("*") if f.is_file()}  # fmt: skip
+    record = {
+        "version": text,
+        "metrics": {"validation/accuracy": 0.123456},
+        "files": files,
+        "inputs": {"export": "abc"},
+    }
+    return folder, record
+
+
+def target(location: str = "team/sums") -> HubTarget:
+    return HubTarget(location, wait_seconds=0.01)
+
+
+def test_a_version_is_one_commit_of_a_private_repository_with_a_tag_and_a_card(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    assert target().published() is None
+    assert target().publish(folder, "v1", record) == "hub://team/sums@v1"
+    repository = server.repositories["team/sums"]
+    assert repository.private
+    assert [commit["message"] for commit in repository.commits] == ["first", "Publish v1"]
+    files = repository.files("v1")
+    assert files is not None
+    assert files.keys() == {".gitattributes", "published.json", *record["files"]}
+    assert files["model.safetensors"] == b"v1"
+    card = files["README.md"].decode()
+    assert card.startswith("---\na: b\n---\n# It\n") and "| validation/accuracy | 0.1235 |" in card
+    assert "- from stage `export`: `abc`" in card and "## Published as `v1`" in card
+    assert target().published() == record
+
+
+def test_the_next_version_replaces_the_files_and_the_tag_keeps_the_old_one(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    (folder / "old.txt").write_text("of v1 alone")
+    record["files"]["old.txt"] = hashlib.sha256(b"of v1 alone").hexdigest()
+    target().publish(folder, "v1", record)
+    target().publish(*model(tmp_path / "n", "v2")[:1], "v2", model(tmp_path / "n", "v2")[1])
+    repository = server.repositories["team/sums"]
+    now, old = repository.files("main"), repository.files("v1")
+    assert now is not None and "old.txt" not in now and now["model.safetensors"] == b"v2"
+    assert old is not None and old["old.txt"] == b"of v1 alone"
+
+
+@pytest.mark.parametrize(
+    ("fault", "part", "times"),
+    [
+        ("429", "POST /api/models/team/sums/commit", 2), ("503", "POST /api/models/team/sums/commit", 1),
+        ("lost", "POST /api/models/team/sums/commit", 1), ("drop", "POST /api/models/team/sums/commit", 1),
+        ("500", "preupload", 1), ("429", "repos/create", 1), ("lost", "POST /api/models/team/sums/tag", 1),
+        ("502", "GET /team/sums/resolve", 1), ("drop", "PUT /blobs", 1),
+    ],
+)  # fmt: skip
+def test_a_busy_hub_gets_each_version_once(fault: str, part: str, times: int, tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", f"{fault}{part[:9]}")
+    server.blobs.clear()
+    server.once(fault, part, times)
+    target().publish(folder, "v1", record | {"version": "v1"})
+    server.reset()
+    target().publish(folder, "v1", record | {"version": "v1"})
+    repository = server.repositories["team/sums"]
+    assert [commit["message"] for commit in repository.commits] == ["first", "Publish v1"]
+    assert repository.tags == {"v1": 1}
+    files = repository.files("main")
+    assert files is not None and files["model.safetensors"] == f"{fault}{part[:9]}".encode()
+
+
+def test_a_branch_and_the_account_of_the_token(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    assert target("sums@nightly").publish(folder, "v1", record) == "hub://me/sums@v1"
+    repository = server.repositories["me/sums"]
+    assert repository.branches == {"main": 0, "nightly": 1}
+    assert target("sums@nightly").published() == record
+    assert target("sums").published() is None
+
+
+def test_what_does_not_pass_is_one_line_without_the_token(
+    tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    server.once("503", "commit", 99)
+    with pytest.raises(UploadError, match=r"^hub://team/sums: the Hub responds with 503; nothing was published$"):
+        target().publish(folder, "v1", record)
+    assert len(server.repositories["team/sums"].commits) == 1
+    server.reset()
+    monkeypatch.setenv("HF_TOKEN", "hf_of-somebody-else")
+    with pytest.raises(ConfigError) as caught:
+        target().check()
+    assert str(caught.value) == (
+        "hub://team/sums: the Hub refuses the token (401); set HF_TOKEN to one that may write there"
+    )
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(ConfigError, match=r"^hub://team/sums: no token; set HF_TOKEN to one that may write$"):
+        target().publish(folder, "v1", record)
+    for wrong in ("hub://", "hub://a/b/c"):
+        with pytest.raises(ConfigError, match="names no repository"):
+            open_target(wrong)
+
+
+def test_a_file_that_arrives_altered_is_told(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    server.blobs[record["files"]["model.safetensors"]] = b"of another"
+    with pytest.raises(
+        UploadError, match=r"^hub://team/sums: model.safetensors is missing or altered after the commit$"
+    ):
+        target().publish(folder, "v1", record)
+    assert server.repositories["team/sums"].tags == {}

@@ -1,0 +1,223 @@
+"""Publishing to a store through a bad network: complete and read back, or one line and the old version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.upload import transfer
+from cosmos_core.upload.base import open_target
+from cosmos_core.upload.s3 import S3Target
+from tests import store
+from tests.conftest import wait_until
+from tests.store import Proxy, Request
+
+PART = 5 << 20  # the least that S3 takes
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with store.store() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def here(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy.reset()
+    store.use(proxy.url, monkeypatch)
+    monkeypatch.setattr(transfer, "PART_BYTES", PART)
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> S3Target:
+    found = S3Target(f"models/{request.node.name[:60]}", read_seconds=1)
+    found.transfer.part_bytes = PART
+    return found
+
+
+def model(folder: Path, *, size: int = 1000, seed: int = 0) -> tuple[Path, dict[str, Any]]:
+    (folder / "sub").mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(random.Random(seed).randbytes(size))
+    (folder / "sub" / "config.json").write_text("{}")
+    files = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+             for f in sorted(folder.rglob("*")) if f.is_file()}  # fmt: skip
+    return folder, {"metrics": {"accuracy": 0.5}, "files": files}
+
+
+def content(target: S3Target, version: str) -> dict[str, str]:
+    """SHA-256 of each file of a version, as it lies in the store."""
+    head = f"{target.prefix}/{version}/"
+    return {each.key.removeprefix(head): target.bucket.sha256(each.key) for each in target.bucket.objects(head)}
+
+
+def test_a_version_holds_every_file_and_the_pointer_moves_last(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
+    folder, record = model(tmp_path / "m", size=2 * PART + 77)
+    assert target.published() is None
+    proxy.reset()
+    url = target.publish(folder, "v1", record)
+    assert url == f"s3://models/{target.prefix}/v1"
+    written = [request.key for request in proxy.requests if request.method in {"PUT", "POST"}]
+    assert written[-2:] == [f"{target.prefix}/v1/published.json", f"{target.prefix}/latest.json"]
+    assert target.published() == record
+    found = content(target, "v1")
+    assert found.pop("published.json") and found == record["files"]
+    assert target.history() == ["v1"]
+    _, second = model(folder, seed=2)
+    target.publish(folder, "v2", second)
+    assert target.published() == second and target.history() == ["v1", "v2"]
+
+
+def test_publishing_again_sends_nothing_and_mends_what_was_damaged(
+    tmp_path: Path, target: S3Target, proxy: Proxy
+) -> None:
+    folder, record = model(tmp_path / "m")
+    target.attend(tmp_path, lambda: None)
+    target.publish(folder, "v1", record)
+    proxy.reset()
+    target.publish(folder, "v1", record)
+    assert not any(request.key.endswith("safetensors") and request.method != "HEAD" for request in proxy.requests)
+    target.bucket.write(f"{target.prefix}/v1/model.safetensors", b"damaged")
+    target.bucket.write(f"{target.prefix}/v1/left-over.bin", b"of another try")
+    target.publish(folder, "v1", record)
+    found = content(target, "v1")
+    assert found.pop("published.json") and found == record["files"]
+
+
+def is_weights(request: Request) -> bool:
+    return request.method == "PUT" and request.key.endswith("safetensors")
+
+
+def is_part(request: Request) -> bool:
+    return request.part == 2
+
+
+def is_read(request: Request) -> bool:
+    return request.method == "GET" and request.key.endswith("safetensors")
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted", "times"),
+    [
+        ("500", is_part, 2), ("503", is_weights, 2), ("reset", is_part, 1), ("flip", is_part, 1),
+        ("flip", is_weights, 3), ("stall", is_part, 1), ("lost", is_part, 1),
+        ("truncate", is_read, 1), ("lost", is_read, 1),
+        ("lost", lambda request: request.method == "POST" and "uploadId" in request.path, 1),
+        ("lost", lambda request: request.key.endswith("latest.json") and request.method == "PUT", 1),
+    ],
+)  # fmt: skip
+def test_what_a_bad_network_does_is_mended(
+    fault: str, wanted: Any, times: int, tmp_path: Path, target: S3Target, proxy: Proxy
+) -> None:
+    is_small = wanted is is_weights and fault == "flip"
+    folder, record = model(tmp_path / "m", size=1000 if is_small else 2 * PART + 5)
+    proxy.once(fault, wanted, times)
+    target.publish(folder, "v1", record)
+    assert sum(request.fault == fault for request in proxy.requests) == (times if fault != "reset" else 0)
+    proxy.reset()
+    found = content(target, "v1")
+    assert found.pop("published.json") and found == record["files"]
+    assert target.published() == record
+
+
+def test_a_store_that_alters_every_object_gets_no_pointer(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
+    folder, record = model(tmp_path / "m")
+    target.publish(folder, "v1", record)
+    _, second = model(folder, seed=2)
+    proxy.reset(lambda request: "flip" if is_weights(request) else "")
+    with pytest.raises(UploadError, match=r"v2/model.safetensors arrived altered 3 times: its sha256 is not that of"):
+        target.publish(folder, "v2", second)
+    assert target.history() == ["v1"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        ("403", ConfigError, "the store refuses the credentials (403); set AWS_ACCESS_KEY_ID and"),
+        ("503", UploadError, "the store responds with 503; the pointer was not moved"),
+    ],
+)
+def test_what_does_not_pass_is_one_line(
+    fault: str, error: type[Exception], said: str, tmp_path: Path, target: S3Target, proxy: Proxy
+) -> None:
+    folder, record = model(tmp_path / "m")
+    proxy.reset(lambda request: fault)
+    with pytest.raises(error) as caught:
+        target.publish(folder, "v1", record)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert store.SECRET not in str(caught.value) and store.KEY not in str(caught.value)
+
+
+def test_what_is_wrong_with_the_target_is_found_before_anything_runs(
+    target: S3Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.check()
+    with pytest.raises(ConfigError, match=r"^s3://nowhere-at-all: there is no such bucket; make it, or name another$"):
+        open_target("s3://nowhere-at-all/x").check()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="names no bucket"):
+        open_target("s3://")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    with pytest.raises(ConfigError, match=r"^s3://models: no credentials; set AWS_ACCESS_KEY_ID and"):
+        open_target("s3://models/x").check()  # type: ignore[attr-defined]
+
+
+def test_the_variables_of_cosmos_rl_win(proxy: Proxy, target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    for name, value in {"ACCESS_KEY_ID": "mine", "SECRET_ACCESS_KEY": "also-mine", "ENDPOINT_URL": proxy.url,
+                        "REGION_NAME": "eu-west-1"}.items():  # fmt: skip
+        monkeypatch.setenv(f"PROD_S3_CHECKPOINT_{name}", value)
+    S3Target("models/x").check()
+    assert proxy.requests[-1].method == "HEAD"
+
+
+PUBLISH = """
+import json, sys
+from pathlib import Path
+from cosmos_core.upload.s3 import S3Target
+folder, location, notes = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+target = S3Target(location)
+target.transfer.part_bytes = 5 << 20
+target.attend(notes, lambda: None)
+target.publish(folder, "v2", json.loads(sys.argv[4]))
+"""
+
+
+def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
+    folder, record = model(tmp_path / "m", size=9 * PART + 100)
+    arguments = [str(folder), f"models/{target.prefix}", str(tmp_path), json.dumps(record)]
+    proxy.reset(lambda request: "slow" if request.part else "")
+    process = subprocess.Popen([sys.executable, "-c", PUBLISH, *arguments], cwd=Path(__file__).parents[2])
+    wait_until(lambda: process.poll() is not None or proxied(proxy) >= 3, 60, "some parts are sent")
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was killed in the middle"
+    assert target.history() == [], "nothing is published half"
+    time.sleep(0.5)
+    before = Counter(request.part for request in proxy.requests if request.part)
+    assert 3 <= len(before) < 10
+    proxy.reset()
+    target.attend(tmp_path, lambda: None)
+    target.publish(folder, "v2", record)
+    after = Counter(request.part for request in proxy.requests if request.part)
+    assert not before.keys() & after.keys() and len(before) + len(after) == 10
+    found = content(target, "v2")
+    assert found.pop("published.json") and found == record["files"]
+    left = target.bucket.client.list_multipart_uploads(Bucket="models").get("Uploads", [])
+    assert left == []
+
+
+def proxied(proxy: Proxy) -> int:
+    return sum(request.part > 0 for request in list(proxy.requests))

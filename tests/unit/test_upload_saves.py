@@ -1,0 +1,92 @@
+"""Checkpoints go to a store beside the training: whole, once, and back to a machine that has none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.upload.saves import Saves, saves_url, sending
+from tests import store
+from tests.conftest import wait_until
+from tests.store import Proxy
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with store.store() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def url(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    proxy.reset()
+    store.use(proxy.url, monkeypatch)
+    return saves_url(f"s3://models/{request.node.name}", "sft", "20250101000000")
+
+
+def checkpoint(stage: Path, step: int) -> Path:
+    policy = stage / "checkpoints" / f"step_{step}" / "policy"
+    policy.mkdir(parents=True)
+    content = bytes([step]) * 1000
+    (policy / "rank_0.safetensors").write_bytes(content)
+    files = {"rank_0.safetensors": {"size": 1000, "sha256": hashlib.sha256(content).hexdigest()}}
+    (policy / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
+    return policy
+
+
+def sent(proxy: Proxy) -> list[str]:
+    return ["/".join(request.key.split("/")[-3:]) for request in proxy.requests if request.method == "PUT"]
+
+
+def test_each_complete_checkpoint_is_sent_once_and_its_manifest_last(tmp_path: Path, url: str, proxy: Proxy) -> None:
+    checkpoint(tmp_path, 2)
+    (checkpoint(tmp_path, 4) / "manifest.json").unlink()
+    assert url.endswith("/sft/saves/20250101000000")
+    assert Saves(tmp_path, url).push() == ["step_2"]
+    assert sent(proxy) == [f"step_2/policy/{name}" for name in ("rank_0.safetensors", "manifest.json")]
+    assert Saves(tmp_path, url).push() == []
+    assert not list((tmp_path / "sending").iterdir())
+
+
+def test_an_empty_machine_gets_the_newest_one_back(tmp_path: Path, url: str) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for step in (2, 10):
+        checkpoint(here, step)
+    Saves(here, url).push()
+    assert Saves(there, url).pull() == "step_10"
+    policy = there / "checkpoints/step_10/policy"
+    assert (policy / "rank_0.safetensors").read_bytes() == bytes([10]) * 1000
+    assert json.loads((policy / "manifest.json").read_text())["step"] == 10
+    assert Saves(there, url).pull() == "", "it has it"
+    assert Saves(tmp_path / "other", url + "-other").pull() == ""
+
+
+def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_nothing(
+    tmp_path: Path, url: str, proxy: Proxy
+) -> None:
+    checkpoint(tmp_path, 2)
+    with sending(tmp_path, url):
+        wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
+        shutil.rmtree(tmp_path / "checkpoints")
+        proxy.reset(lambda request: "403")
+        checkpoint(tmp_path, 4)
+        wait_until(lambda: proxy.requests, 20, "it is tried")
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    wait_until(lambda: "not sent" in (tmp_path / "events.jsonl").read_text(), 5, "it is said")
+    proxy.reset()
+    assert Saves(tmp_path, url).push() == ["step_4"], "the stage that publishes sends it"
+    assert "step_2 to s3://models/" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
+    with sending(tmp_path, ""):
+        checkpoint(tmp_path, 2)
+        time.sleep(1.5)
+    assert proxy.requests == []
