@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN
+from cosmos_core.train.check import look_at_rewards
 from cosmos_core.train.setup import train
+from tests.effects.change import GRPO, recipe, stage_of
 from tests.faults.reward_service import running
 from tests.unit.test_flow_training import LORA, TRAININGS, Inputs, metrics_of
 
@@ -57,3 +60,18 @@ def test_without_a_service_the_stage_is_refused_in_one_line(tmp_path: Path, monk
     monkeypatch.delenv(ENQUEUE_URL, raising=False)
     with pytest.raises(RewardError, match=f"use_remote_reward = true: set {ENQUEUE_URL} and {FETCH_URL} in the"):
         train(Inputs(tmp_path).stage(tmp_path / "there", **SETTINGS, **REMOTE))
+
+
+def test_check_looks_whether_the_service_of_a_stage_has_its_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENQUEUE_URL, raising=False)
+    (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "blue"\n')
+    plain = stage_of(tmp_path / "stage", recipe({**GRPO, **REMOTE}), kind="rl")
+    with pytest.raises(RewardError, match=f"set {ENQUEUE_URL}"):
+        look_at_rewards(plain)
+    own = replace(plain, config=plain.config.model_copy(update={"reward_service": str(tmp_path / "rewards.toml")}))
+    with pytest.raises(RewardError, match="does not serve 'red'; known: blue"):
+        look_at_rewards(own)
+    (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "red"\n')
+    assert look_at_rewards(own) == [f"rewards red of {tmp_path / 'rewards.toml'}"]
