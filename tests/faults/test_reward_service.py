@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -357,3 +358,13 @@ def test_latents_are_decoded_once_for_all_rewards_that_are_asked(tmp_path: Path)
             assert fetched(server, key, "counted").json()["scores"] == {"counted": [5.0, 6.0]}
         assert server.post("latent_attr", data={"fields": '{"fps": 16}'}).status_code == 200
         assert server.post("latent_attr", data={"fields": '{"vae_pth": "/etc/passwd"}'}).status_code == 400
+
+
+def test_a_reward_may_have_an_interpreter_of_its_own_that_finds_our_package(tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nunset PYTHONPATH; PYTHONPROGRAM=mine exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    reward = {"reward_type": "where", "entry": f"{PROGRAM}:where", "venv_python": str(interpreter)}
+    with running(tmp_path, {"reward_args": [reward]}) as server:
+        [score] = RemoteRewards(asked("where"), server.service).score([{"prompt": "", "to_be_evaluated": ""}])
+    assert score.value == 1.0
