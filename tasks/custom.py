@@ -8,6 +8,6 @@ KIND = StageKind(
     entry="",
     result_version=1,
     required_keys={"entry": '"module:function" or "path/file.py:function"'},
-    allowed_keys=("entry", "arguments", "env"),
+    allowed_keys=("entry", "arguments", "env", "reward_service"),
     libraries=LIBRARIES,
 )

@@ -12,6 +12,7 @@ KIND = StageKind(
     feed="rollouts",
     has_mesh=True,
     scores=True,
+    allowed_keys=("reward_service",),
     reads_model="weights",
     reads_data="prepared",
     recipe_tables=("train", "policy", "rollout", "validation", "custom", "distillation", "mode"),

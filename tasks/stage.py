@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import worker
+from cosmos_core.launch.companion import companion
 from cosmos_core.launch.processes import start_time, sweep
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
@@ -234,8 +236,9 @@ def _made_once(
             on_progress=on_progress,
             on_line=on_line,
         )
-        with sending(path, _saves_of(run, stage)):
-            result = worker.run(launch)
+        python, check = run.pipeline.config.python, partial(worker.sleep_unless_stopping, 0)
+        with sending(path, _saves_of(run, stage)), companion(stage.reward_service, path, python, check) as found:
+            result = worker.run(replace(launch, environment=found, secrets=(*launch.secrets, *found)))
         _finish(run, stage, expected)
         return result, False
 

@@ -11,6 +11,7 @@ KIND = StageKind(
     makes="metrics",
     has_mesh=True,
     scores=True,
+    allowed_keys=("reward_service",),
     reads_model="weights",
     reads_data="prepared",
     recipe_tables=(

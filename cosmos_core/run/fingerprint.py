@@ -37,6 +37,7 @@ from cosmos_core.run.inputs import (
     model_source,
     resume_source,
     reward_names,
+    reward_service_file,
     teacher_source,
 )
 from cosmos_core.run.libraries import LIBRARIES
@@ -124,6 +125,8 @@ def fingerprint(
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
+    if stage.reward_service:
+        ingredients["reward_service"] = digests.of_file(reward_service_file(stage))
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it

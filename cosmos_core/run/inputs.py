@@ -234,6 +234,18 @@ def chat_template_source(recipe: Recipe) -> Path | None:
     return file
 
 
+def reward_service_file(stage: StageConfig) -> Path:
+    """Return the configuration of the reward service that is started beside a stage.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    file = existing(stage.reward_service, Path.cwd())
+    if file is None or not file.is_file():
+        raise ConfigError(f"reward_service = {stage.reward_service!r}: no such file; see docs/reward-service.md")
+    return file
+
+
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages whose kernels a training computes with, each with the setting that asks for it."""
     train, found = recipe.train, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
+from cosmos_core.errors import RewardError
 from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
@@ -23,7 +25,9 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
 from cosmos_core.models.teacher import look_at_teacher
 from cosmos_core.parallel.pipeline import apply_pp
+from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
+from cosmos_core.rewards.service.config import read_config
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
@@ -54,7 +58,7 @@ def run(stage: Stage) -> Outcome:
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
             found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
-        rewards = _look_at_rewards(stage)
+        rewards = look_at_rewards(stage)
         found += rewards
         if rewards:
             found += _tools(stage, tokenizer)
@@ -91,19 +95,31 @@ def _of_diffusion(stage: Stage) -> list[str]:
     if stage.kind.trains:
         with torch.device("meta"):
             choose_trained(family.folder.build(family.denoiser_name), policy, family.lora_targets)
-    return found + _look_at_rewards(stage)
+    return found + look_at_rewards(stage)
 
 
-def _look_at_rewards(stage: Stage) -> list[str]:
+def look_at_rewards(stage: Stage) -> list[str]:
     """Open the rewards of a stage, and ask the services among them."""
     found = []
     for weights in _rewards(stage):
+        if isinstance(weights, RemoteRewardConfig):
+            names = [each.name for each in weights.reward_fns]
+            found.append(_look_at_service(stage, names))
+            continue
         with open_rewards(stage, weights):
-            if isinstance(weights, RemoteRewardConfig):
-                ping(service_of(), [each.name for each in weights.reward_fns])
-            names = weights if isinstance(weights, dict) else [each.name for each in weights.reward_fns]
-            found.append(f"rewards {', '.join(names)}")
+            found.append(f"rewards {', '.join(weights)}")
     return found
+
+
+def _look_at_service(stage: Stage, names: list[str]) -> str:
+    """See that the service of a stage has the rewards: ask the one that runs, or read the file of its own."""
+    if not (own := stage.config.reward_service):
+        ping(service_of(), names)
+        return f"rewards {', '.join(names)} of a service"
+    served = [reward.reward_type for reward in read_config(Path(own)).rewards]
+    if unknown := [name for name in names if name not in served]:
+        raise RewardError(f"reward_service = {own!r} does not serve {unknown[0]!r}{suggestion(unknown[0], served)}")
+    return f"rewards {', '.join(names)} of {own}"
 
 
 def _rewards(stage: Stage) -> list[Rewards]:

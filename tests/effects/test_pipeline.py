@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import merge
 from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import ConfigError, GateFailed, StageFailed
+from cosmos_core.errors import ConfigError, GateFailed, RewardError, StageFailed
 from cosmos_core.launch.estimate import estimate_table
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
@@ -320,3 +321,23 @@ def test_it_changes_which_checkpoint_is_exported(change: Change, tmp_path: Path)
         extra = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
         (policy / "manifest.json").write_text(json.dumps({"step": step, "files": {"extra.json": extra}}))
     assert [pinned_step(second(side, tmp_path)) for side in (before, after)] == [4, 2]
+
+
+SCORED = {**ALONE, "pipeline.stages.entry": f"{PROGRAM}:scored"}
+
+
+@changes(Change("pipeline.stages.reward_service", "rewards.toml", SCORED))
+def test_it_changes_whether_a_reward_service_runs_beside_the_stage(change: Change, tmp_path: Path) -> None:
+    (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "exact_match"\n')
+    before, after = (reported(side) for side in sides(change, tmp_path))
+    assert (before["value"], after["value"]) == (None, 1.0)
+    host, port = after["url"].removeprefix("http://").partition("/")[0].split(":")
+    with pytest.raises(ConnectionError), socket.create_connection((host, int(port)), timeout=5):
+        pass
+
+
+def test_a_reward_service_that_cannot_start_ends_the_stage_with_its_own_line(tmp_path: Path) -> None:
+    (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "exact_mach"\n')
+    found = pipeline({**SCORED, "pipeline.stages.reward_service": "rewards.toml"}, tmp_path)
+    with pytest.raises(RewardError, match=r"reward 'exact_mach' cannot be loaded: .* did you mean 'exact_match'"):
+        perform(create_run(found), "second")

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ import pytest
 from fakeredis import TcpFakeServer
 from PIL import Image
 
+from benchmarks.reward_service import measure
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.rewards.exchange import ping
 from cosmos_core.rewards.jpeg_size import jpeg_size
@@ -324,3 +326,45 @@ def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_servi
     ) as server:
         there = RemoteRewards(asked("digits", batch_size=5), server.service).score(requests)
     assert [score.value for score in there] == here
+
+
+def test_under_load_kills_and_a_restart_every_image_gets_its_score_exactly_once(tmp_path: Path) -> None:
+    """The short form of `benchmarks/reward_service.py`."""
+    outcome = measure(tmp_path, images=80, clients=4, size=64, kill_seconds=1.0)
+    assert (outcome.right, outcome.wrong, outcome.missing, outcome.restarts) == (80, 0, 0, 1), str(outcome)
+
+
+def test_latents_are_decoded_once_for_all_rewards_that_are_asked(tmp_path: Path) -> None:
+    import torch
+
+    from tests.tiny_pipelines import _wan_vae
+
+    torch.manual_seed(0)
+    vae = _wan_vae()
+    vae.save_pretrained(tmp_path / "vae")
+    latents = torch.randn(2, 16, 2, 4, 4).bfloat16()
+    with torch.no_grad():
+        pixels = ((vae.decode(latents[:1].float())[0].clamp(-1, 1) + 1) / 2 * 255).to(torch.uint8)
+    fields = {"prompts": ["5", "6"], "reward_fn": {"mean": 1.0, "counted": 1.0}, "media_type": "video"}
+    rewards = [{"reward_type": "mean", "entry": f"{PROGRAM}:mean"}, counted(tmp_path)]
+    config = {"reward_args": rewards, "decode_args": {"model_path": str(tmp_path / "vae"), "device": "cpu"}}
+    with running(tmp_path, config) as server:
+        # Both ways in which clients of the original send them: numbers, and the bytes of bfloat16.
+        for array in (latents.float().numpy(), latents.view(torch.uint8).numpy()):
+            key = server.post("enqueue", content=encode_request(fields, array)).json()["uuid"]
+            found = fetched(server, key, "mean", 60).json()
+            assert found["scores"]["mean"][0] == pytest.approx(float(pixels.double().mean()), abs=0.01)
+            assert (found["input_info"]["dtype"], found["input_info"]["shape"]) == ("torch.bfloat16", [2, 16, 2, 4, 4])
+            assert fetched(server, key, "counted").json()["scores"] == {"counted": [5.0, 6.0]}
+        assert server.post("latent_attr", data={"fields": '{"fps": 16}'}).status_code == 200
+        assert server.post("latent_attr", data={"fields": '{"vae_pth": "/etc/passwd"}'}).status_code == 400
+
+
+def test_a_reward_may_have_an_interpreter_of_its_own_that_finds_our_package(tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nunset PYTHONPATH; PYTHONPROGRAM=mine exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    reward = {"reward_type": "where", "entry": f"{PROGRAM}:where", "venv_python": str(interpreter)}
+    with running(tmp_path, {"reward_args": [reward]}) as server:
+        [score] = RemoteRewards(asked("where"), server.service).score([{"prompt": "", "to_be_evaluated": ""}])
+    assert score.value == 1.0

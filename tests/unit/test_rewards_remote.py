@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -304,3 +306,52 @@ def test_what_is_no_request_is_refused_with_one_line(body: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode_request(body)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_what_is_deployed_is_what_the_service_reads() -> None:
+    import yaml
+
+    from cosmos_core.rewards.service.config import read_config
+
+    folder = Path(__file__).parents[2] / "deploy"
+    config = read_config(folder / "rewards.toml")
+    parts = list(yaml.safe_load_all((folder / "reward-service.yaml").read_text()))
+    ports = {part["metadata"]["name"]: part["spec"]["ports"][0]["port"] for part in parts if part["kind"] == "Service"}
+    assert ports == {"reward-service": config.port, config.redis_host: config.redis_port}
+    pod = next(part for part in parts if part["kind"] == "StatefulSet")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
+    assert config.token_env in {each["name"] for each in pod["containers"][0]["env"]}
+
+
+def test_a_file_of_the_original_service_is_read(tmp_path: Path) -> None:
+    from cosmos_core.rewards.service.config import read_config
+
+    (tmp_path / "rewards.toml").write_text("""
+host = "localhost"
+port = 8080
+redis_host = "localhost"
+redis_port = 6379
+
+[[reward_args]]
+reward_type = "cosmos_reason1"
+venv_python = "python"
+model_path = "nvidia/Cosmos-Reason1-7B-Reward"
+dtype = "float16"
+enable = true
+
+[[reward_args]]
+reward_type = "hpsv3"
+venv_python = "/root/hpsv3/bin/python"
+model_path = ""
+download_path = "/workspace"
+device = "cuda"
+enable = false
+
+[decode_args]
+model_path = "/workspace/tokenizer.pth"
+chunk_duration = 81
+load_mean_std = false
+""")
+    config = read_config(tmp_path / "rewards.toml")
+    assert [reward.reward_type for reward in config.rewards] == ["cosmos_reason1"]
+    assert (config.queue, config.token()) == ("memory", os.environ.get("REMOTE_REWARD_TOKEN", ""))

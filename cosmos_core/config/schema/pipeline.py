@@ -53,6 +53,9 @@ class StageConfig(Table):
     empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
     data: Annotated[str, Where.PATH] = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
+    reward_service: Annotated[str, Where.PATH] = ""
+    """Kinds rl, sft, validate and custom: the file of a reward service that is started beside the stage and stopped
+    after it (`cosmos reward-service`); empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
     run. Empty: the machine of the flow."""

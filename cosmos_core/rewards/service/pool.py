@@ -25,7 +25,18 @@ import numpy as np
 from cosmos_core.environment import handed_on
 from cosmos_core.rewards.service.request import Request
 
-ROOT = Path(__file__).parents[3]
+_START = """
+import importlib.util, runpy, sys
+package = sys.argv.pop()
+file = package + "/__init__.py"
+spec = importlib.util.spec_from_file_location("cosmos_core", file, submodule_search_locations=[package])
+sys.modules["cosmos_core"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alter_sys=True)
+"""
+"""Finds our package without the folder that it lies in: where that is installed lie packages of this interpreter, which
+another one must not find."""
+_PACKAGE = str(Path(__file__).parents[2])
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _LINE_BYTES = 64 * 2**20
 log = logging.getLogger(__name__)
@@ -219,12 +230,12 @@ class Process:
             Lost: it does not.
         """
         program = self._program
-        environment = handed_on(program.env) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment = handed_on(program.env) | {"PYTHONUNBUFFERED": "1"}
         if program.tmp_dir:
             environment["TMPDIR"] = program.tmp_dir
         try:
             self._process = await asyncio.create_subprocess_exec(
-                program.python, "-m", "cosmos_core.rewards.service.worker",
+                program.python, "-c", _START, _PACKAGE,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
                 cwd=program.work_dir or None, start_new_session=True, limit=_LINE_BYTES,
             )  # fmt: skip

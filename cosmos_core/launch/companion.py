@@ -1,0 +1,124 @@
+"""A reward service beside a stage: started before it on a free port, with a token of its own, and stopped after it.
+
+One that dies is started again at the same address, and the stage's requests are sent again; it ends with its launcher
+in any case. Not here: the service (rewards/service).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cosmos_core.environment import masked
+from cosmos_core.errors import RewardError
+from cosmos_core.launch.child import Child
+
+logger = logging.getLogger(__name__)
+
+_TOKEN = "REMOTE_REWARD_TOKEN"
+_LOAD_SECONDS = 1800.0
+_POLL_SECONDS = 0.1
+_PAUSE_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def companion(
+    config: str, folder: Path, python: str = "", check: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, str]]:
+    """Run the service of a configuration while the body runs; yield the variables by which its clients find it.
+
+    `check` is called while it loads, and may raise. Without a configuration there is none, and no variable.
+
+    Raises:
+        RewardError: it does not start.
+    """
+    if not config:
+        yield {}
+        return
+    service = _Service(Path(config), folder, python or sys.executable)
+    try:
+        url = service.start(check)
+        yield {
+            "REMOTE_REWARD_ENQUEUE_URL": f"{url}/api/reward/enqueue",
+            "REMOTE_REWARD_FETCH_URL": f"{url}/api/reward/pull",
+            _TOKEN: service.token,
+        }
+    finally:
+        service.stop()
+
+
+class _Service:
+    """A service, watched by a thread."""
+
+    def __init__(self, config: Path, folder: Path, python: str) -> None:
+        self._config, self._python = config, python
+        self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
+        self.token = secrets.token_hex(32)
+        self._port = "0"
+        self._is_ending = threading.Event()
+        self._child: Child | None = None
+        self._thread = threading.Thread(target=self._watch, name="reward service", daemon=True)
+
+    def start(self, check: Callable[[], None]) -> str:
+        """Start it and wait until it takes requests; return its URL.
+
+        Raises:
+            RewardError: it ended, or did not load in time.
+        """
+        self._ready.unlink(missing_ok=True)
+        self._child = self._started()
+        deadline = time.monotonic() + _LOAD_SECONDS
+        while not self._ready.is_file():
+            check()
+            if self._child.poll() is not None:
+                raise RewardError(f"the reward service of {self._config} ended: {self._last_line()}")
+            if time.monotonic() > deadline:
+                raise RewardError(
+                    f"the reward service of {self._config} did not load in {_LOAD_SECONDS:g} s; see {self._log}"
+                )
+            time.sleep(_POLL_SECONDS)
+        url = self._ready.read_text(encoding="utf-8")
+        self._port = url.rpartition(":")[2]
+        self._thread.start()
+        return url
+
+    def stop(self) -> None:
+        """Stop it; what it had accepted nobody waits for any more."""
+        self._is_ending.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+        self._ready.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        while not self._is_ending.wait(_POLL_SECONDS):
+            assert self._child is not None
+            if self._child.poll() is None:
+                continue
+            logger.warning("the reward service ended (%s); it is started again", self._last_line())
+            if self._is_ending.wait(_PAUSE_SECONDS):
+                return
+            self._child = self._started()
+
+    def _started(self) -> Child:
+        return Child(
+            [
+                self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", "127.0.0.1",
+                "--port", self._port, "--ready", str(self._ready),
+            ],
+            log=self._log, grace_seconds=1.0, environment={_TOKEN: self.token}, inherited=dict(os.environ),
+        )  # fmt: skip
+
+    def _last_line(self) -> str:
+        lines = (
+            self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self._log.is_file() else []
+        )
+        return masked(lines[-1]) if lines else f"it said nothing; see {self._log}"
