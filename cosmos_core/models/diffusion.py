@@ -250,12 +250,11 @@ class DiffusionModel:
         gc.collect()
 
     @classmethod
-    def load_pipeline(cls, folder: PipelineFolder, dtypes: Mapping[str, torch.dtype]) -> Any:
-        """Return a whole pipeline as any user loads it, with nothing of ours but what it cannot do without; `dtypes` by
-        component, `default` for the others."""
+    def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
+        """Return a whole pipeline as any user loads it, with nothing of ours but what it cannot do without."""
         absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dict(dtypes), local_files_only=True, **absent | cls.substitutes()
+            str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.substitutes()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -269,8 +268,9 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with its weights on the CPU."""
-        return self.folder.load(self.denoiser_name, dtype)
+        """Return the denoiser with its weights on the CPU, all in one dtype, which FSDP wants: diffusers leaves some of
+        a network in half precision in float32."""
+        return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
     @property
     def _scaling(self) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.algorithms.diffusion_sft import DiffusionSft, flow_error
+from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -270,3 +271,17 @@ def test_training_never_loads_the_encoders(inputs: Inputs, tmp_path: Path) -> No
     adapter: Any = trainer.adapter
     assert not adapter.family.has_encoders
     assert len(open_media(inputs.data("sd3"), "train")) == 8
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.FAMILIES)
+def test_the_published_form_is_proven_in_half_precision_and_carries_the_adapter(
+    inputs: Inputs, tmp_path: Path, name: str
+) -> None:
+    stage = inputs.stage(tmp_path / "export", name, **{"train.param_dtype": "bfloat16"})
+    stage = stage_of(tmp_path / "export", stage.recipe, kind="export", model=inputs.model(name))
+    outcome = export.run(stage)
+    assert outcome.info["checks"] == ["tensors", "copies", "images: bit-identical"]
+    folder = stage.path / "safetensors/step_0"
+    assert "from diffusers import DiffusionPipeline" in (folder / "README.md").read_text()
+    weights = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
