@@ -23,6 +23,7 @@ from cosmos_core.run.plan import FINGERPRINT, save_fingerprint
 from cosmos_core.run.remote import localised
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import record_event
+from cosmos_core.run.weights import overlaid, weights_source
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
         path=path,
         config=stage,
         recipe=recipe,
-        model=_output(stage.name, "model", stage.model, inputs) or recipe.policy.model_name_or_path,
+        model=_model(run, stage, recipe, inputs),
         data=Path(data) if data else None,
         inputs=inputs,
         fingerprint=expected.value,
@@ -66,6 +67,14 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     )
     laid_out.save()
     return laid_out
+
+
+def _model(run: Run, stage: StageConfig, recipe: Recipe, inputs: dict[str, Result]) -> str:
+    kind = run.pipeline.kind_of(stage)
+    own = model_source(stage, recipe, kind)
+    if weights := weights_source(own, recipe, kind):
+        return str(overlaid(Path(str(own)), weights, run.stage_path(stage.name) / "base_model"))
+    return _output(stage.name, "model", stage.model, inputs) or recipe.policy.model_name_or_path
 
 
 def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Source, ...]:

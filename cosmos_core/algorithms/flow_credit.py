@@ -67,12 +67,12 @@ def flow_advantages(
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
     found = _normalised_each(groups, settings) if settings.each else _normalised(totals, settings)
     is_constant = [not any(row) for row in found]
-    kept = [[None] * len(row) if is_constant[g] else row for g, row in enumerate(found)]
+    kept: list[list[float | None]] = [[None] * len(row) if is_constant[g] else row for g, row in enumerate(found)]
     num_valid = sum(bool(values) for values in valid)
     return kept, {
         "reward/constant_groups": sum(c and bool(v) for c, v in zip(is_constant, valid, strict=True))
         / max(1, num_valid),
-        "reward/group_std": float(np.mean([np.std(values) for values in valid if values] or [0.0])),
+        "reward/group_std": float(np.mean([float(np.std(values)) for values in valid if values] or [0.0])),
     }
 
 

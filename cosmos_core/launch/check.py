@@ -17,11 +17,12 @@ from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.fingerprint import DATA_FILES, fingerprint, threads
-from cosmos_core.run.inputs import data_code, data_sources, is_remote
+from cosmos_core.run.inputs import data_code, data_sources, is_remote, model_source
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.remote import localised
 from cosmos_core.run.stage import Stage
+from cosmos_core.run.weights import overlaid, weights_source
 
 _PROGRAM = "cosmos_core.train.check:run"
 _FIRST_ROWS = "cosmos_core.data.look:run"
@@ -100,19 +101,23 @@ def look(
     stage, own = localised(pipeline, stage, lambda: None)
     recipe = recipe or own
     data = stage.data if is_remote(data) else data
+    kind = pipeline.kind_of(stage)
     sweep()
     with stoppable(), tempfile.TemporaryDirectory(prefix=f"{LOOK}{os.getpid()}-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
+        model = model or stage.model or recipe.policy.model_name_or_path
+        if weights := weights_source(model_source(stage, recipe, kind), recipe, kind):
+            model = str(overlaid(Path(model), weights, path / "model"))
         Stage(
             path=path,
             config=stage,
             recipe=recipe,
-            model=model or stage.model or recipe.policy.model_name_or_path,
+            model=model,
             data=Path(data) if data else None,
             inputs={},
             fingerprint="look",
-            kind=replace(pipeline.kind_of(stage), entry=program),
+            kind=replace(kind, entry=program),
         ).save()
         return run(
             Launch(

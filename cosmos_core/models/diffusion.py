@@ -222,8 +222,13 @@ class DiffusionModel:
         float32."""
         pipeline_class = self.folder.pipeline_class
         names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
-        components = {name: self._load(name) for name in sorted(names - {self.denoiser_name})}
-        return self.make_pipeline(components | {self.denoiser_name: None})
+        components = {name: self._load(name) for name in sorted(names - {self.denoiser_name, "vae"})}
+        return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
+
+    @cached_property
+    def vae(self) -> Any:
+        """Return the VAE by itself: rollouts and validation decode with it, and need no text encoder."""
+        return self._load("vae")
 
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
         """Return the pipeline made of components; those that it has not are None."""
@@ -241,12 +246,13 @@ class DiffusionModel:
 
     @property
     def has_encoders(self) -> bool:
-        """Return whether text encoders and VAE are in memory."""
+        """Return whether text encoders are in memory."""
         return "pipeline" in self.__dict__
 
     def drop_encoders(self) -> None:
         """Free text encoders and VAE; they are loaded again when they are needed again."""
-        self.__dict__.pop("pipeline", None)
+        for name in ("pipeline", "vae"):
+            self.__dict__.pop(name, None)
         gc.collect()
 
     @classmethod
@@ -290,7 +296,8 @@ class DiffusionModel:
     def _working(self, *names: str) -> Iterator[Any]:
         """Have components of the pipeline on the device, without gradients, inside the block; the last of them is what
         the block gets. With `policy.diffusers.offload` they go back to the host's memory after it."""
-        components = [component for name in names if (component := getattr(self.pipeline, name, None)) is not None]
+        found = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
+        components = [each for each in found if each is not None]
         for component in components:
             component.to(self.device)
         try:

@@ -39,6 +39,8 @@ class Drawing:
     """uint8: height, width and 3; frames before them of a video."""
     reward: float | None
     """None: no valid one."""
+    is_scored: bool = True
+    """False: no reward was asked."""
 
     @property
     def is_video(self) -> bool:
@@ -52,7 +54,9 @@ class Drawing:
 
     @property
     def caption(self) -> str:
-        """Return the reward as people read it."""
+        """Return the reward as people read it; nothing where none was asked."""
+        if not self.is_scored:
+            return ""
         return "no valid reward" if self.reward is None else f"{self.reward:.3g}"
 
 

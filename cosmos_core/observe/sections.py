@@ -200,11 +200,11 @@ def drawings(line: Sample) -> list[dict[str, Any]]:
     shown = []
     for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
         path = Path(line.folder) / name
-        reward = line.rewards[index] if index < len(line.rewards) else None
+        rewards = [wording.number(value) if value is not None else "no valid reward" for value in line.rewards]
         uri = gallery.data_uri(path)
         shown.append({
             "path": name, "uri": uri, "is_video": bool(uri) and path.suffix == gallery.VIDEO,
-            "caption": "no valid reward" if reward is None else wording.number(reward),
+            "caption": rewards[index] if index < len(rewards) else "",
         })  # fmt: skip
     return shown
 

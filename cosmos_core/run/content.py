@@ -47,7 +47,7 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     # Beside them transformers reads an adapter, and one file that has all weights before it looks at the index.
     named |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
     folders = {index.parent for index in indexes}
-    kept = {file for file in files if not (file.parent in folders and _is_weights(file)) or file in named}
+    kept = {file for file in files if not (file.parent in folders and is_weights(file)) or file in named}
     return sorted(kept | {file for file in named if file.is_file()})
 
 
@@ -80,7 +80,8 @@ def leaves_folder(name: str) -> bool:
     return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
 
 
-def _is_weights(file: Path) -> bool:
+def is_weights(file: Path) -> bool:
+    """Return whether a file has weights of the model itself."""
     return file.suffix in _WEIGHTS and not file.name.startswith("adapter_")
 
 

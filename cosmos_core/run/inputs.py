@@ -20,6 +20,7 @@ from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, 
 from cosmos_core.facts import facts_of_workers
 from cosmos_core.registry import code_file, is_code, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
+from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
@@ -40,6 +41,7 @@ def check_inputs(pipeline: Pipeline) -> None:
         try:
             if isinstance(model := model_source(stage, recipe, kind), Path):
                 files_of_model(model)
+            weights_source(model, recipe, kind)
             if isinstance(teacher := teacher_source(recipe, kind), Path):
                 files_of_model(teacher)
             data_sources(stage, recipe, kind)

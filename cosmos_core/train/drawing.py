@@ -14,11 +14,10 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import seed_of
 from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
-from cosmos_core.errors import ConfigError
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.flow_sampler import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import draws_of
+from cosmos_core.train.feeds import draws_of, rows_per_step
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Prompt
 
@@ -94,16 +93,10 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
     """Give an algorithm what it needs of the prepared data beside its prompts.
 
     Raises:
-        ConfigError: rollouts are to be given frames.
         DataError: there are no images or clips for a data term.
     """
     assert stage.data is not None
     flow_rl, policy = stage.recipe.policy.diffusers.flow_rl, stage.recipe.train.train_policy
-    if flow_rl.max_conditional_frames:
-        raise ConfigError(
-            f"policy.diffusers.flow_rl.max_conditional_frames = {flow_rl.max_conditional_frames}: rollouts start from "
-            f"text alone in this version; set it to 0"
-        )
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
     if flow_rl.data_beta and policy.rows == "media":
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
@@ -47,7 +48,7 @@ from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
 from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Group, Sampling, Score, ScoredGroup
+from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
 Rewards = dict[str, float] | RemoteRewardConfig
 """Reward functions with their weights, or what is asked of a reward service."""
@@ -107,6 +108,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
+        "validation/reward_stderr": _standard_error(groups),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
@@ -114,6 +116,12 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         **_pass_at_each(groups, full_reward),
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
+
+
+def _standard_error(groups: Sequence[ScoredGroup]) -> float:
+    """Return that of the mean reward over prompts: completions of one prompt are no independent draws."""
+    means = [np.mean(found) for g in groups if (found := [s.value for s in g.scores if s.value is not None])]
+    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
 def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
@@ -138,12 +146,17 @@ class Completions:
     """Generates and scores completions of held-out prompts."""
 
     def __init__(self, prompts: Prompts | DrawnPrompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
-        self._prompts, self._engine, self._score, self._stage = prompts, engine, score, stage
+        self._prompts: Sequence[Prompt] = prompts
+        self._engine, self._score, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
         self._full = full_reward(stage.recipe)
+        self._is_scored = bool(reward_weights(stage.recipe)) or isinstance(prompts, Prompts)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return metrics after `step` steps; some completions are added to `samples.jsonl`."""
+        """Return metrics after `step` steps; some completions are added to `samples.jsonl`. Where images are drawn and
+        no reward is asked, they are all that is made, of the first prompts."""
+        if not self._is_scored:
+            self._prompts = self._prompts[:_NUM_SAMPLES]
         size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
         self._engine.wake()
@@ -153,16 +166,19 @@ class Completions:
             groups += self._score(made)
         self._engine.sleep()
         if is_first():
-            add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES])
-        return completion_metrics(groups, self._full)
+            add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
+        if isinstance(self._prompts, Prompts):
+            return completion_metrics(groups, self._full)
+        told = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
+        return (completion_metrics(groups, self._full) if self._is_scored else {}) | told
 
 
-def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
+def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
     """Put the first completion of each group under `step`, in place of what an interrupted run wrote from there on."""
     kept = []
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
-    drawn = add_drawings(path.parent, step, groups)
+    drawn = add_drawings(path.parent, step, groups, is_scored=is_scored)
     for index, group in enumerate(groups):
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
@@ -171,10 +187,11 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
             "prompt": prompt.text,
             "reference": prompt.reference,
             "completion": completion.text,
-            "reward": score.value,
+            "reward": score.value if is_scored else None,
         }
         if index < len(drawn):
-            record |= {"media": drawn[index], "rewards": [score.value for score in group.scores]}
+            record["media"] = drawn[index]
+            record |= {"rewards": [score.value for score in group.scores]} if is_scored else {}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
         kept.append(json.dumps(record, ensure_ascii=False))
@@ -183,11 +200,11 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup]) -> None:
     os.replace(temporary, path)
 
 
-def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup]) -> list[list[str]]:
+def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
     """Write what a diffusion model drew of each prompt, under `step`; return the files of each, none for text."""
     rows = [
         [
-            gallery.Drawing(scored.group.prompt.text, completion.drawn.pixels.numpy(), score.value)
+            gallery.Drawing(scored.group.prompt.text, completion.drawn.pixels.numpy(), score.value, is_scored)
             for completion, score in zip(scored.group.completions, scored.scores, strict=True)
             if completion.drawn is not None
         ]
@@ -266,8 +283,13 @@ def _no_groups(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def shared(score: ScoreGroups) -> ScoreGroups:
-    """Return what gives all ranks the scores of the first, when all ask together."""
-    return lambda groups: broadcast_object(score(groups) if is_first() else [])
+    """Return what gives all ranks the scores of the first, when all ask together about the same groups."""
+
+    def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
+        found = broadcast_object([each.scores for each in score(groups)] if is_first() else [])
+        return [ScoredGroup(group, scores) for group, scores in zip(groups, found, strict=True)]
+
+    return scored
 
 
 def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPrompts:

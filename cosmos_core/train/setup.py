@@ -200,18 +200,27 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     if not stage.recipe.validation.enable:
         return None
     rows = held_out(prepared_folder(stage))
-    if isinstance(rows, MediaRows) and stage.recipe.train.train_policy.has_rollouts:
-        rows = open_drawn(prepared_folder(stage), "validation", stage.recipe)
+    also: Measure = _measure_nothing
+    if isinstance(rows, MediaRows):
+        drawn = open_drawn(prepared_folder(stage), "validation", stage.recipe)
+        if stage.recipe.train.train_policy.has_rollouts:
+            rows = drawn
+        else:
+            also = _completions(drawn, generation, stage)
     if isinstance(rows, Prompts | DrawnPrompts):
-        completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
-        return _measure_completions(completions, generation, stage)
+        return _completions(rows, generation, stage)
     reference = None
     if isinstance(rows, Pairs):
         reference = reference_logprobs(stage, trainer, rows, "validation", np.arange(len(rows)))
-    return lambda step: row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress)
+    return lambda step: {
+        **row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress),
+        **also(step),
+    }
 
 
-def _measure_completions(completions: Completions, generation: Generation, stage: Stage) -> Measure:
+def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:
+    """Return what measures completions of held-out prompts."""
+    completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
@@ -220,6 +229,10 @@ def _measure_completions(completions: Completions, generation: Generation, stage
         return completions.measure(step)
 
     return measure
+
+
+def _measure_nothing(step: int) -> dict[str, float]:
+    return {}
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 import torch
 
 from cosmos_core.algorithms.registry import make_algorithm
+from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.prepared import Pairs, Prompts
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.drawing import DrawnPrompts
+from cosmos_core.train.drawing import DrawnPrompts, open_drawn
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
 from cosmos_core.train.reference import handed_on
@@ -30,15 +31,21 @@ def run(stage: Stage) -> Outcome:
         trainer.adapter.prove()
     stage.progress.phase("validate")
     outputs = [METRICS]
-    if isinstance(rows, Prompts | DrawnPrompts):
+    drawn = rows
+    if isinstance(rows, MediaRows):
+        drawn = open_drawn(prepared_folder(stage), "validation", stage.recipe)
+        rows = drawn if stage.recipe.train.train_policy.has_rollouts else rows
+    metrics: dict[str, float] = {}
+    if isinstance(drawn, Prompts | DrawnPrompts):
         with ExitStack() as stack:
             generation = Generation(stage, trainer, stack)
             score = generation.score(reward_weights(stage.recipe))
-            metrics = Completions(rows, generation.engine, score, stage).measure(0)
+            metrics = Completions(drawn, generation.engine, score, stage).measure(0)
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
-    else:
+    if not isinstance(rows, Prompts | DrawnPrompts):
         reference = handed_on(stage, rows, "validation") if isinstance(rows, Pairs) else None
-        metrics = row_metrics(trainer, make_algorithm(stage.recipe), rows, reference, stage.recipe, stage.progress)
+        algorithm = make_algorithm(stage.recipe)
+        metrics |= row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress)
     stage.metrics.log(0, metrics)
     if is_first():
         (stage.path / METRICS).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

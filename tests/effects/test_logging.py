@@ -7,9 +7,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.observe import gallery
 from cosmos_core.observe.sinks.base import attached
 from tests.effects.change import SFT, Change, changes, stage_of
 
@@ -31,7 +33,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         )
 
     wandb = ModuleType("wandb")
-    wandb.__dict__.update(init=init, Settings=lambda **settings: None)
+    wandb.__dict__.update(init=init, Settings=lambda **settings: None, Image=str)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     return found
 
@@ -63,3 +65,17 @@ def test_it_changes_the_run_on_wandb(
     log(change.after, tmp_path)
     before, after = ({name: run[name] for name in ("project", "group", "name")} for run in told)
     assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+@changes(Change("logging.multi_modal_log_interval", 4, WITH_WANDB))
+def test_it_changes_which_drawings_wandb_is_sent(change: Change, told: list[dict[str, Any]], tmp_path: Path) -> None:
+    drawing = gallery.Drawing("a dog", np.zeros((8, 8, 3), np.uint8), 1.0)
+    for name, recipe in {"before": change.before, "after": change.after}.items():
+        stage = stage_of(tmp_path / name / "monday/stages/sft", recipe)
+        with attached(stage):
+            for step in (2, 3, 4):
+                if step != 3:
+                    gallery.save(stage.path, step, [[drawing]])
+                stage.metrics.log(step, {"loss": 0.5})
+    sent = [[step for step, figures in run["figures"] if "validation/drawings" in figures] for run in told]
+    assert sent == [[2, 4], [4]]

@@ -1,4 +1,4 @@
-"""Trainings on rollouts of diffusion models as stages: prompts in, a better reward and an export out, and resumption."""
+"""Trainings on rollouts of diffusion models as stages: prompts in, a better reward and an export out; resumption."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cosmos_core.data import prepare
+from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run
+from cosmos_core.train.setup import Trained, run, train
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
+from tests.unit.test_media_source import png
 
 REWARD = """
 def red(to_be_evaluated, reference, prompt, media, metadata):
     assert media.size == (32, 32) and metadata["wants"] == reference == prompt.split()[0], (media, metadata, prompt)
     pixels = list(media.getdata())
     return sum(pixel[0] for pixel in pixels) / len(pixels) / 255
+
+
+def bright(to_be_evaluated, reference, media):
+    if hasattr(media, "getdata"):
+        return sum(sum(pixel) for pixel in media.getdata()) / 1e5
+    assert media.shape == (5, 32, 32, 3) and media.dtype == "uint8", media.shape
+    return float(media.mean())
 """
 PROMPTS = ["7 red", "blue cat", "a dog", "x y", "1 tree", "q house"]
 BASE: dict[str, Any] = {
@@ -92,3 +102,72 @@ def test_a_training_raises_its_reward_and_is_exported(
     assert outcome.info["checks"]
     rewards = [line["reward/mean"] for line in found]
     assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
+
+
+@pytest.mark.parametrize(("name", "weights"), [("nft", LORA), ("nft", {}), ("flow_grpo", LORA)], ids=str)
+def test_a_training_that_stopped_ends_with_the_same_bits(
+    inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**TRAININGS[name], **weights, "train.epoch": 2}
+    whole, stopped = (inputs.stage(tmp_path / each, **settings) for each in ("whole", "stopped"))
+    through = train(whole)
+    stopped.metrics.watchers.append(lambda line: setattr(stopped, "stop_requested", line["step"] == 3))
+    with pytest.raises(Preempted, match="stopped after step 3"):
+        train(stopped)
+    stopped.stop_requested = False
+    stopped.metrics.watchers.clear()
+    resumed = train(stopped)
+    assert timeless(stopped) == timeless(whole)
+    for one, other in zip(*(sorted(state(each).items()) for each in (through, resumed)), strict=True):
+        assert one[0] == other[0] and torch.equal(one[1], other[1]), one[0]
+    kept, other = (tensors_of(stage, 6) for stage in (whole, stopped))
+    assert {name.partition(".")[0] for name in kept} >= {"model", "optimizer", "ema"} | (
+        {"old", "reference"} if name == "nft" else {"reference"}
+    )
+    assert kept.keys() == other.keys() and all(torch.equal(kept[n], other[n]) for n in kept)
+
+
+def timeless(stage: Stage) -> list[dict[str, Any]]:
+    return [{n: v for n, v in line.items() if not n.startswith(("time", "throughput"))} for line in metrics_of(stage)]
+
+
+def state(trained: Trained) -> dict[str, torch.Tensor]:
+    return dict(trained.adapter.model.state_dict())
+
+
+def tensors_of(stage: Stage, step: int) -> dict[str, torch.Tensor]:
+    parts = (stage.path / f"checkpoints/step_{step}/policy").rglob("*.safetensors")
+    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+
+
+@pytest.mark.parametrize("family", ["sana", "sana_video", "cosmos_predict"])
+@pytest.mark.parametrize("name", list(TRAININGS))
+def test_every_family_is_trained(inputs: Inputs, family: str, name: str, tmp_path: Path) -> None:
+    reward = {"train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:bright"}
+    stage = inputs.stage(
+        tmp_path / "rl", family, **TRAININGS[name], **LORA, **reward,
+        **{"train.max_num_steps": 2, "policy.diffusers.inference_frames": 5},
+    )  # fmt: skip
+    train(stage)
+    assert [line["reward/invalid"] for line in metrics_of(stage)] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["nft", "ddrl"])
+def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "media"
+    folder.mkdir()
+    for i in range(4):
+        (folder / f"{i:04}.json").write_text(json.dumps({"prompt": f"{i} red", "wants": str(i)}))
+        (folder / f"{i:04}.png").write_bytes(png((40 * i, 100, 128), (32, 32)))
+    settings = {
+        **BASE, **(TRAININGS["nft"] if name == "nft" else TRAININGS["flow_grpo"]),
+        **({"train.train_policy.trainer_type": "ddrl"} if name == "ddrl" else {"train.train_policy.learns_data": True}),
+        "policy.diffusers.flow_rl.data_beta": 0.5, "train.train_policy.dataset.local_dir": str(folder),
+        "train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:red", "train.max_num_steps": 2,
+    }  # fmt: skip
+    config = recipe(settings)
+    inputs.stage(tmp_path / "none", **TRAININGS["nft"])
+    prepare.run(stage_of(tmp_path / "data", config, kind="prepare", model=inputs.folder / "sd3"))
+    stage = stage_of(tmp_path / "rl", config, kind="rl", model=inputs.folder / "sd3", data=tmp_path / "data/data")
+    train(stage)
+    assert all(0 < line["data/flow_error"] < 10 for line in metrics_of(stage))

@@ -355,3 +355,29 @@ def test_time_passes_between_runs_without_a_suffix(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     assert before <= run.id <= time.strftime("%Y%m%d%H%M%S")
     assert counting_run(tmp_path, "train.timestamp='20010203040506'").id == "20010203040506"
+
+
+@pytest.mark.parametrize(
+    ("command", "setting", "file"),
+    [
+        (["scale", "--rollouts", "3"], "mode='disaggregated'", "engines.json"),
+        (["profile"], "profiler.enable_profiler=true", "profile_asked"),
+    ],
+    ids=["scale", "profile"],
+)
+def test_a_training_that_runs_is_asked_by_a_file_in_its_stage(
+    tmp_path: Path, command: list[str], setting: str, file: str
+) -> None:
+    make_inputs(tmp_path)
+    plain = create_run(load_recipe(tmp_path, kind="grpo"))
+    name, *options = command
+    with pytest.raises(ConfigError, match="has no training with"):
+        cli.app([name, str(plain.path), *options], standalone_mode=False)
+    run = create_run(load_recipe(tmp_path, setting, kind="grpo"))
+    with pytest.raises(ConfigError, match="rl has not begun; try again when it has"):
+        cli.app([name, str(run.path), *options], standalone_mode=False)
+    stage = run.stage_path("rl")
+    stage.mkdir(parents=True)
+    (stage / "stage.toml").touch()
+    cli.app([name, str(run.path), *options], standalone_mode=False)
+    assert (stage / file).is_file()

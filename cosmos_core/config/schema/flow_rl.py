@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class FlowPolicyConfig(GrpoConfig):
     """What DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt, scored and compared."""
 
-    rows: ClassVar[RowKind] = "media_prompts"
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
     reads: ClassVar[tuple[str, ...]] = (
         "advantage_low", "advantage_high", "kl_beta", "unbiased_advantage", "reference_reset_interval",
@@ -38,6 +37,15 @@ class FlowPolicyConfig(GrpoConfig):
     least_diversity: Fraction = 0.5
     """Below this share of the diversity that samples had at first, or where a reward of weight 0 falls by more than the
     rest of it while the total rises, `watch/alarm` is 1 and a warning is said."""
+
+    learns_data: bool = False
+    """Rows are images or clips with their prompts, and the diffusion loss on them is learned beside what is drawn of the
+    prompts, with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
+
+    @property
+    def rows(self) -> RowKind:  # type: ignore[override]
+        """See `AlgorithmConfig.rows`."""
+        return "media" if self.learns_data else "media_prompts"
 
     @field_validator("mu_iterations")
     @classmethod
@@ -64,6 +72,17 @@ class FlowPolicyConfig(GrpoConfig):
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         yield from super().refusals(stage)
+        beta = stage.recipe.policy.diffusers.flow_rl.data_beta
+        if self.learns_data and not beta:
+            yield (
+                "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips that "
+                "train.train_policy.learns_data asks for; set it to about 0.01"
+            )
+        if beta and not self.learns_data:
+            yield (
+                f"policy.diffusers.flow_rl.data_beta = {beta}: without train.train_policy.learns_data = true the rows "
+                f"are prompts alone; set it, and give images or clips with their prompts"
+            )
         if stage.recipe.mode != "colocated":
             yield (
                 f"mode = {stage.recipe.mode!r}: images and videos are drawn by the ranks that train; set it to "

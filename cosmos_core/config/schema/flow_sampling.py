@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.marks import Needs, Only, Unit
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import Window
 
 KERNELS = ("flow", "dance", "ddim", "cps")
+_FROM_TEXT = "rollouts start from text alone in this version; set it to 0"
+_AS_IN_SFT = "in this version the data term draws noise and noise levels as in SFT; set it to false"
 _DenoisingSteps = Annotated[PositiveInt, Unit("denoising steps")]
 
 
@@ -67,15 +69,15 @@ class FlowRLConfig(Table):
     """Noise that this solver adds (Karras et al., arXiv 2206.00364)."""
     use_same_seed: bool = True
     """All completions of a group start from the same noise."""
-    min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames"), Only((0,), _FROM_TEXT)] = 0
     """Fewest frames of the clip that a rollout is given."""
-    max_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    max_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames"), Only((0,), _FROM_TEXT)] = 0
     """Most frames."""
     exp_reward: bool = False
     """Take -exp(-A) for the advantage A, before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on real clips, DDRL's regulariser; 0: none."""
-    data_on_first_only: bool = False
+    data_on_first_only: Annotated[bool, Only((False,), _AS_IN_SFT)] = False
     """Compute that loss at the first of the trained steps alone."""
     use_rl_sigma_and_noise: bool = True
     """Compute it at the rollout's noise level and with its noise; False: both are drawn as in SFT."""

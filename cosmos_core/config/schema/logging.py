@@ -25,8 +25,8 @@ class LoggingConfig(Table):
     `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_interval: Annotated[PositiveInt, Unit("train steps")] = 100
     """Steps between lines."""
-    multi_modal_log_interval: Steps | None = None
-    """Steps between samples of images and videos; None: never."""
+    multi_modal_log_interval: Annotated[Steps | None, NoResult] = None
+    """Steps between the validations of which Weights & Biases is sent what a diffusion model drew; None: of each."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"
     """Project on Weights & Biases."""
     group_name: Annotated[str | None, NoResult] = None

@@ -31,8 +31,8 @@ class PolicyConfig(Table):
     """Folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`, with `/latest` at its end what was
     published there), or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""
-    model_safetensor_path: str | None = None
-    """Folder or file of the weights alone; None: beside config.json."""
+    model_safetensor_path: Annotated[str | None, NoResult, Where.PATH] = None
+    """Folder or .safetensors file of the weights alone (the fingerprint takes its content); None: beside config.json."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: Tokens = 4096

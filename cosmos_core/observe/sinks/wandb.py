@@ -28,8 +28,8 @@ class WandbSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import wandb
 
-        self._stage_path = stage.path
         config = stage.recipe.logging
+        self._stage_path, self._interval = stage.path, config.multi_modal_log_interval
         facts = read_facts(stage.run_path) or Facts()
         title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
         self._run = wandb.init(
@@ -57,7 +57,7 @@ class WandbSink:
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
-        if not (folder / gallery.GRID).is_file():
+        if (self._interval and step % self._interval) or not (folder / gallery.GRID).is_file():
             return {}
         videos = sorted(folder.glob(f"*{gallery.VIDEO}"))
         found: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID))}

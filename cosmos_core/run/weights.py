@@ -1,0 +1,48 @@
+"""Weights that lie elsewhere than the configuration of their model: `policy.model_safetensor_path`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ModelError
+from cosmos_core.run.content import files_of_model, is_weights
+from cosmos_core.types import StageKind
+
+_KEY = "policy.model_safetensor_path"
+_SUFFIXES = (".safetensors", ".safetensors.index.json")
+
+
+def weights_source(model: Path | str | None, recipe: Recipe, kind: StageKind) -> list[Path]:
+    """Return the files of weights that a stage reads in place of those in the folder of its model; none: those.
+
+    Raises:
+        ModelError: nothing lies there, or the model is no folder.
+    """
+    named = recipe.policy.model_safetensor_path
+    if not named or kind.reads_model != "weights" or (isinstance(model, str) and model.startswith("stage:")):
+        return []
+    if not isinstance(model, Path):
+        raise ModelError(f"{_KEY} = {named!r}: its configuration is {model!r}, which has to be a folder; download it")
+    path = Path(named).expanduser()
+    found = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    files = [file for file in found if file.name.endswith(_SUFFIXES)]
+    if not files:
+        raise ModelError(f"{_KEY} = {named!r}: no .safetensors file, and no folder with one")
+    return files
+
+
+def overlaid(model: Path, weights: list[Path], folder: Path) -> Path:
+    """Make `folder` a model of links: to the weights, and to all else that the model's folder has; return it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    others = [file for file in files_of_model(model) if not is_weights(file) and not file.name.endswith(_SUFFIXES)]
+    for file in others:
+        link = folder / file.relative_to(model)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.resolve())
+    for file in weights:
+        name = "model.safetensors" if len(weights) == 1 else file.name
+        (folder / name).symlink_to(file.resolve())
+    return folder
