@@ -15,7 +15,7 @@ from cosmos_core.data.flow_sample import seed_of
 from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.rollout.flow_sampler import FlowSource
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import draws_of, rows_per_step
 from cosmos_core.train.trainer import Trainer

@@ -17,7 +17,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import EngineSettings, generate
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, FlowSource
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.train.drawing import data_term
 from cosmos_core.train.feeds import training_sampling
 from cosmos_core.train.measure import validation_sampling

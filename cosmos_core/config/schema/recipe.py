@@ -116,6 +116,13 @@ class Recipe(Table):
         )
 
     @model_validator(mode="after")
+    def _engine_of_the_modality(self) -> Recipe:
+        """Diffusion models are drawn by the ranks that train, whatever engine of text is named."""
+        if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
+            return self
+        return self.derived(rollout=self.rollout.derived(backend="flow_sampler"))
+
+    @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:
         """What pipeline parallelism asks of batches (Cosmos-RL refuses the same)."""
         mesh, train = self.policy.parallelism, self.train
