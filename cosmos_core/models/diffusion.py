@@ -239,6 +239,12 @@ class DiffusionModel:
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
+    def whole_pipeline(self, denoiser: Any) -> Any:
+        """Return the pipeline with its encoders and a denoiser."""
+        pipeline = self.pipeline
+        pipeline.register_modules(**{self.denoiser_name: denoiser})
+        return pipeline
+
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
         """Return components that the pipeline cannot be made without, though nothing here uses them."""
