@@ -119,13 +119,16 @@ def _prediction(family: DiffusionModel) -> str:
         pipeline(prompt=_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt")
         network.forward = forward
         text = family.text_embedding(_PROMPTS[:1])
-        worst = 0.0
+        probe, worst = family.probe(), 0.0
+        frames = probe.get("frames", probe.get("num_frames", 1))
+        shape = family.latent_shape(probe["height"], probe["width"], frames)
         for given, theirs in calls:
-            latents = given["hidden_states"]
+            latents = family.latents_in(given["hidden_states"], shape)
             unit = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text)["timestep"]
             sigma_B = (given["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
             ours = family.predict(network, latents, sigma_B, text)
-            worst = max(worst, float((ours - family.velocity_of(theirs, latents)).abs().max() / theirs.abs().max()))
+            difference = (ours - family.velocity_of(theirs, latents)).abs().max()
+            worst = max(worst, float(difference / theirs.abs().max()))
     counted = f"{len(calls)} calls, largest difference {worst:.1g}"
     return counted if calls and worst <= _TOLERANCE else f"{_WRONG}{counted}, more than {_TOLERANCE:g}"
 

@@ -132,6 +132,10 @@ class DiffusionModel:
         """Return the velocity in the output of the denoiser, which may predict a variance beside it."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
+    def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the latents, each of that shape, in what the network is given: it may take them in another form."""
+        return hidden_states
+
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Return the velocity of classifier-free guidance, by the rule of the pipeline: 1 is none."""
         return unconditional + scale * (conditional - unconditional)
