@@ -8,6 +8,7 @@ It loads the whole pipeline on the CPU and makes one small call of it.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -107,10 +108,11 @@ def _prediction(family: DiffusionModel) -> str:
     network = family.load_denoiser(torch.float32)
     calls: list[tuple[dict[str, Any], Tensor]] = []
     forward = network.forward
+    names = list(inspect.signature(forward).parameters)
 
     def record(*args: Tensor, **kwargs: Any) -> Any:
         found = forward(*args, **kwargs)
-        calls.append((kwargs | ({"hidden_states": args[0]} if args else {}), found[0]))
+        calls.append((dict(zip(names, args, strict=False)) | kwargs, found[0]))
         return found
 
     network.forward = record
@@ -123,7 +125,7 @@ def _prediction(family: DiffusionModel) -> str:
         frames = probe.get("frames", probe.get("num_frames", 1))
         shape = family.latent_shape(probe["height"], probe["width"], frames)
         for given, theirs in calls:
-            latents = family.latents_in(given["hidden_states"], shape)
+            latents = family.latents_in(given[names[0]], shape)
             unit = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text)["timestep"]
             sigma_B = (given["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
             ours = family.predict(network, latents, sigma_B, text)

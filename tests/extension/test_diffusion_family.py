@@ -16,7 +16,9 @@ from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 from tests.unit.test_diffusion_sft import BASE, LORA, write_media
 
-CLASS = f"{Path(__file__).parent / 'user' / 'flux.py'}:Flux"
+USER = Path(__file__).parent / "user"
+CLASS = f"{USER / 'flux.py'}:Flux"
+UNET = f"{USER / 'unet.py'}:FlowUnet"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,35 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_passes_the_checks_of_a_new_model(flux: Path) -> None:
-    assert [check for check in check_model(str(flux), CLASS) if not check.is_passed] == []
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion that is a flow."""
+    clip = tiny_pipelines._clip_tokenizer()
+    torch.manual_seed(0)
+    text = CLIPTextConfig(
+        vocab_size=len(clip), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=77, bos_token_id=clip.bos_token_id, eos_token_id=clip.eos_token_id,
+        pad_token_id=clip.pad_token_id,
+    )  # fmt: skip
+    network = diffusers.UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16, attention_head_dim=4, norm_num_groups=4,
+    )  # fmt: skip
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=tiny_pipelines.sd3().vae, text_encoder=CLIPTextModel(text).eval(), tokenizer=clip, unet=network.eval(),
+        scheduler=tiny_pipelines._flow_dpm(), safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("unet") / "unet"
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "model_class"), [("flux", CLASS), ("unet", UNET)], ids=["flux", "unet"])
+def test_it_passes_the_checks_of_a_new_model(name: str, model_class: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(name)
+    assert [check for check in check_model(str(folder), model_class) if not check.is_passed] == []
 
 
 def test_without_a_class_the_remedy_is_named(flux: Path) -> None:
@@ -54,15 +83,19 @@ def test_without_a_class_the_remedy_is_named(flux: Path) -> None:
     assert "FluxPipeline is of no family here" in check.detail and "policy.model_class" in check.detail
 
 
-def test_it_is_prepared_trained_and_exported(flux: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "model_class"), [("flux", CLASS), ("unet", UNET)], ids=["flux", "unet"])
+def test_it_is_prepared_trained_and_exported(
+    name: str, model_class: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder: Path = request.getfixturevalue(name)
     source = write_media(tmp_path / "media", is_video=False)
     settings = {
-        **BASE, **LORA, "policy.model_class": CLASS, "train.train_policy.dataset.local_dir": str(source),
+        **BASE, **LORA, "policy.model_class": model_class, "train.train_policy.dataset.local_dir": str(source),
         "train.epoch": 8, "train.optm_lr": 3e-3,
     }  # fmt: skip
     config = recipe(settings)
-    data = stage_of(tmp_path / "data", config, kind="prepare", model=flux)
+    data = stage_of(tmp_path / "data", config, kind="prepare", model=folder)
     prepare.run(data)
-    stage = stage_of(tmp_path / "sft", config, model=flux, data=data.path / "data")
+    stage = stage_of(tmp_path / "sft", config, model=folder, data=data.path / "data")
     outcome = hand_over(stage, train(stage))
     assert outcome.info["checks"] == ["tensors", "copies", "images: bit-identical", "adapter: bit-identical"]
