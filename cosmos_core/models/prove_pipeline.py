@@ -83,8 +83,8 @@ def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or unexpected or wrong:
         raise StageFailed(
-            f"export {target} failed the check 'tensors': missing {some_of(missing)}, unexpected {some_of(unexpected)}, "
-            f"changed {some_of(sorted(wrong))}; it must not be used, run the stage again"
+            f"export {target} failed the check 'tensors': missing {some_of(missing)}, unexpected "
+            f"{some_of(unexpected)}, changed {some_of(sorted(wrong))}; it must not be used, run the stage again"
         )
     return "tensors"
 
@@ -96,8 +96,8 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
     wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
     if wrong:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {some_of(wrong)} is not what was copied; check the disk and run "
-            f"the stage again"
+            f"export {target} failed the check 'copies': {some_of(wrong)} is not what was copied; check the disk, "
+            f"run the stage again"
         )
     return "copies"
 
@@ -133,8 +133,8 @@ def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Give the model the tensors inside the block that diffusers reads from an export in `dtype`: some modules it widens
-    to float32 again, and what is not in the files stays as it is made."""
+    """Give the model the tensors inside the block that diffusers reads from an export in `dtype`: some modules it
+    widens to float32 again, and what is not in the files stays as it is made."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     kept = {tensor: tensor.data for _, tensor in tensors}
     wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())

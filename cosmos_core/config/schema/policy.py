@@ -99,6 +99,11 @@ class PolicyConfig(Table):
             yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"
         if self.lora and self.lora.lora_path:
             yield "policy.lora.lora_path: this version begins diffusion adapters anew; leave it out"
+        if self.lora and str(self.lora.init_lora_weights).startswith(("pissa", "olora")):
+            yield (
+                f"policy.lora.init_lora_weights = {self.lora.init_lora_weights!r} moves a part of the base weights, onto "
+                f"which diffusers could not load the adapter; use 'gaussian' or true"
+            )
         if self.lora and self.lora.modules_to_save:
             yield "policy.lora.modules_to_save: diffusers loads adapters alone; leave it out, or train all weights"
 
