@@ -50,7 +50,7 @@ class Measured:
         return self.uncached / self.cached
 
 
-def cached_against_uncached(  # noqa: PLR0913 - what a step costs
+def cached_against_uncached(
     folder: Path, model: Path, *, size: int = 32, batch: int = 8, steps: int = 10, tokens: int = 16
 ) -> Measured:
     """Train the same rows from the prepared files, and from their text and pixels."""
@@ -113,7 +113,10 @@ def _recipe(images: Path, size: int, batch: int, tokens: int) -> Recipe:
             "train_batch_per_replica": batch,
             "train_policy": {"type": "sft", "mini_batch": batch, "dataset": {"local_dir": str(images)}},
         },
-        "policy": {"is_diffusers": True, "model_gradient_checkpointing": False, "diffusers": {"inference_size": [size, size], "offload": False, "max_prompt_length": tokens}},
+        "policy": {
+            "is_diffusers": True, "model_gradient_checkpointing": False,
+            "diffusers": {"inference_size": [size, size], "offload": False, "max_prompt_length": tokens},
+        },
     }  # fmt: skip
     return Recipe.model_validate(values)
 

@@ -40,11 +40,19 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 SIZE = 8
 """Height and width of a digit in pixels."""
 _TEXT_TOKENS = 8  # of each encoder: the cost of a step is in them
-_VAE_STEPS, _VAE_BATCH, _KL = 400, 128, 1e-4
+_VAE_BATCH, _KL = 128, 1e-4
 _HALF_SEED = 7
 
 
-def make(stage: Stage, *, train_images: int = 1500, width: int = 64, layers: int = 4, seed: int = 0) -> Outcome:
+def make(
+    stage: Stage,
+    *,
+    train_images: int = 1500,
+    width: int = 64,
+    layers: int = 4,
+    vae_steps: int = 400,
+    seed: int = 0,
+) -> Outcome:
     """Write `model/`, a pipeline, `data/train`, images with their prompts, and `data/validation`, the ten prompts."""
     images, labels = _digits()
     order = shuffled(len(images), seed)[:train_images]
@@ -52,7 +60,7 @@ def make(stage: Stage, *, train_images: int = 1500, width: int = 64, layers: int
         write_images(folder / "train", images[order], labels[order])
         write_prompts(folder / "validation")
     with replaced_folder(stage.path / "model") as folder:
-        pipeline, error = make_pipeline(width, layers, seed)
+        pipeline, error = make_pipeline(width, layers, vae_steps, seed)
         pipeline.save_pretrained(folder)
     return Outcome(
         outputs=("model", "data"),
@@ -77,15 +85,15 @@ def write_prompts(folder: Path) -> None:
         (folder / f"{label}.json").write_text(json.dumps({"prompt": word, "label": label}) + "\n")
 
 
-def make_pipeline(width: int, layers: int, seed: int) -> tuple[Any, float]:
+def make_pipeline(width: int, layers: int, vae_steps: int, seed: int) -> tuple[Any, float]:
     """Return the pipeline, and the error of its VAE: root of the mean squared difference of pixels in [-1, 1]."""
     clip, t5 = _clip_tokenizer(), _t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoders = [CLIPTextModelWithProjection(_clip_config(clip)) for _ in range(2)]
         reader = T5EncoderModel(T5Config(vocab_size=len(t5), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4))
-        vae, error = _trained_vae()
-        transformer = diffusers.SD3Transformer2DModel(
+        vae, error = _trained_vae(vae_steps)
+        transformer: Any = diffusers.SD3Transformer2DModel(
             sample_size=SIZE, patch_size=2, in_channels=1, out_channels=1, num_layers=layers, attention_head_dim=16,
             num_attention_heads=width // 16, caption_projection_dim=width, joint_attention_dim=32,
             pooled_projection_dim=32, pos_embed_max_size=SIZE, qk_norm="rms_norm",
@@ -98,7 +106,7 @@ def make_pipeline(width: int, layers: int, seed: int) -> tuple[Any, float]:
     return pipeline, error
 
 
-def _trained_vae() -> tuple[Any, float]:
+def _trained_vae(steps: int) -> tuple[Any, float]:
     """Return a VAE that has learned to keep digits, with the mean and the spread of its latents as its shift and its
     scale; and its error."""
     vae: Any = diffusers.AutoencoderKL(
@@ -108,8 +116,8 @@ def _trained_vae() -> tuple[Any, float]:
     )  # fmt: skip
     pixels = torch.from_numpy(_digits()[0]).float()[:, None].expand(-1, 3, -1, -1) / 8 - 1
     optimizer = torch.optim.Adam(vae.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=_VAE_STEPS)
-    for step in range(_VAE_STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    for step in range(steps):
         batch = pixels[shuffled(len(pixels), step)[:_VAE_BATCH]]
         posterior = vae.encode(batch).latent_dist
         error = (vae.decode(posterior.sample()).sample - batch).square().mean()

@@ -111,7 +111,7 @@ def _clip(content: Content, framing: Framing, draw: float) -> np.ndarray:
     if total < framing.num_frames:
         raise DataError(f"it has {total} frames, and policy.diffusers.train_frames = {framing.num_frames} are needed")
     wanted = _chosen(total, framing, draw)
-    frames = []
+    frames: list[np.ndarray] = []
     for index, frame in enumerate(_frames(content)):
         if index == wanted[len(frames)]:
             frames.append(_framed(frame.to_image(), framing))

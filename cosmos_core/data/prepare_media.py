@@ -218,7 +218,7 @@ class _Work:
             if problem:
                 skipped.append(f"{row.where}: {problem}")
                 continue
-            values = [row.prompt, row.metadata, texts.at[row.text]]
+            values: list[Any] = [row.prompt, row.metadata, texts.at[row.text]]
             values += [media.at[row.media], media.shapes[row.media]] if is_media else []
             records.append((*values, row.where))
         _check_skipped(name, skipped, split, len(records))

@@ -22,7 +22,7 @@ FOLDER = "visual_output"
 GRID = "grid.png"
 VIDEO = ".mp4"
 FRAMES_PER_SECOND = 8
-_MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
+MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
 _CELL = 96  # smallest width of a cell of the grid, in pixels
 _LARGEST = 256
 _LINE, _MARGIN, _INK, _PAPER = 12, 4, (40, 40, 48), (255, 255, 255)
@@ -70,7 +70,7 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list
 
     Of many prompts and completions the first are kept.
     """
-    rows = [row[:_MOST_OF_PROMPT] for row in rows[:_MOST_PROMPTS]]
+    rows = [row[:_MOST_OF_PROMPT] for row in rows[:MOST_PROMPTS]]
     target = step_folder(stage, step)
     with replaced_folder(target) as folder:
         names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]

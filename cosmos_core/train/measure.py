@@ -156,7 +156,7 @@ class Completions:
         """Return metrics after `step` steps; some completions are added to `samples.jsonl`. Where images are drawn and
         no reward is asked, they are all that is made, of the first prompts."""
         if not self._is_scored:
-            self._prompts = self._prompts[:_NUM_SAMPLES]
+            self._prompts = self._prompts[: gallery.MOST_PROMPTS]
         size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
         self._engine.wake()

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import apart, colours, distilled, fuzz, kills, load, page, ranks, seeds, tools
+from tests.acceptance import apart, colours, digits, distilled, fuzz, kills, load, page, ranks, seeds, tools
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ PARTS = {
     "distilled": distilled.prove,
     "tools": tools.prove,
     "colours": colours.prove,
+    "digits": digits.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
 }
