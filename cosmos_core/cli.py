@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated  # noqa: E402
 import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
+from cosmos_core.cli_models import promote, rollback  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ app = typer.Typer(
 )
 
 app.add_typer(config_app, name="config")
+app.command()(promote)
+app.command()(rollback)
 
 Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cosmos_core.config.conditions import Condition, parse_condition
+from cosmos_core.config.conditions import Condition, margin, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
@@ -13,7 +13,7 @@ KIND = StageKind(
     entry="tasks.gate:run",
     result_version=1,
     required_keys={"require": '["METRIC >= NUMBER"]'},
-    allowed_keys=("require", "target"),
+    allowed_keys=("require", "target", "confidence"),
     in_worker=False,
     is_reusable=False,
     hands_on_metrics=True,
@@ -39,14 +39,30 @@ def run(stage: Stage) -> Outcome:
                 f"gate {stage.name!r}: {condition.text!r}: what is published has no {name!r}; compare with a number"
             )
         limit = condition.limit(published.get(name))
-        passed = condition.holds(value, limit)
-        report.append({"condition": condition.text, "value": value, "bound": limit, "passed": passed})
+        noise = _noise(stage, condition, name, published) if record is not None else 0.0
+        passed = condition.holds(value, limit, noise)
+        found: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit, "passed": passed}
+        report.append(found | ({"noise": noise} if noise else {}))
         if not passed:
-            bound = "" if limit is None else f", bound {limit:.6g}"
+            bound = "" if limit is None else f", bound {limit:.6g}" + (f", noise {noise:.3g}" if noise else "")
             failed.append(f"{condition.text} does not hold: {condition.metric} = {value:.6g}{bound}")
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": report})
+
+
+def _noise(stage: Stage, condition: Condition, name: str, published: dict[str, float]) -> float:
+    """By how much a comparison with what is published has to hold."""
+    if not (stage.config.confidence and condition.needs_published):
+        return 0.0
+    now = next(r["metrics"] for r in reversed(list(stage.inputs.values())) if name in r["metrics"])
+    noise = margin(name, stage.config.confidence, now, published)
+    if noise is None:
+        raise ConfigError(
+            f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "
+            f"exact {name!r} is, here or of what is published; report {name}_stderr, or set confidence = 0"
+        )
+    return noise
 
 
 def _measured(condition: Condition, stage: Stage) -> tuple[str, float]:

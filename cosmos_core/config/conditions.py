@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
 PUBLISHED = "published"
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -33,9 +34,11 @@ class Condition:
         """Return the number to compare with; None: nothing was published yet. `published`: the metric there."""
         return published if self.needs_published else float(self.bound)
 
-    def holds(self, value: float, limit: float | None) -> bool:
-        """Return whether `value` passes; where nothing has been published yet, a comparison with it does; NaN never."""
-        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](value, limit))
+    def holds(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
+        """Return whether `value` passes, by more than `margin`; where nothing has been published yet, a comparison with
+        it does; NaN never."""
+        wanted = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
+        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](wanted, limit))
 
 
 def parse_condition(text: str) -> Condition:
@@ -51,6 +54,29 @@ def parse_condition(text: str) -> Condition:
     if match[3] != PUBLISHED and not _is_number(match[3]):
         raise ValueError(form)
     return Condition(text, match[1], match[2], match[3])
+
+
+def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
+    """Return by how much two measurements of a metric have to differ, so that it is noise with a probability of at most
+    1 - `confidence`; None: nobody knows how exact they are.
+
+    The standard error is what was measured beside the metric as `NAME_stderr`; of a share of held-out prompts it
+    follows from their number, as of so many draws with one success and one failure more: none of a few is not certain.
+    """
+    errors = [_standard_error(name, metrics) for metrics in measured]
+    known = [error for error in errors if error is not None]
+    return NormalDist().inv_cdf(confidence) * math.hypot(*known) if len(known) == len(errors) else None
+
+
+def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
+    if (found := metrics.get(f"{name}_stderr")) is not None:
+        return found
+    folder, _, last = name.rpartition("/")
+    count = metrics.get(f"{folder}/prompts", 0.0)
+    if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
+        return None
+    share = (metrics[name] * count + 1) / (count + 2)
+    return math.sqrt(share * (1 - share) / count)
 
 
 def _is_number(text: str) -> bool:

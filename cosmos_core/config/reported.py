@@ -12,7 +12,7 @@ from cosmos_core.registry import is_import_path, suggestion
 
 HELD_OUT = "validation/"
 MEASURED = (
-    "reward", "accuracy", "invalid", "length_mean", "prompts",
+    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts",
     "pass@*", "reward/*",
     "loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*",
 )  # fmt: skip

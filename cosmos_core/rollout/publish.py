@@ -54,6 +54,8 @@ class WeightPublisher:
     """The same model on the meta device, as it was before it was split; None: the model is whole."""
     probe_interval: int = 50
     """Versions between two probes; the first load is probed too."""
+    transfer_dtype: torch.dtype | None = None
+    """What weights are cast to on their way; None: they travel as they are."""
     bucket_bytes: int = BUCKET_BYTES
     _is_proven: bool = False
     _weights: _Weights | None = None
@@ -65,14 +67,16 @@ class WeightPublisher:
             StageFailed: the engine did not take all tensors, or does not compute what the trainer computes.
         """
         began = time.perf_counter()
-        num_sent = 0
+        num_sent = num_bytes = 0
 
         def counted() -> Iterator[Bucket]:
-            nonlocal num_sent
+            nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets(self.engine.weight_format):
-                num_sent += len(bucket)
-                yield bucket
+                cast = [(name, self._cast(tensor)) for name, tensor in bucket]
+                num_sent += len(cast)
+                num_bytes += sum(tensor.nbytes for _, tensor in cast)
+                yield cast
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
@@ -89,7 +93,16 @@ class WeightPublisher:
         if not self._is_proven or has_new or is_due:
             self._probe(version)
         self._is_proven = True
-        return {"sync/version": float(version), "time/sync": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": seconds}
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        dtype = self.transfer_dtype
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    @property
+    def _tolerance(self) -> float:
+        return max(_TOLERANCE[dtype] for dtype in (self.dtype, self.transfer_dtype) if dtype is not None)
 
     def _probe(self, version: int) -> None:
         """Compare the log-probabilities of trainer and engine."""
@@ -101,10 +114,10 @@ class WeightPublisher:
 
     def _compare(self, expected: Tensor, found: Tensor, version: int) -> None:
         difference = (expected - found).abs().mean().item()
-        if not difference <= _TOLERANCE[self.dtype]:  # written so that NaN fails too
+        if not difference <= self._tolerance:  # written so that NaN fails too
             raise StageFailed(
                 f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
-                f"{_TOLERANCE[self.dtype]} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all "
+                f"{self._tolerance} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all "
                 f"weights"
             )
         logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)

@@ -124,19 +124,25 @@ def fingerprint(
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
-    if is_import_path(target := split_target(stage.target)[0]):
-        ingredients["target"] = {target.rpartition(":")[2]: code_digest(target)}
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it
     if weights := weights_source(model, recipe, kind):
         ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
-    if stage.checkpoint:
-        ingredients["checkpoint"] = stage.checkpoint
-    if stage.require:
-        ingredients["require"] = list(stage.require)
+    ingredients |= _said_of(stage)
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
+
+
+def _said_of(stage: StageConfig) -> dict[str, Any]:
+    """The keys of the stage itself that change what it does, where they are set."""
+    found: dict[str, Any] = {}
+    if is_import_path(target := split_target(stage.target)[0]):
+        found["target"] = {target.rpartition(":")[2]: code_digest(target)}
+    for key in ("checkpoint", "require", "confidence"):
+        if value := getattr(stage, key):
+            found[key] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:

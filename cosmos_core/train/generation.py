@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import hide
 from cosmos_core.models.hf import load_generation_config, load_tokenizer, model_without_weights
@@ -74,6 +75,7 @@ class Generation:
             self._probe_logprobs,
             getattr(torch, self._stage.recipe.train.param_dtype),
             whole=adapter.whole,
+            transfer_dtype=_transfer_dtype(self._stage.recipe.train),
             probe_interval=self._stage.recipe.rollout.probe_interval,
         )
 
@@ -105,6 +107,11 @@ class Generation:
         ids = np.array(token_ids, dtype=np.int64)
         [row] = self._trainer.evaluate([Sample(ids, np.ones(len(ids), dtype=np.uint8))])
         return row["logprobs"]
+
+
+def _transfer_dtype(train: TrainConfig) -> torch.dtype | None:
+    """Return what weights are cast to on their way to an engine; None: they travel as they are trained."""
+    return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
 
 def _settings(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
@@ -107,6 +108,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
+        "validation/reward_stderr": _standard_error(groups),
         "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
         "validation/invalid": float(num_completions - len(values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
@@ -114,6 +116,12 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         **_pass_at_each(groups, full_reward),
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
+
+
+def _standard_error(groups: Sequence[ScoredGroup]) -> float:
+    """Return that of the mean reward over prompts: completions of one prompt are no independent draws."""
+    means = [np.mean(found) for g in groups if (found := [s.value for s in g.scores if s.value is not None])]
+    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
 def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
@@ -159,7 +167,10 @@ class Completions:
         self._engine.sleep()
         if is_first():
             add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
-        return completion_metrics(groups, self._full) if self._is_scored else {}
+        if isinstance(self._prompts, Prompts):
+            return completion_metrics(groups, self._full)
+        spread = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
+        return (completion_metrics(groups, self._full) if self._is_scored else {}) | spread
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:

@@ -18,6 +18,7 @@ from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.train.generation import Generation
 from tests.effects.change import GRPO, Change, changes
+from tests.unit.test_rollout_groups import Recording, scored
 from tests.unit.tiny_model import save_tiny_model
 
 
@@ -47,6 +48,25 @@ def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Ch
         return generation._publisher.probe_interval
 
     assert (interval(change.before), interval(change.after)) == (50, 3)
+
+
+@changes(Change("train.transfer_dtype", "bfloat16", GRPO))
+def test_it_changes_the_dtype_in_which_weights_travel(change: Change, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+
+    def taken(recipe: Recipe) -> tuple[set[torch.dtype], float]:
+        engine: Any = Recording()
+        model = engine.model = load_model(str(tmp_path / "model"), dtype=torch.float32)
+        stage: Any = SimpleNamespace(recipe=recipe)
+        trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=model, whole=None))
+        generation = Generation(stage, trainer, ExitStack())
+        generation.__dict__["engine"] = engine
+        generation._probe_logprobs = lambda ids: scored(model, ids)  # type: ignore[method-assign]
+        sent = generation.publish(0)["sync/bytes"]
+        return {tensor.dtype for tensor in engine.taken.values()}, sent
+
+    (before, more), (after, less) = taken(change.before), taken(change.after)
+    assert (before, after) == ({torch.float32}, {torch.bfloat16}) and more == 2 * less
 
 
 @changes(

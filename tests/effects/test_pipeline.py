@@ -259,6 +259,21 @@ def test_it_changes_what_passes_a_gate(change: Change, tmp_path: Path) -> None:
         gate.run(second(after, tmp_path))
 
 
+@changes(Change("pipeline.stages.confidence", 0.95, {"pipeline.stages.kind": "gate", "pipeline.stages.target": "there",
+                                                     "pipeline.stages.require": ["loss < published"]}))  # fmt: skip
+def test_it_changes_how_certain_a_gate_must_be(change: Change, tmp_path: Path) -> None:
+    before, after = sides(change, tmp_path)
+    (tmp_path / "there/v1").mkdir(parents=True)
+    (tmp_path / "there/latest").symlink_to("v1")
+    (tmp_path / "there/v1/published.json").write_text('{"metrics": {"loss": 2.1, "loss_stderr": 0.5}}')
+    stages = [second(side, tmp_path) for side in (before, after)]
+    for stage in stages:
+        stage.inputs["first"]["metrics"]["loss_stderr"] = 0.5
+    assert gate.run(stages[0]).metrics["loss"] == 2.0
+    with pytest.raises(GateFailed, match=r"loss = 2, bound 2\.1, noise 1\.16"):
+        gate.run(stages[1])
+
+
 @changes(Change("pipeline.stages.target", "there", {"pipeline.stages.kind": "upload", "pipeline.stages.target": "here",
                                                     "pipeline.stages.model": "stage:first"}))  # fmt: skip
 def test_it_changes_where_a_model_is_published(change: Change, tmp_path: Path) -> None:

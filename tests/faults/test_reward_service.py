@@ -183,7 +183,9 @@ def test_what_is_too_large_is_refused_before_it_is_read(server: Running) -> None
             f"POST /api/reward/enqueue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
             f"Content-Length: {2**40}\r\n\r\n".encode()
         )
-        reply = connection.recv(65536)
+        reply = b""
+        while chunk := connection.recv(65536):
+            reply += chunk
     assert b"413" in reply.split(b"\r\n")[0] and b"max_body_bytes" in reply
     chunked = server.post("enqueue", content=iter([b"{}\n"]))
     assert chunked.status_code == 411
@@ -309,3 +311,16 @@ def test_a_reward_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> N
     config = {"reward_args": [{"reward_type": "jpegsize"}]}
     with pytest.raises(AssertionError, match=reason), running(tmp_path, config):
         pass
+
+
+def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_service(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the extra digits is not installed")
+    from cosmos_core.data.digits import SIZE, WORDS, likeness
+
+    requests = [{**each, "prompt": WORDS[i % 10]} for i, each in enumerate(noise(12, SIZE))]
+    here = [likeness("", "", prompt=each["prompt"], media=each["media"]) for each in requests]
+    with running(
+        tmp_path, {"reward_args": [{"reward_type": "digits", "entry": "cosmos_core.data.digits:likeness"}]}
+    ) as server:
+        there = RemoteRewards(asked("digits", batch_size=5), server.service).score(requests)
+    assert [score.value for score in there] == here

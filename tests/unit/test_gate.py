@@ -116,3 +116,39 @@ def test_a_measurement_that_is_not_a_number_passes_nothing(tmp_path: Path) -> No
     stage.inputs["after"]["metrics"]["accuracy"] = math.nan
     with pytest.raises(GateFailed, match=r"^gate 'gate': accuracy >= published does not hold: accuracy = nan$"):
         gate.run(stage)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "confidence", "passes"),
+    [(0.75, 0.0, True), (0.75, 0.95, False), (0.90, 0.95, True), (0.7, 0.0, False)],
+)
+def test_with_confidence_noise_is_not_better(tmp_path: Path, accuracy: float, confidence: float, passes: bool) -> None:
+    name = "validation/accuracy"
+    stage = gate_stage(tmp_path, (f"{name} > published",), {name: 0.7, "validation/prompts": 100.0})
+    stage.inputs = {"after": {"metrics": {name: accuracy, "validation/prompts": 100.0}}}
+    stage.config = stage.config.model_copy(update={"confidence": confidence})
+    if not passes:
+        noise = ", noise 0.104" if confidence else ""
+        with pytest.raises(GateFailed, match=rf"= {accuracy}, bound 0.7{noise}$"):
+            gate.run(stage)
+        return
+    (found,) = gate.run(stage).info["conditions"]
+    # By hand: shares (70+1)/102 and (90+1)/102 of 100 draws each, 1.645 standard errors of the difference.
+    noise = 1.6449 * math.sqrt((71 / 102 * 31 / 102 + 91 / 102 * 11 / 102) / 100)
+    assert found.get("noise", 0.0) == pytest.approx(noise if confidence else 0.0, rel=1e-4)
+
+
+def test_confidence_takes_a_standard_error_that_was_measured_and_asks_for_one(tmp_path: Path) -> None:
+    stage = gate_stage(
+        tmp_path, ("validation/loss < published",), {"validation/loss": 2.0, "validation/loss_stderr": 0.3}
+    )
+    stage.config = stage.config.model_copy(update={"confidence": 0.975})
+    for loss, error, passes in ((1.1, 0.4, False), (0.9, 0.4, True), (1.1, None, None)):
+        measured = {"validation/loss": loss} | ({"validation/loss_stderr": error} if error else {})
+        stage.inputs = {"after": {"metrics": measured}}
+        if passes:
+            assert gate.run(stage).info["conditions"][0]["noise"] == pytest.approx(1.96 * 0.5, rel=1e-3)
+            continue
+        said = "does not hold" if error else "report validation/loss_stderr, or set confidence = 0$"
+        with pytest.raises((GateFailed, ConfigError), match=said):
+            gate.run(stage)

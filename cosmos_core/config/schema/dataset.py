@@ -15,9 +15,9 @@ class DatasetConfig(Table):
     """A local file or folder, or the name of a data set on the Hugging Face Hub."""
 
     name: Annotated[str, NoResult, Where.PATH] = ""
-    """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, a URL of either
-    in a store (`s3://BUCKET/KEY`), a Hub id, or a data set class of your own, `path/file.py:Class`; the fingerprint
-    takes its content."""
+    """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, a URL of
+    either in a store (`s3://BUCKET/KEY`), a Hub id, or a data set class of your own, `path/file.py:Class`; the
+    fingerprint takes its content."""
     subset: str = ""
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""

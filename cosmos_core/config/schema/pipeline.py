@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
 from cosmos_core.config.schema.table import InStage, Table
-from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.values import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
 
@@ -69,6 +69,10 @@ class StageConfig(Table):
     require: Names = ()
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
+    confidence: Annotated[Fraction, Field(lt=1)] = 0.0
+    """Kind gate: how certain a comparison with `published` must be: with 0.95 a model passes that is better by more
+    than the noise of both measurements would be in 95 of 100 cases. Known of accuracy, pass@k and reward, and of any
+    metric that is reported with another, `NAME_stderr`. 0: the values are compared as they are."""
     target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with

@@ -113,7 +113,8 @@ class TrainConfig(Table):
     """Compute in the forward and backward pass, and the dtype of the export; an `export` whose recipe leaves it out
     has that of the stage whose model it publishes."""
     transfer_dtype: DType | None = None
-    """Dtype of weights on their way to the rollout engine; None: `master_dtype`."""
+    """Dtype of weights on their way to the rollout engine, which casts them to the one that it generates in; None:
+    `master_dtype`. With `rollout.backend = "hf"` in the trainer's processes nothing travels."""
     logprob_dtype: DType = "float32"
     """Logits are cast to this before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"

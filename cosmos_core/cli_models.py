@@ -1,0 +1,47 @@
+"""`cosmos promote` and `cosmos rollback`: which of the published versions is the one that others load."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from cosmos_core.errors import ConfigError
+
+Where = Annotated[str, typer.Argument(help="Target: a folder, s3://BUCKET/PREFIX or a class of your own.")]
+
+
+def promote(
+    target: Where,
+    version: Annotated[str, typer.Argument(help="Version to publish; empty: list what was published.")] = "",
+) -> None:
+    """Make a version that is there the published one; without one, list them, the published one last."""
+    opened = _opened(target)
+    if not version:
+        for name in opened.history():
+            metrics = opened.record_of(name).get("metrics", {})
+            told = ", ".join(f"{key} = {value:.4g}" for key, value in sorted(metrics.items())[:5])
+            typer.echo(f"{name}  {told}".rstrip())
+        return
+    opened.point_to(version)
+    typer.echo(f"published: {opened.where(version)}")
+
+
+def rollback(target: Where) -> None:
+    """Publish again what was published before; what is published now stays where it is."""
+    opened = _opened(target)
+    history = opened.history()
+    if len(history) < 2:
+        said = f"only {history[0]!r} was published" if history else "nothing was published"
+        raise ConfigError(f"{target}: {said}, there is nothing to go back to")
+    opened.point_to(history[-2], history[:-1])
+    typer.echo(f"published: {opened.where(history[-2])}; before: {history[-1]}")
+
+
+def _opened(target: str) -> Any:
+    from cosmos_core.upload.base import open_target
+
+    opened = open_target(target)
+    if not all(hasattr(opened, name) for name in ("history", "record_of", "where", "point_to")):
+        raise ConfigError(f"{target}: this target keeps no versions that a pointer could go back to")
+    return opened

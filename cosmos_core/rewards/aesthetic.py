@@ -1,0 +1,57 @@
+"""How beautiful an image is, to the LAION predictor: linear layers over the CLIP embedding of the image alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.clip_model import ClipModel
+from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.served import Columns, Item, Settings, score_one
+
+_MODEL = "openai/clip-vit-large-patch14"
+
+
+class AestheticReward:
+    """Key `aesthetic`, about 1 to 10; `options`: `predictor`, the file of the linear layers."""
+
+    def __init__(self, settings: Settings) -> None:
+        file = Path(settings.options.get("predictor", ""))
+        if not file.is_file():
+            raise RewardError(
+                "the reward 'aesthetic' needs options.predictor: the file of LAION's layers over CLIP, such as "
+                "sac+logos+ava1-l14-linearMSE.pth, or the same as safetensors"
+            )
+        self._clip = ClipModel("aesthetic", settings, _MODEL)
+        self._layers = _layers(file, self._clip.device)
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return the score of each image; of a video that of its middle frame."""
+        values = self._clip.images([image_of(item.media) for item in items]).float()
+        for weight, bias in self._layers:  # without anything between them but dropout
+            values = values @ weight.T + bias
+        return {"aesthetic": values[:, 0].tolist()}
+
+
+def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
+    """Return the score of one image; `[custom.aesthetic]` has `model_path`, `predictor` and `device`."""
+    return score_one("aesthetic", AestheticReward, Item("", media), custom)
+
+
+def _layers(file: Path, device: Any) -> list[tuple[Any, Any]]:
+    """Return weight and bias of each linear layer, in order."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    names = sorted((name for name in weights if name.endswith("weight")), key=_number)
+    return [
+        (weights[name].to(device).float(), weights[name.removesuffix("weight") + "bias"].to(device).float())
+        for name in names
+    ]
+
+
+def _number(name: str) -> int:
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)

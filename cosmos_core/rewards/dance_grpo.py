@@ -1,0 +1,71 @@
+"""Visual quality, motion and fit to the prompt of a video: VideoAlign (arXiv 2501.13918), as DanceGRPO uses it.
+
+Its model class is that of the package `fastvideo` of DanceGRPO, or of VideoAlign's own repository. It reads
+`./Qwen2-VL-2B-Instruct`: set `work_dir` to the folder that has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.clip_model import device_of
+from cosmos_core.rewards.images import frames_of
+from cosmos_core.rewards.served import Columns, Item, Settings, require
+
+_INSTALL = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
+_KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
+_FPS = 16.0
+
+
+class DanceGrpoReward:
+    """Keys `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`, each normalised; `model_path`: VideoReward."""
+
+    def __init__(self, settings: Settings) -> None:
+        require("dance_grpo", _INSTALL, "torch", "av", "fastvideo")
+        import torch
+
+        if not Path(settings.model_path).is_dir():
+            raise RewardError(
+                f"the reward 'dance_grpo' cannot load {settings.model_path!r}: no such folder; download "
+                f"KwaiVGI/VideoReward and set model_path to its folder"
+            )
+        module: Any = importlib.import_module("fastvideo.models.videoalign.inference")
+        self._inferencer = module.VideoVLMRewardInference(
+            load_from_pretrained=settings.model_path, device=device_of(settings), dtype=getattr(torch, settings.dtype)
+        )
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return the scores of each video."""
+        columns: Columns = {key: [] for key in _KEYS.values()}
+        with tempfile.TemporaryDirectory() as folder:
+            for i, item in enumerate(items):
+                file = Path(folder, f"{i}.mp4")
+                write_video(file, item.media, float(item.info.get("video_fps") or _FPS))
+                [found] = self._inferencer.reward([str(file)], [item.prompt], use_norm=True)
+                for name, key in _KEYS.items():
+                    columns[key].append(float(found[name]))
+        return columns
+
+
+def write_video(file: Path, media: Any, fps: float) -> None:
+    """Write a video without loss of more than its colours' resolution."""
+    import av
+
+    frames = frames_of(media)
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+        width, height = frames[0].size
+        stream.width, stream.height, stream.pix_fmt = width - width % 2, height - height % 2, "yuv420p"
+        stream.options = {"qp": "0"}
+        for frame in frames:
+            pixels = np.asarray(frame)[: stream.height, : stream.width]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
+        container.mux(stream.encode())

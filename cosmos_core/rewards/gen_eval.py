@@ -1,0 +1,186 @@
+"""Whether an image holds the objects that its prompt asks for: GenEval (arXiv 2310.11513).
+
+Each prompt says which classes, how many, of which colour and where (`tag`, `include`, `exclude` of its row). A
+Mask2Former finds the objects, CLIP says their colours. Both are those of transformers, where GenEval's own script has
+the same architectures from mmdet and open_clip; scores may differ a little from theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from cosmos_core.rewards.clip_model import ClipModel, device_of, not_loaded
+from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.served import Columns, Item, Settings, require
+
+_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+_CLIP = "openai/clip-vit-large-patch14"
+_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+_COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+_TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+_ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
+"""GenEval's names of classes that COCO calls otherwise."""
+_THRESHOLD, _COUNTING_THRESHOLD, _MOST_OBJECTS = 0.3, 0.9, 16
+_POSITION_THRESHOLD = 0.1
+_NOT_OF_THE_TAG = -10.0
+"""In the group of another tag, as in Cosmos-RL."""
+
+
+@dataclass
+class Found:
+    """An object: its box (x0, y0, x1, y1), its mask, and how sure the detector is."""
+
+    box: tuple[float, float, float, float]
+    mask: np.ndarray
+    confidence: float
+
+
+class GenEvalReward:
+    """Keys `gen_eval_score` (how much is right), `gen_eval_reward` (all that is asked is there), `gen_eval_strict` (and
+    in the right number), and `gen_eval_group` by tag; `options`: `clip`, the CLIP that says colours."""
+
+    def __init__(self, settings: Settings) -> None:
+        require("gen_eval", "install torch, transformers and scipy", "torch", "transformers", "scipy")
+        import torch
+        from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
+
+        path = settings.model_path or _DETECTOR
+        self._device = torch.device(device_of(settings))
+        try:
+            self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
+            self._processor = AutoImageProcessor.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise not_loaded("gen_eval", path, error) from error
+        clip = settings.options.get("clip", _CLIP)
+        self._clip = ClipModel("gen_eval", Settings(clip, dtype=settings.dtype, device=settings.device), clip)
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return the scores of each image; one whose row does not say what is asked has none."""
+        self.errors = [""] * len(items)
+        columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
+        groups: dict[str, list[float]] = {tag: [] for tag in _TAGS}
+        for i, item in enumerate(items):
+            try:
+                found: Sequence[float | None] = self._judge(image_of(item.media), item.info)
+            except (KeyError, TypeError, ValueError) as error:
+                found = (None, None, None)
+                self.errors[i] = f"the row of the prompt needs tag and include, as GenEval has them: {error!r}"
+            for column, value in zip(columns.values(), found, strict=True):
+                column.append(value)
+            for tag, values in groups.items():
+                is_of_it = tag == item.info.get("tag") and found[1] is not None
+                values.append(float(found[1] or 0.0) if is_of_it else _NOT_OF_THE_TAG)
+        return {**columns, "gen_eval_group": groups}
+
+    def _judge(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
+        include, exclude = row["include"], row.get("exclude") or []
+        threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _THRESHOLD
+        wanted = {entry["class"] for entry in (*include, *exclude)}
+        objects = self.detect(image, wanted, threshold)
+        colors = {name: [self.color(image, each, name) for each in objects[name]] for name in wanted}
+        is_right = holds(include, exclude, objects, colors)
+        if row.get("geneval_only_strict"):
+            is_right = False
+        score, is_strict = strictly(include, objects, colors)
+        return score, float(is_right), float(is_strict)
+
+    def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Found]]:
+        """Return the objects of these classes in an image, the surest first."""
+        import torch
+
+        inputs = self._processor(images=image, return_tensors="pt").to(self._device)
+        with torch.inference_mode():
+            outputs = self._detector(**inputs)
+        [result] = self._processor.post_process_instance_segmentation(
+            outputs, threshold=threshold, target_sizes=[image.size[::-1]], return_binary_maps=True
+        )
+        found: dict[str, list[Found]] = {name: [] for name in names}
+        labels = self._detector.config.id2label
+        masks = result["segmentation"]
+        for i, segment in enumerate(result["segments_info"]):
+            label = labels[segment["label_id"]]
+            mask = np.asarray(masks[i].cpu(), bool)
+            for name in names:
+                if label in {name, _ALIASES.get(name)} and mask.any():
+                    ys, xs = np.nonzero(mask)
+                    box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
+                    found[name].append(Found(box, mask, segment["score"]))
+        return {name: sorted(each, key=lambda f: -f.confidence)[:_MOST_OBJECTS] for name, each in found.items()}
+
+    def color(self, image: Image.Image, found: Found, name: str) -> str:
+        """Return the colour of an object, to CLIP: on grey, by the mean of three ways to say it."""
+        grey = Image.new("RGB", image.size, "#999")
+        shown = Image.composite(image, grey, Image.fromarray(found.mask)).crop(found.box)  # type: ignore[arg-type]
+        texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]
+        embedded = self._clip.texts(texts).reshape(len(_COLORS), len(_TEMPLATES), -1).mean(1)
+        embedded = embedded / embedded.norm(dim=-1, keepdim=True)
+        return _COLORS[int((embedded @ self._clip.images([shown])[0]).argmax())]
+
+
+Objects = Mapping[str, Sequence[Found]]
+Colors = Mapping[str, Sequence[str]]
+
+
+def holds(
+    include: Sequence[Mapping[str, Any]], exclude: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
+) -> bool:
+    """Return whether all that is asked for is there, and nothing that is not to be."""
+    groups: list[Sequence[Found] | None] = []
+    for asked in include:
+        name, count = asked["class"], asked["count"]
+        there = objects[name][:count]
+        is_there = len(there) >= count
+        if is_there and "color" in asked:
+            is_there = list(colors[name][:count]).count(asked["color"]) >= count
+        if is_there and "position" in asked:
+            is_there = _stands(there, asked["position"], groups)
+        groups.append(there if is_there else None)
+    return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in exclude)
+
+
+def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
+    """Return how much of what is asked for is right, from 0 to 1 (numbers that differ count in part), and whether all
+    is, in exactly the right number."""
+    groups: list[Sequence[Found] | None] = []
+    scores: list[float] = []
+    for asked in include:
+        name, count = asked["class"], asked["count"]
+        there = objects[name]
+        is_there = len(there) == count
+        scores.append(1 - abs(count - len(there)) / count)
+        if not is_there and ("color" in asked or "position" in asked):
+            scores.append(0.0)
+        if is_there and "color" in asked:
+            of_color = list(colors[name]).count(asked["color"])
+            scores.append(1 - abs(count - of_color) / count)
+            is_there = of_color == count
+        if is_there and "position" in asked:
+            is_there = _stands(there, asked["position"], groups)
+            scores.append(float(is_there))
+        groups.append(there if is_there else None)
+    return sum(scores) / len(scores) if scores else 0.0, None not in groups
+
+
+def _stands(there: Sequence[Found], position: Sequence[Any], groups: Sequence[Sequence[Found] | None]) -> bool:
+    """Return whether each object stands so to each of an earlier group."""
+    relation, target = position
+    others = groups[target]
+    return others is not None and all(relation in relations(one, other) for one in there for other in others)
+
+
+def relations(one: Found, other: Found) -> set[str]:
+    """Return how one object stands to another: left of, right of, above, below; none where they overlap too much."""
+    a, b = (np.array(each.box).reshape(2, 2) for each in (one, other))
+    offset = a.mean(0) - b.mean(0)
+    margin = _POSITION_THRESHOLD * (np.ptp(a, axis=0) + np.ptp(b, axis=0))
+    beyond = np.maximum(np.abs(offset) - margin, 0) * np.sign(offset)
+    if np.all(np.abs(beyond) < 1e-3):
+        return set()
+    x, y = beyond / np.linalg.norm(offset)
+    named = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, is_so in named.items() if is_so}

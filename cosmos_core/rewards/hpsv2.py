@@ -1,0 +1,56 @@
+"""Which image people would prefer: HPS v2.1 (arXiv 2306.09341), the cosine of a tuned CLIP ViT-H-14.
+
+Its published checkpoint is read by the package `hpsv2`; one in transformers' format needs no further package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.clip_model import ClipModel, device_of
+from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.served import Columns, Item, Settings, require
+
+_CHECKPOINT = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
+_INSTALL = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"
+
+
+class Hpsv2Reward:
+    """Key `hpsv2`; `model_path`: a CLIP folder, or empty for the checkpoint below `download_path`."""
+
+    def __init__(self, settings: Settings) -> None:
+        is_folder = (Path(settings.model_path) / "config.json").is_file() if settings.model_path else False
+        self._cosines = ClipModel("hpsv2", settings, "").similarities if is_folder else _open_clip(settings)
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return the score of each image; of a video that of its middle frame."""
+        return {"hpsv2": self._cosines([item.prompt for item in items], [image_of(item.media) for item in items])}
+
+
+def _open_clip(settings: Settings) -> Any:
+    require("hpsv2", _INSTALL, "torch", "hpsv2")
+    import torch
+    from hpsv2.src.open_clip import create_model_and_transforms, get_tokenizer
+
+    file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT)
+    if not file.is_file():
+        raise RewardError(
+            f"the reward 'hpsv2' needs its checkpoint, {file}; download it, or set download_path to its folder"
+        )
+    device = torch.device(device_of(settings))
+    model, _, preprocess = create_model_and_transforms("ViT-H-14", device=device, output_dict=True)
+    model.load_state_dict(torch.load(file, "cpu", weights_only=True)["state_dict"])
+    model.eval().requires_grad_(False)
+    tokenize = get_tokenizer("ViT-H-14")
+
+    @torch.inference_mode()
+    def cosines(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
+        pixels = torch.stack([preprocess(image) for image in images]).to(device)
+        features = model(pixels, tokenize(list(texts)).to(device))
+        found: list[float] = (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
+        return found
+
+    return cosines

@@ -1,0 +1,35 @@
+"""Which image people would prefer: HPS v3 (arXiv 2508.03789), a Qwen2-VL 7B with a head that gives mean and spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.served import Columns, Item, Settings, require
+
+_WEIGHTS = "hpsv3/HPSv3.safetensors"
+_INSTALL = "install hpsv3 in its own environment and name that in venv_python"
+
+
+class Hpsv3Reward:
+    """Keys `hpsv3`, the mean, and `hpsv3_sigma`; `options`: `config_path` of the package's own format."""
+
+    def __init__(self, settings: Settings) -> None:
+        require("hpsv3", _INSTALL, "torch", "hpsv3")
+        from hpsv3 import HPSv3RewardInferencer
+
+        weights = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
+        given: dict[str, Any] = {"checkpoint_path": str(weights)} if weights.is_file() else {}
+        if config := settings.options.get("config_path"):
+            given["config_path"] = config
+        self._inferencer = HPSv3RewardInferencer(device=settings.device, **given)
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return mean and spread of each image; of a video those of its middle frame."""
+        images = [image_of(item.media) for item in items]
+        found = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
+        rows = found.float().reshape(len(items), -1).tolist()
+        columns: Columns = {"hpsv3": [row[0] for row in rows]}
+        return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if len(rows[0]) > 1 else {})

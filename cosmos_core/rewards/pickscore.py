@@ -1,0 +1,33 @@
+"""Which image people would pick for a prompt: PickScore (arXiv 2305.01569), a CLIP ViT-H-14 that was tuned for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cosmos_core.rewards.clip_model import ClipModel
+from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.served import Columns, Item, Settings, score_one
+
+_MODEL = "yuvalkirstain/PickScore_v1"
+_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+_SCALE = 26.0
+
+
+class PickscoreReward:
+    """Key `pickscore`: the logit of text and image over 26, so that it is about 1."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._clip = ClipModel("pickscore", settings, _MODEL, _PROCESSOR)
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return the score of each image; of a video that of its middle frame."""
+        cosines = self._clip.similarities([item.prompt for item in items], [image_of(item.media) for item in items])
+        return {"pickscore": [self._clip.scale * cosine / _SCALE for cosine in cosines]}
+
+
+def pickscore(
+    to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
+) -> tuple[float, dict[str, float]]:
+    """Return the score of one image; `[custom.pickscore]` has `model_path` and `device`."""
+    return score_one("pickscore", PickscoreReward, Item(prompt, media), custom)

@@ -1,0 +1,69 @@
+"""What a vision-language judge behind an endpoint thinks of an image: UnifiedReward (arXiv 2503.05236), 1 to 5 over 5.
+
+Any server with OpenAI's chat interface will do, such as vLLM with the published model.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from typing import Any
+
+import httpx
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.base import one_line
+from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.served import Columns, Item, Settings
+
+_MODEL = "UnifiedReward-7b-v1.5"
+_QUESTION = (
+    "You see an image that was generated for a caption. Judge how well it shows what the caption says (its objects, "
+    "their attributes and relations), and its visual quality (clear, detailed, true in colour, pleasing). Give one "
+    "score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
+)
+_SCORE = re.compile(r"Final Score:\**\s*([1-5](?:\.\d+)?)")
+_SECONDS = 120.0
+
+
+class UnifiedRewardReward:
+    """Key `unified_reward`; `options`: `model`, `question` with `{prompt}`, `concurrent` (8)."""
+
+    def __init__(self, settings: Settings) -> None:
+        if not settings.endpoint_url.startswith(("http://", "https://")):
+            raise RewardError(
+                "the reward 'unified_reward' needs endpoint_url: a server with OpenAI's interface that has the model, "
+                "such as vllm serve CodeGoat24/UnifiedReward-7b-v1.5"
+            )
+        self._model = settings.options.get("model") or settings.model_path or _MODEL
+        self._question = settings.options.get("question", _QUESTION)
+        self._concurrent = int(settings.options.get("concurrent", 8))
+        headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
+        self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
+
+    def score(self, items: Sequence[Item]) -> Columns:
+        """Return the score of each image; one about which the judge does not say a number has none."""
+        with ThreadPoolExecutor(self._concurrent) as executor:
+            found = list(executor.map(self._ask, items))
+        self.errors = [error for _, error in found]
+        return {"unified_reward": [score for score, _ in found]}
+
+    def _ask(self, item: Item) -> tuple[float | None, str]:
+        stream = BytesIO()
+        image_of(item.media).save(stream, format="PNG")
+        url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": self._question.replace("{prompt}", item.prompt)},
+        ]
+        asked = {"model": self._model, "messages": [{"role": "user", "content": content}], "temperature": 0}
+        try:
+            response = self._client.post("chat/completions", json=asked).raise_for_status()
+            text = response.json()["choices"][0]["message"]["content"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            return None, one_line(error)
+        match = _SCORE.search(text or "")
+        return (float(match[1]) / 5, "") if match else (None, f"the judge gives no score: {text[-100:]!r}")

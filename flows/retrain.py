@@ -1,0 +1,134 @@
+"""Scheduled retraining: is there anything new? Then train, compare with what is published, publish or leave it.
+
+Data counts by content: a local file that was only touched, a commit of the Hub or a listing of a store that is the same
+as before, is nothing new, and trains nothing. A run that failed is continued by the next firing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import flow
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+from prefect.logging import get_run_logger
+from prefect.runtime import deployment, flow_run
+from prefect.states import Completed
+
+from cosmos_core.config.compose import Pipeline, load_pipeline, source_of
+from cosmos_core.config.mesh import on_these_gpus
+from cosmos_core.errors import EXIT_REFUSED, ConfigError
+from cosmos_core.run.directory import Run, claim, open_run
+from cosmos_core.run.hub import pinned
+from cosmos_core.run.news import Seen, content_of, note_seen, read_seen
+from cosmos_core.run.remote import pinned_urls
+from cosmos_core.run.state import read_state
+from cosmos_core.upload.base import open_target
+from flows.post_train import open_or_create
+from tasks.credentials import lend_credentials
+from tasks.kinds import all_kinds
+from tasks.stage import run_stages
+
+_APPROVAL_SECONDS = 7 * 24 * 3600
+
+
+class Approval(RunInput):
+    """What a person is asked before the model is published."""
+
+    publish: bool
+    """Whether it is to be published."""
+
+
+@flow(name="retrain", flow_run_name="retrain {config}")
+def retrain(
+    config: str,
+    overrides: list[str] = [],  # noqa: B006 - Prefect shows the default
+    start: Literal["published", "base"] = "published",
+    approve: bool = False,
+) -> Any:
+    """Train again if the data or the settings are new, and publish the model if the pipeline's gates let it pass.
+
+    Args:
+        config: Pipeline or recipe, a TOML file
+        overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
+        start: Start from the published model, or from the one that the pipeline names
+        approve: Suspend the run before it publishes, until a person has said in the UI whether it may
+    """
+    if approve and not deployment.id:
+        raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
+    kinds, log = all_kinds(), get_run_logger()
+    plain = load_pipeline(Path(config).expanduser(), overrides, kinds)
+    lend_credentials(plain)
+    pipeline = pinned_urls(pinned(on_these_gpus(plain)))
+    content, seen = content_of(pipeline), read_seen(pipeline)
+    if seen is not None and seen.digest == content and seen.outcome:
+        return Completed(name="NothingNew", message=f"nothing new since run {seen.run_id}, which was {seen.outcome}")
+    unfinished = pipeline.output_dir.expanduser().absolute() / (seen.run_id if seen else "")
+    if seen is not None and seen.digest == content and (unfinished / "pipeline.toml").is_file():
+        log.info("run %s did not end: it is continued", seen.run_id)
+        run = open_run(unfinished, kinds)
+    else:
+        beginning = starting_from_published(pipeline) if start == "published" else []
+        log.info("something is new; starting from %s", beginning or "the model that the pipeline names")
+        run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
+        note_seen(pipeline, Seen(digest=content, run_id=run.id))
+    state, outcome = _train_and_publish(run, approve)
+    if outcome:
+        note_seen(pipeline, Seen(digest=content, run_id=run.id, outcome=outcome))
+    return state
+
+
+def _train_and_publish(run: Run, approve: bool) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
+    """Run the stages, those that publish last; return the flow's state and how it ended."""
+    publishing = {stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).makes == "publication"}
+    last = {name for publication in publishing for name in run.pipeline.behind(publication)}
+    first = [stage.name for stage in run.pipeline.stages if stage.name not in last]
+    with claim(run):
+        state = run_stages(run, first)
+        if not state.is_completed():
+            states = [read_state(run.stage_path(name)) for name in first]
+            failed = [found for found in states if found.state == "failed"]
+            if failed and all(found.exit_code == EXIT_REFUSED for found in failed):
+                message = f"run {run.id}: {'; '.join(found.error for found in failed)}"
+                return Completed(name="NotPromoted", message=message), "refused"
+            return state, ""
+    if approve and last:
+        asked = Approval.with_initial_data(description=f"Publish the model of run {run.id}?", publish=False)
+        given = suspend_flow_run(wait_for_input=asked, timeout=_APPROVAL_SECONDS, key=f"publish-{run.id}")
+        if not given.publish:  # type: ignore[attr-defined]
+            return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
+    if last:
+        with claim(run):
+            state = run_stages(run, [stage.name for stage in run.pipeline.stages if stage.name in last])
+    return state, "published" if state.is_completed() else ""
+
+
+def starting_from_published(pipeline: Pipeline) -> list[str]:
+    """Return the settings that let every training, which starts from no other, start from the published model; none
+    where nothing was published yet, or the target cannot say where."""
+    targets = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication"]
+    target = open_target(targets[-1]) if targets else None
+    record, where = (target.published() if target else None), getattr(target, "where", None)
+    if record is None or where is None or "version" not in record:
+        return []
+    published, revision = str(where(str(record["version"]))), ""
+    if published.startswith("hub://"):
+        published, _, revision = published.removeprefix("hub://").partition("@")
+    found = []
+    for stage in pipeline.stages:
+        if not pipeline.kind_of(stage).trains or _follows_a_training(pipeline, stage.name):
+            continue
+        key = "model" if stage.model else "policy.model_name_or_path"
+        found.append(f"{stage.name}.{key}={published}")
+        found += [f"{stage.name}.policy.model_revision={revision}"] if revision else []
+    return found
+
+
+def _follows_a_training(pipeline: Pipeline, name: str) -> bool:
+    stage = pipeline.stage(name)
+    while (source := source_of(stage.model)) is not None:
+        stage = pipeline.stage(source)
+        if pipeline.kind_of(stage).trains:
+            return True
+    return False

@@ -1,0 +1,155 @@
+"""Retraining on a schedule: only for something new, published only when it is better, and back again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.testing.utilities import prefect_test_harness
+from typer.testing import CliRunner
+
+from cosmos_core.cli import app
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
+from cosmos_core.upload.file import FileTarget
+from flows.retrain import retrain, starting_from_published
+from tasks.kinds import all_kinds
+from tests.conftest import PROGRAMS
+from tests.unit.tiny_model import save_tiny_model
+
+PIPELINE = f"""
+[pipeline]
+name = "nightly"
+output_dir = "FOLDER/outputs"
+
+[[pipeline.stages]]
+name = "learn"
+kind = "custom"
+entry = "{PROGRAMS}/learning.py:learn"
+data = "FOLDER/rows.jsonl"
+retries = 0
+
+[[pipeline.stages]]
+name = "gate"
+kind = "gate"
+after = "learn"
+require = ["validation/accuracy > published"]
+confidence = 0.9
+
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = ["gate", "learn"]
+model = "stage:learn"
+target = "FOLDER/published"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with prefect_test_harness():
+        yield
+
+
+class Nightly:
+    """A folder with rows, a pipeline and what it has published."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, folder / "nightly.toml"
+        self.config.write_text(PIPELINE.replace("FOLDER", str(folder)))
+        self.target = FileTarget(str(folder / "published"))
+
+    def rows(self, *rows: dict[str, Any]) -> None:
+        (self.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def fire(self) -> tuple[str, str]:
+        state = retrain(str(self.config), return_state=True)
+        return str(state.name), str(state.message)
+
+    @property
+    def runs(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "outputs").glob("2*"))
+
+
+def test_it_trains_only_for_new_content_and_publishes_only_what_is_better(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    assert nightly.fire()[0] == "Completed"
+    [first] = nightly.runs
+    assert len(nightly.target.history()) == 1
+    os.utime(tmp_path / "rows.jsonl")
+    said = ("NothingNew", f"nothing new since run {first}, which was published")
+    assert nightly.fire() == said and nightly.fire() == said
+    assert nightly.runs == [first]
+
+    nightly.rows({"accuracy": 0.52})  # better, but within the noise of 100 prompts
+    name, message = nightly.fire()
+    assert name == "NotPromoted" and "accuracy = 0.52, bound 0.5, noise 0.0" in message
+    assert nightly.fire()[0] == "NothingNew", "what was refused is not trained again"
+    nightly.rows({"accuracy": 0.9})
+    assert nightly.fire()[0] == "Completed"
+    assert len(nightly.runs) == 3
+    old, new = nightly.target.history()
+    assert old.startswith(first)
+
+    command = CliRunner()
+    done = command.invoke(app, ["promote", str(tmp_path / "published")])
+    assert [line.split()[0] for line in done.output.splitlines()] == [old, new]
+    assert "validation/accuracy = 0.9" in done.output
+    done = command.invoke(app, ["rollback", str(tmp_path / "published")])
+    assert done.output == f"published: {tmp_path}/published/{old}; before: {new}\n"
+    assert os.readlink(tmp_path / "published" / "latest") == old
+    assert isinstance(command.invoke(app, ["rollback", str(tmp_path / "published")]).exception, ConfigError)
+    command.invoke(app, ["promote", str(tmp_path / "published"), new])
+    assert nightly.target.history() == [old, new]
+
+
+def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5, "fail": True})
+    assert nightly.fire()[0] == "Failed"
+    assert nightly.fire()[0] == "Completed"
+    assert len(nightly.runs) == 1 and len(nightly.target.history()) == 1
+
+
+def test_approval_needs_a_deployment(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    with pytest.raises(ConfigError, match="approve = true needs a deployment"):
+        retrain(str(nightly.config), approve=True)
+
+
+CHAIN = """
+[train.train_policy]
+type = "sft"
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+[[pipeline.stages]]
+name = "again"
+kind = "sft"
+after = "sft"
+model = "stage:sft"
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = "again"
+model = "stage:again"
+target = "FOLDER/published"
+"""
+
+
+def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
+    pipeline = load_pipeline(tmp_path / "c.toml", (), all_kinds())
+    assert starting_from_published(pipeline) == [], "nothing is"
+    model = save_tiny_model(tmp_path / "model")
+    FileTarget(str(tmp_path / "published")).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
+    settings = starting_from_published(pipeline)
+    assert settings == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
+    started = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
+    assert started.recipes["sft"].policy.model_name_or_path == f"{tmp_path}/published/v1"

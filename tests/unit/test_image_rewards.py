@@ -1,0 +1,276 @@
+"""Rewards of images and videos: what each computes, with tiny random models of the real classes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from PIL import Image
+from safetensors.torch import save_file
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards import cosmos_reason1, dance_grpo, gen_eval
+from cosmos_core.rewards.aesthetic import AestheticReward
+from cosmos_core.rewards.base import load_reward
+from cosmos_core.rewards.clip_score import ClipScoreReward, clip_score
+from cosmos_core.rewards.cosmos_reason1 import CosmosReason1Reward
+from cosmos_core.rewards.gen_eval import Found, GenEvalReward
+from cosmos_core.rewards.hpsv2 import Hpsv2Reward
+from cosmos_core.rewards.jpeg_size import jpeg_size
+from cosmos_core.rewards.ocr import ocr, similarity
+from cosmos_core.rewards.pickscore import PickscoreReward
+from cosmos_core.rewards.served import Item, Settings, load_served
+from cosmos_core.rewards.service.self_test import card
+from cosmos_core.rewards.unified_reward import UnifiedRewardReward
+from tests.unit.tiny_vlms import picture, save_vlm
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clip")
+    letters = [chr(code) for code in range(33, 127)]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = hf.CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
+    torch.manual_seed(0)
+    model = hf.CLIPModel(
+        hf.CLIPConfig(
+            text_config={**tower, **ids, "vocab_size": len(words), "projection_dim": 8},
+            vision_config={**tower, "image_size": 32, "patch_size": 8, "projection_dim": 8},
+            projection_dim=8,
+        )
+    )
+    model.save_pretrained(folder)
+    images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    hf.CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def items(count: int = 3) -> list[Item]:
+    return [Item(f"{i} picture", picture(i)) for i in range(count)]
+
+
+def cosines(folder: Path, of: list[Item]) -> list[float]:
+    """The same by the model's own forward."""
+    model, processor = hf.CLIPModel.from_pretrained(folder).eval(), hf.CLIPProcessor.from_pretrained(folder)
+    inputs = processor(text=[i.prompt for i in of], images=[i.media for i in of], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits_per_text.diagonal()
+    return (logits / model.logit_scale.exp()).tolist()
+
+
+def test_clip_rewards_are_the_cosine_of_text_and_image_each_in_its_scale(clip: Path) -> None:
+    settings, expected = Settings(str(clip)), cosines(clip, items())
+    scale = float(hf.CLIPModel.from_pretrained(clip).logit_scale.detach().exp())
+    assert PickscoreReward(settings).score(items()) == {
+        "pickscore": pytest.approx([scale * c / 26 for c in expected], abs=1e-5)
+    }
+    assert Hpsv2Reward(settings).score(items()) == {"hpsv2": pytest.approx(expected, abs=1e-6)}
+    found = ClipScoreReward(settings).score(items())["clip_score"]
+    assert found == pytest.approx([2.5 * max(c, 0) for c in expected], abs=1e-6)
+    custom = {"clip_score": {"model_path": str(clip)}}
+    alone = [clip_score("", "", prompt=item.prompt, media=item.media, custom=custom)[0] for item in items()]
+    assert alone == pytest.approx(found, abs=1e-6)
+
+
+def test_aesthetic_is_linear_layers_over_the_image_embedding(clip: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1)).eval()
+    save_file({f"layers.{name}": value for name, value in layers.state_dict().items()}, tmp_path / "head.safetensors")
+    reward = AestheticReward(Settings(str(clip), options={"predictor": str(tmp_path / "head.safetensors")}))
+    embedded = reward._clip.images([item.media for item in items()])
+    with torch.no_grad():
+        expected = layers(embedded)[:, 0].tolist()
+    assert reward.score(items())["aesthetic"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_jpeg_size_is_less_the_more_an_image_holds() -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    plain = Image.new("RGB", (64, 64))
+    assert jpeg_size("", "", media=noise) < 5 * jpeg_size("", "", media=plain) < 0
+    video = np.stack([np.asarray(noise), np.asarray(plain)])
+    mean = (jpeg_size("", "", media=noise) + jpeg_size("", "", media=plain)) / 2
+    assert jpeg_size("", "", media=video) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("read", "wanted", "expected"),
+    [("HELLO", "hello", 1.0), ("say hel lo!", "Hello", 1.0), ("hallo", "hello", 0.8), ("", "hello", 0.0),
+     ("zzzzzzzzzz", "hello", 0.0), ("new york", "New York", 1.0), ("newyerk", "New York", 1 - 1 / 8)],
+)  # fmt: skip
+def test_ocr_counts_edits_as_the_original_does(read: str, wanted: str, expected: float) -> None:
+    assert similarity(read, wanted) == pytest.approx(expected)
+
+
+def test_ocr_reads_what_an_image_shows() -> None:
+    pytest.importorskip("rapidocr_onnxruntime", reason="the extra ocr is not installed")
+    image = card("HELLO")
+    assert ocr("", "", prompt='a card that says "Hello"', media=image) == 1.0
+    assert ocr("", "HELP", prompt="a card", media=image) < 1.0
+    assert ocr("", "", prompt='a card that says "Hello"', media=Image.new("RGB", (64, 64))) == 0.0
+    with pytest.raises(ValueError, match="no text in quotes"):
+        ocr("", "", prompt="a card", media=image)
+
+
+def found(*box: float) -> Found:
+    mask = np.zeros((100, 100), bool)
+    x0, y0, x1, y1 = map(int, box)
+    mask[y0:y1, x0:x1] = True
+    return Found(box, mask, 0.9)  # type: ignore[arg-type]
+
+
+LEFT, RIGHT, MIDDLE = found(0, 40, 20, 60), found(80, 40, 100, 60), found(45, 45, 55, 55)
+
+
+def test_gen_eval_judges_numbers_colours_and_positions() -> None:
+    objects = {"dog": [LEFT, RIGHT], "cat": [MIDDLE]}
+    colors = {"dog": ["red", "blue"], "cat": ["black"]}
+    judge, strictly = gen_eval.holds, gen_eval.strictly
+
+    def one(name: str, count: int = 1, **asked: Any) -> dict[str, Any]:
+        return {"class": name, "count": count, **asked}
+
+    assert judge([one("dog")], [], objects, colors) and strictly([one("dog")], objects, colors) == (0.0, False)
+    assert strictly([one("dog", 2)], objects, colors) == (1.0, True)
+    assert not judge([one("dog", 3)], [], objects, colors)
+    assert strictly([one("dog", 4)], objects, colors) == (0.5, False)
+    assert judge([one("cat", color="black")], [], objects, colors)
+    assert strictly([one("cat", color="white")], objects, colors) == (0.5, False)
+    assert not judge([one("dog", 2, color="red")], [], objects, colors)
+    assert not judge([one("cat")], [one("dog", 2)], objects, colors)
+    beside = {"dog": [LEFT], "cat": [MIDDLE]}
+    assert judge([one("cat"), one("dog", position=["left of", 0])], [], beside, colors)
+    assert strictly([one("cat"), one("dog", position=["right of", 0])], beside, colors) == (2 / 3, False)
+    assert gen_eval.relations(LEFT, MIDDLE) == {"left of"} and gen_eval.relations(RIGHT, MIDDLE) == {"right of"}
+    assert gen_eval.relations(found(45, 0, 55, 10), MIDDLE) == {"above"}
+    assert gen_eval.relations(MIDDLE, found(44, 44, 56, 56)) == set()
+
+
+def test_gen_eval_detects_with_a_mask2former_and_names_colours_with_clip(clip: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    swin = hf.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = hf.Mask2FormerConfig(
+        backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
+        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=5, num_labels=2,
+        id2label={0: "dog", 1: "mouse"}, label2id={"dog": 0, "mouse": 1}, use_pretrained_backbone=False,
+    )  # fmt: skip
+    hf.Mask2FormerForUniversalSegmentation(config).save_pretrained(tmp_path)
+    _save_processor(tmp_path)
+    reward = GenEvalReward(Settings(str(tmp_path), options={"clip": str(clip)}))
+    seen = reward.detect(picture(0), {"dog", "computer mouse"}, 0.0)
+    assert sum(map(len, seen.values())) > 0
+    each = next(f for objects in seen.values() for f in objects)
+    assert each.mask.shape == (30, 40) and each.mask.any()
+    assert reward.color(picture(0), each, "dog") in gen_eval._COLORS
+    row = {"tag": "counting", "include": [{"class": "dog", "count": 1, "color": "red"}]}
+    columns = reward.score([Item("a red dog", picture(0), info=row), Item("nothing said", picture(1))])
+    assert columns["gen_eval_score"][0] is not None and columns["gen_eval_score"][1] is None
+    assert columns["gen_eval_group"]["colors"] == [-10.0, -10.0]
+    assert reward.errors[0] == "" and "needs tag and include" in reward.errors[1]
+
+
+def _save_processor(folder: Path) -> None:
+    from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
+
+    Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
+
+
+def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path: Path) -> None:
+    folder = save_vlm("qwen2.5-vl", tmp_path)
+    reward = CosmosReason1Reward(Settings(str(folder), options={"system_prompt": "Look."}))
+    size = reward._model.config.vision_config.patch_size * reward._model.config.vision_config.spatial_merge_size
+    image = picture(0, 4 * size, 3 * size)
+    processor: Any = hf.AutoImageProcessor.from_pretrained(folder)
+    theirs = processor(images=[image], return_tensors="np", do_resize=False)
+    ours, grid = reward.patches([image, image])
+    assert grid == tuple(theirs["image_grid_thw"][0])
+    assert np.allclose(ours, theirs["pixel_values"], atol=1e-5)
+    video = np.stack([np.asarray(picture(i, 4 * size, 3 * size)) for i in range(5)])
+    columns = reward.score([Item("p", video, info={"video_fps": 8.0}), Item("p", image)])
+    yes, no = columns["yes_logit"][0], columns["no_logit"][0]
+    assert columns["no_score"][0] == pytest.approx(float(np.exp(no) / (np.exp(no) + np.exp(yes))))
+    assert columns["prediction"][0] == ("Bad" if yes > no else "Good")
+    assert columns["no_score"][0] != columns["no_score"][1]
+    assert cosmos_reason1.fitted((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][0]["content"][1]["text"]
+        said = "I do not know" if "nothing" in text else "Well. Final Score: 4.5"
+        content = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200 if self.path == "/v1/chat/completions" else 404)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_unified_reward_asks_a_judge_and_takes_no_number_for_none(judge: str) -> None:
+    reward = UnifiedRewardReward(Settings(endpoint_url=judge, endpoint_api_key="key"))
+    assert reward.score([Item("a cat", picture(0)), Item("nothing", picture(1))]) == {"unified_reward": [0.9, None]}
+    assert reward.errors == ["", "the judge gives no score: 'I do not know'"]
+
+
+def test_dance_grpo_hands_on_the_video_that_it_was_given(tmp_path: Path) -> None:
+    import av
+
+    video = np.stack([np.full((16, 20, 3), level, np.uint8) for level in (10, 120, 240)])
+    dance_grpo.write_video(tmp_path / "a.mp4", video, 12.0)
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        stream = container.streams.video[0]
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        assert float(stream.average_rate or 0) == 12.0
+    assert [int(frame.mean().round()) for frame in frames] == pytest.approx([10, 120, 240], abs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hpsv2", "'hpsv2' needs hpsv2, not installed here; install hpsv2 in its own environment"),
+        ("hpsv3", "'hpsv3' needs hpsv3, not installed here; install hpsv3 in its own environment"),
+        ("image_reward", "'image_reward' needs ImageReward, not installed here; install image-reward"),
+        ("dance_grpo", "'dance_grpo' needs fastvideo, not installed here; install av and DanceGRPO's fastvideo"),
+        ("unified_reward", "needs endpoint_url"),
+        ("aesthetic", "needs options.predictor"),
+        ("nothing", "there is no such reward"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(name: str, reason: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        load_served(name, "", Settings())
+    assert reason in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"cannot load .*; download it and set model_path"):
+        ClipScoreReward(Settings(str(tmp_path)))
+
+
+def test_a_recipe_may_name_them_as_reward_functions() -> None:
+    for name in ("jpeg_size", "ocr", "clip_score", "aesthetic", "pickscore"):
+        assert {"media"} <= set(load_reward(name).keywords)
