@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.models import flow
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, WeightFormat, request_seed
-from cosmos_core.rollout.flow_path import Path, denoise, guided, stochastic_steps
-from cosmos_core.rollout.flow_source import FlowModel, FlowSource
-from cosmos_core.types import Completion, Drawn, FlowSampling, Group, Prompt, Sampling
+from cosmos_core.rollout.flow_path import Path, denoise, guided, stochastic_steps, table_of
+from cosmos_core.rollout.flow_source import FlowSource
+from cosmos_core.types import Completion, Drawn, Group, Prompt, Sampling
 
 SHARED_NOISE = -1
 """Stands for the number of a completion in the seed of noise that all of a group start from."""
@@ -146,13 +145,6 @@ class FlowSamplerEngine:
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
         return [path.drawn(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
-
-
-def table_of(model: FlowModel, settings: FlowSampling) -> Tensor:
-    """Return the noise levels of a sampler: those of the pipeline's scheduler, or of another table with its shift."""
-    if not settings.schedule:
-        return model.set_scheduler_timestep(settings.num_steps)
-    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.shift)
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
