@@ -38,7 +38,8 @@ BASE: dict[str, Any] = {
     "train.train_policy.type": "sft", "train.train_policy.mini_batch": 2, "train.optm_lr": 1e-3,
     "train.optm_warmup_steps": 0, "train.epoch": 3, "train.ckpt.enable_checkpoint": True, "train.ckpt.save_freq": 2,
     "policy.is_diffusers": True, "policy.diffusers.max_prompt_length": 16, "policy.diffusers.train_frames": 9,
-    "policy.diffusers.inference_size": [32, 32], "validation.enable": True, "validation.freq": 3,
+    "policy.diffusers.inference_size": [32, 32], "policy.diffusers.inference_frames": 9,
+    "policy.diffusers.sample.eval_num_steps": 2, "validation.enable": True, "validation.freq": 3,
     "train.train_policy.dataset.test_size": 2,
 }  # fmt: skip
 LORA = {"policy.lora.r": 4, "policy.lora.lora_alpha": 8.0}
