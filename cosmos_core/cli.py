@@ -165,6 +165,19 @@ def check(
 
 
 @app.command()
+def check_model(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a diffusion pipeline.")],
+    model_class: Annotated[str, typer.Option("--class", help="A family of your own, path/file.py:Class.")] = "",
+) -> None:
+    """Check a diffusion model before it is trained: its family, noise levels, text, latents, predictions, adapter."""
+    import subprocess
+
+    command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
+    done = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
+    raise typer.Exit(done.returncode)
+
+
+@app.command()
 def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
     """Show where every stage of a run stands, from its directory alone."""
     from cosmos_core.observe.console import print_status

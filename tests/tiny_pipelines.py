@@ -163,7 +163,8 @@ def cosmos_predict(*, has_padding_mask: bool = True) -> Any:
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 16, "num_hidden_layers": layers,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "rope_theta": 1e6, "bos_token_id": None, "eos_token_id": None,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "rope_theta": 1e6,
+            "bos_token_id": None, "eos_token_id": None,
             "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"},
         },
         vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16},

@@ -62,9 +62,9 @@ class FlowRl(Algorithm):
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
-        names = metric_names(config.rewards)
-        self._watch = Watch(config.least_diversity, [names[r] for r, weight in config.rewards.items() if not weight])
-        self._weights = {names[reward]: weight for reward, weight in config.rewards.items() if weight}
+        weights = _weights_by_metric(config)
+        self._watch = Watch(config.least_diversity, [name for name, weight in weights.items() if not weight])
+        self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
@@ -80,8 +80,8 @@ class FlowRl(Algorithm):
         return rollouts_of(groups, values, self._seed), metrics | self._watch.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
-        """Yield optimizer steps of `batch_size_per_optimize` completions."""
-        size = self.config.batch_size_per_optimize or len(samples)
+        """Yield optimizer steps of `batch_size_per_optimize` completions; none where nothing is to be learned."""
+        size = self.config.batch_size_per_optimize or max(1, len(samples))
         for start in range(0, len(samples), size):
             update = self.update_of(samples[start : start + size])
             if update is not None:
@@ -124,15 +124,18 @@ class FlowRl(Algorithm):
         )
 
 
-def sample_metric(values_B: Tensor) -> Metrics:
-    """Return [sum, count] of the values of samples, as micro-batches are added up."""
-    flat = values_B.detach().double().flatten()
-    return {"": torch.stack([flat.sum(), flat.new_tensor(float(flat.numel()))])}
+def _weights_by_metric(config: FlowPolicyConfig) -> dict[str, float]:
+    """Return the weight of each reward function, a reward service's too, by the name that scores have for its value."""
+    if config.remote_rewards is not None:
+        return {function.name: function.weight for function in config.remote_rewards.reward_fns}
+    names = metric_names(config.rewards)
+    return {names[reward]: weight for reward, weight in config.rewards.items()}
 
 
-def metrics_of(**values: Tensor) -> Metrics:
-    """Return the mean of each value over samples as a metric."""
-    return {name: sample_metric(value)[""] for name, value in values.items()}
+def metrics_of(**values_B: Tensor) -> Metrics:
+    """Return [sum, count] of each value over samples: micro-batches and ranks are added up."""
+    flat = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
+    return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat.items()}
 
 
 def drawn_order(count: int, seed: int) -> list[int]:

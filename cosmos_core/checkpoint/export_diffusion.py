@@ -1,4 +1,4 @@
-"""Kind `export` of a diffusion model: the pipeline with its denoiser in `train.param_dtype`, proven, with a model card."""
+"""Kind `export` of a diffusion model: the pipeline with its denoiser in `train.param_dtype`, proven, with a card."""
 
 from __future__ import annotations
 

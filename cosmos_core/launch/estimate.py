@@ -37,6 +37,9 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).trains:
             continue
+        if pipeline.recipes[stage.name].policy.is_diffusers:
+            yield stage.name, "not estimated: this version estimates language models alone"
+            continue
         model = _model(pipeline, stage, decisions)
         if not model:
             yield (

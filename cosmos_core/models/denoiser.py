@@ -191,8 +191,8 @@ class Called(nn.Module):
         self.model = model
 
     def forward(self, **inputs: Any) -> Any:
-        """Call the denoiser."""
-        return self.model(**inputs)
+        """Call the denoiser; what it returns is no view, which FSDP could not watch."""
+        return (self.model(**inputs)[0].clone(),)
 
     def probe(self) -> None:
         """Do nothing: FSDP is told of a method of this name for token models."""

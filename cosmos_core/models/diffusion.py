@@ -132,6 +132,10 @@ class DiffusionModel:
         """Return the velocity in the output of the denoiser, which may predict a variance beside it."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
+    def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the latents, each of that shape, in what the network is given: it may take them in another form."""
+        return hidden_states
+
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Return the velocity of classifier-free guidance, by the rule of the pipeline: 1 is none."""
         return unconditional + scale * (conditional - unconditional)
@@ -239,6 +243,12 @@ class DiffusionModel:
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
+    def whole_pipeline(self, denoiser: Any) -> Any:
+        """Return the pipeline with its encoders and a denoiser."""
+        pipeline = self.pipeline
+        pipeline.register_modules(**{self.denoiser_name: denoiser})
+        return pipeline
+
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
         """Return components that the pipeline cannot be made without, though nothing here uses them."""
@@ -256,12 +266,11 @@ class DiffusionModel:
         gc.collect()
 
     @classmethod
-    def load_pipeline(cls, folder: PipelineFolder, dtypes: Mapping[str, torch.dtype]) -> Any:
-        """Return a whole pipeline as any user loads it, with nothing of ours but what it cannot do without; `dtypes` by
-        component, `default` for the others."""
+    def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
+        """Return a whole pipeline as any user loads it, with nothing of ours but what it cannot do without."""
         absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dict(dtypes), local_files_only=True, **absent | cls.substitutes()
+            str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.substitutes()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -275,8 +284,9 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with its weights on the CPU."""
-        return self.folder.load(self.denoiser_name, dtype)
+        """Return the denoiser with its weights on the CPU, all in one dtype, which FSDP wants: diffusers leaves some of
+        a network in half precision in float32."""
+        return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
     @property
     def _scaling(self) -> tuple[float, float]:

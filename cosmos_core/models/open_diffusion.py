@@ -52,7 +52,7 @@ def open_model(stage: Stage) -> Denoiser:
 
 
 def recompute_blocks(model: Any, how: Recompute) -> None:
-    """Make the blocks of a denoiser recompute in the backward pass, as `recompute.recompute` does for language models."""
+    """Make the blocks of a denoiser recompute in the backward pass, as `recompute.recompute` does for text."""
     if not how:
         return
     settings: dict[str, Any] = {"context_fn": selective} if how == "selective" else {}

@@ -321,8 +321,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same. Unlike torch.equal: NaN equals the same NaN, 0.0 does not equal -0.0, and
-    the dtype counts."""
+    """Return whether two tensors are the same. Unlike torch.equal: NaN equals the same NaN, 0.0 does not equal -0.0,
+    and the dtype counts."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))

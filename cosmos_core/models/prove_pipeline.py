@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import filecmp
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from pebble import ProcessPool
 from torch import Tensor
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import exported_state, untrained_files
 from cosmos_core.models.families import family_of
 from cosmos_core.models.lora import FOLDER, is_adapted, merged
@@ -39,7 +40,7 @@ class Probe(NamedTuple):
     """What `load_lora_weights` is given; None: nothing."""
     settings: dict[str, Any]
     """Of the pipeline's call."""
-    dtypes: dict[str, torch.dtype]
+    dtype: torch.dtype
     model_class: str | None
     num_threads: int
 
@@ -65,9 +66,7 @@ def prove_pipeline(
         with merged(model):
             checks = [_prove_tensors(exported_state(model, dtype), target, family.denoiser_name)]
             checks.append(_prove_copies(family, target))
-        text = family.text_embedding([_PROMPT])
-        family.drop_encoders()
-        checks += _prove_images(family, model, text, target, dtype, model_class)
+        checks += _prove_images(family, model, target, dtype, model_class)
         return checks
     finally:
         model.train(was_training).to(device)
@@ -84,8 +83,8 @@ def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or unexpected or wrong:
         raise StageFailed(
-            f"export {target} failed the check 'tensors': missing {some_of(missing)}, unexpected {some_of(unexpected)}, "
-            f"changed {some_of(sorted(wrong))}; it must not be used, run the stage again"
+            f"export {target} failed the check 'tensors': missing {some_of(missing)}, unexpected "
+            f"{some_of(unexpected)}, changed {some_of(sorted(wrong))}; it must not be used, run the stage again"
         )
     return "tensors"
 
@@ -97,47 +96,60 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
     wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
     if wrong:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {some_of(wrong)} is not what was copied; check the disk and run "
-            f"the stage again"
+            f"export {target} failed the check 'copies': {some_of(wrong)} is not what was copied; check the disk, "
+            f"run the stage again"
         )
     return "copies"
 
 
 def _prove_images(
-    family: DiffusionModel, model: Any, text: Text, target: Path, dtype: torch.dtype | None, model_class: str | None
+    family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """The exported pipeline draws what the policy does, and so does the adapter on the untouched base."""
-    denoiser_dtype, settings = dtype or model.dtype, family.probe()
-    num_threads = torch.get_num_threads()
+    wanted, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merged(model):
-        ours = {"images": _image(family, model, text, denoiser_dtype)}
-    probes = {"images": Probe(target, None, settings, _dtypes(family, denoiser_dtype), model_class, num_threads)}
+        ours = {"images": _image(family, model, wanted)}
+    probes = {"images": Probe(target, None, settings, wanted, model_class, num_threads)}
     if is_adapted(model):
-        ours["adapter"] = _image(family, model, text, model.dtype)
-        base, dtypes = family.folder.path, _dtypes(family, model.dtype)
-        probes["adapter"] = Probe(base, target / FOLDER, settings, dtypes, model_class, num_threads)
+        ours["adapter"] = _image(family, model, model.dtype)
+        base = family.folder.path
+        probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
     theirs = _fresh(list(probes.values()))
     return [_compared(check, ours[check], each, target) for check, each in zip(probes, theirs, strict=True)]
 
 
-def _dtypes(family: DiffusionModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    return {family.denoiser_name: dtype, "vae": torch.float32, "default": getattr(torch, family.config.dtype)}
-
-
 @torch.no_grad()
-def _image(family: DiffusionModel, model: Any, text: Text, dtype: torch.dtype) -> Tensor:
-    """Return what the policy draws with its pipeline: weights rounded to `dtype`, as they were exported."""
+def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
+    """Return what the policy draws with its pipeline, all of it in `dtype`: weights rounded as they were exported."""
+    family = type(family)(family.folder, family.config.derived(dtype=str(dtype).removeprefix("torch.")))
+    text = family.text_embedding([_PROMPT])
+    family.drop_encoders()
     names = set(family.folder.components) & {"scheduler", "vae"}
-    components = {name: family.folder.load(name, torch.float32) for name in names}
+    components = {name: family.folder.load(name, dtype) for name in names}
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
-    kept = {parameter: parameter.data for parameter in model.parameters()}
+    with _rounded(model, dtype):
+        return _drawn(pipeline, settings=family.probe(), **text)
+
+
+@contextmanager
+def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Give the model the tensors inside the block that diffusers reads from an export in `dtype`: some modules it
+    widens to float32 again, and what is not in the files stays as it is made."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    kept = {tensor: tensor.data for _, tensor in tensors}
+    wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    is_half = dtype in {torch.float16, torch.bfloat16}
+    in_files = set(model.state_dict())
     try:
-        for parameter in kept if dtype != model.dtype else ():
-            parameter.data = parameter.data.to(dtype)
-        return _drawn(pipeline, family.probe(), **text)
+        for name, tensor in tensors:
+            if not tensor.is_floating_point() or name not in in_files:
+                continue
+            is_wide = is_half and bool(wide & set(name.split(".")))
+            tensor.data = tensor.data.to(dtype).to(torch.float32 if is_wide else dtype)
+        yield
     finally:
-        for parameter, data in kept.items():
-            parameter.data = data
+        for tensor, data in kept.items():
+            tensor.data = data
 
 
 def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
@@ -184,7 +196,7 @@ def draw(probe: Probe) -> np.ndarray:
     """Load a pipeline as any user would, with its adapter, and draw the image of the probe."""
     torch.set_num_threads(probe.num_threads)
     folder = PipelineFolder(str(probe.folder))
-    pipeline = family_of(folder, probe.model_class).load_pipeline(folder, probe.dtypes)
+    pipeline = family_of(folder, probe.model_class).load_pipeline(folder, probe.dtype)
     if probe.adapter is not None:
         pipeline.load_lora_weights(str(probe.adapter))
         if not pipeline.get_active_adapters():

@@ -18,8 +18,10 @@ PIPELINES = ("SanaPipeline",)
 class Sana(DiffusionModel):
     """Text is the tokens of the prompt with a mask."""
 
-    lora_targets: ClassVar[tuple[str, ...]] = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k",
-                    "attn2.to_v", "attn2.to_out.0")  # fmt: skip
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
+        "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",
+    )  # fmt: skip
 
     pipeline_multiple = 32
 

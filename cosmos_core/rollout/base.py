@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.processor import Vision
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 Bucket = list[tuple[str, Tensor]]
@@ -49,8 +50,8 @@ class EngineSettings:
     """The engine is in a process without the trainer's weights: `model` has shapes alone."""
     vision: Vision | None = None
     """Reads the images of prompts; None: no prompt shows one."""
-    flow: Any = None
-    """The `flow_sampler.FlowSource` of a diffusion model; None: the model is of text."""
+    flow: FlowSource | None = None
+    """Of a diffusion model; None: the model is of text."""
 
 
 @dataclass(frozen=True, slots=True)

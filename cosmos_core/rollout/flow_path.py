@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from cosmos_core.data.order import shuffled
+from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Dpm2, Levels, euler, log_prob, transition
+from cosmos_core.rollout.flow_source import FlowModel
 from cosmos_core.types import Drawn, FlowSampling, Window
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -58,6 +60,13 @@ class Path:
             of_steps(self.means),
             tuple(each[b].item() for each in self.log_probs),
         )
+
+
+def table_of(model: FlowModel, settings: FlowSampling) -> Tensor:
+    """Return the noise levels of a sampler: those of the pipeline's scheduler, or of another table with its shift."""
+    if not settings.schedule:
+        return model.set_scheduler_timestep(settings.num_steps)
+    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:

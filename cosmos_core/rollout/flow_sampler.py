@@ -12,69 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.models import flow
-from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, WeightFormat, request_seed
-from cosmos_core.rollout.flow_path import Path, denoise, guided, stochastic_steps
-from cosmos_core.types import Completion, Drawn, FlowSampling, Group, Prompt, Sampling
+from cosmos_core.rollout.flow_path import Path, denoise, guided, stochastic_steps, table_of
+from cosmos_core.rollout.flow_source import FlowSource
+from cosmos_core.types import Completion, Drawn, Group, Prompt, Sampling
 
 SHARED_NOISE = -1
 """Stands for the number of a completion in the seed of noise that all of a group start from."""
-
-
-class FlowModel(Protocol):
-    """What sampling asks of a family of diffusion models; `models.diffusion.DiffusionModel` has it all."""
-
-    is_video: ClassVar[bool]
-    """Whether latents have frames."""
-
-    @property
-    def shift(self) -> float:
-        """Return how far the scheduler shifts noise levels towards noise."""
-        ...
-
-    def set_scheduler_timestep(self, num_steps: int) -> Tensor:
-        """Return the table of noise levels of the pipeline's scheduler."""
-        ...
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one image or clip."""
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return latents as pixels (B, 3, [F,] H, W), about in [-1, 1]."""
-        ...
-
-    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Return the velocity of classifier-free guidance."""
-        ...
-
-    def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Callable[..., Tensor], *args: Any) -> Any:
-        """Run `sample(predict, ...)`, in the way of the family."""
-        ...
-
-
-@dataclass(frozen=True)
-class FlowSource:
-    """What an engine draws with."""
-
-    model: FlowModel
-    predict: Callable[..., Tensor]
-    """The velocity of the trainer's denoiser: `(latents, sigma_B, text)`."""
-    weights: Callable[[str], AbstractContextManager[None]]
-    """Has the denoiser compute with named weights inside a block, without dropout and gradients."""
-    device: torch.device
-    mesh: Mesh | None = None
-    null_text: dict[str, Tensor] | None = None
-    """The embedding of the empty prompt; None: guidance cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +145,6 @@ class FlowSamplerEngine:
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
         return [path.drawn(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
-
-
-def table_of(model: FlowModel, settings: FlowSampling) -> Tensor:
-    """Return the noise levels of a sampler: those of the pipeline's scheduler, or of another table with its shift."""
-    if not settings.schedule:
-        return model.set_scheduler_timestep(settings.num_steps)
-    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.shift)
 
 
 def to_bytes(pixels: Tensor) -> Tensor:

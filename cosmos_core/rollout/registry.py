@@ -29,7 +29,8 @@ def make_engine(settings: EngineSettings) -> Engine:
         ConfigError: there is no such engine, or it refuses the model or the settings.
     """
     if settings.flow is not None:  # divides samples over the ranks itself
-        return _called(_path("flow_sampler") if settings.rollout.backend == "vllm" else _own_path(settings), settings)
+        name = settings.rollout.backend
+        return _called(name if is_import_path(name) else _path(name), settings)
     text_config = settings.model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if positions < settings.max_model_len:
@@ -55,11 +56,6 @@ def _own_engine(settings: EngineSettings) -> Engine:
         reason = " ".join(str(error).split())
         logger.warning("rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK)
     return _called(_path(_FALLBACK), settings)
-
-
-def _own_path(settings: EngineSettings) -> str:
-    name = settings.rollout.backend
-    return name if is_import_path(name) else _path(name)
 
 
 def _path(name: str) -> str:

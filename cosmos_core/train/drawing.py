@@ -5,24 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
+from cosmos_core.algorithms.flow_credit import noise_of
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.flow_sample import seed_of
+from cosmos_core.data.flow_sample import FlowSample, seed_of
 from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.rollout.flow_sampler import FlowSource
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.rollout.flow_path import stochastic_steps, table_of
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import draws_of, rows_per_step
+from cosmos_core.train.feeds import draws_of, rows_per_step, training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import FlowSampling, Prompt
+from cosmos_core.types import FlowSampling, Prompt, Sampling
 
 REFERENCE_KEYS = ("reference", "answer", "label")
 """Where the metadata of a prompt may have what its rewards compare with, if the recipe names no column."""
+_NOISE_OF = 0
+"""The completion whose noise real images are put to."""
 _DATA = 0x64617461
 """Keeps the draws of a data term apart from others of the same seed."""
 
@@ -104,18 +110,45 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
 
 def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int], Update]:
     """Return what gives the diffusion loss on as many real images or clips as a train step has prompts, times
-    `data_beta`: the loss of SFT, at noise levels that are drawn as there."""
-    draws, beta = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl.data_beta
+    `data_beta`: the loss of SFT.
+
+    With `use_rl_sigma_and_noise` they are those of the prompts, at the noise levels that their rollouts are learned at
+    and with the noise that these start from; otherwise all is drawn as in SFT.
+    """
+    draws, flow_rl = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl
     size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
+    shuffles = recipe.train.train_policy.dataloader_shuffle
+
+    def samples_of(step: int) -> list[FlowSample]:
+        if not flow_rl.use_rl_sigma_and_noise:
+            positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()
+            return [draws.sample(rows[i], seed_of(seed, step, i, _DATA)) for i in positions]
+        sampling = training_sampling(recipe)
+        levels = _learned_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
+        found = []
+        for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
+            sample = draws.sample(rows[i], seed_of(seed, step, i, _DATA))
+            noise = noise_of(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, _NOISE_OF))
+            found += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
+        return found
 
     def update(step: int) -> Update:
-        positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()
-        samples = [draws.sample(rows[i], seed_of(seed, step, i, _DATA)) for i in positions]
+        samples = samples_of(step)
 
         def loss(micro: MicroBatch) -> Loss:
             found = flow_loss(micro, len(samples))
-            return Loss(beta * found.value, {f"data/{name}": value for name, value in found.metrics.items()})
+            metrics = {f"data/{name}": value for name, value in found.metrics.items()}
+            return Loss(flow_rl.data_beta * found.value, metrics)
 
         return Update(samples, loss)
 
     return update
+
+
+def _learned_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
+    """Return the noise levels at which the rollouts of a train step are learned, all but 0 where none is named."""
+    assert sampling.flow is not None
+    adapter: Any = trainer.adapter
+    table = table_of(adapter.family, sampling.flow).tolist()
+    stochastic = stochastic_steps(sampling.flow, sampling.seed, step)
+    return [table[i] for i in sampling.flow.trained_on if i in stochastic] or table[:-1]

@@ -220,7 +220,8 @@ class RolloutFeed(Feed):
         self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill.
+        """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill, and of
+        groups whose rewards are equal an algorithm may learn nothing.
 
         Raises:
             RewardError: no completion has a valid reward, because a function raises.
@@ -239,8 +240,8 @@ class RolloutFeed(Feed):
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
         found, credited = self._algorithm.credit(groups)
-        if not found:
-            scores = [score for group in groups for score in group.scores]
+        scores = [score for group in groups for score in group.scores]
+        if all(score.value is None for score in scores):
             raise all_invalid(f"step {self.step + 1}: all {len(scores)} rewards are invalid", scores)
         self.step += 1
         return found, metrics | credited

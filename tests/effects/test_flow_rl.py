@@ -16,8 +16,10 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.base import MicroBatch
+from cosmos_core.models.flow import euler_schedule
 from cosmos_core.rollout.base import EngineSettings, generate
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, FlowSource
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.train.drawing import data_term
 from cosmos_core.train.feeds import training_sampling
 from cosmos_core.train.measure import validation_sampling
@@ -170,16 +172,30 @@ def test_it_changes_which_rows_are_prepared(change: Change) -> None:
     assert (change.before.train.train_policy.rows, change.after.train.train_policy.rows) == ("media_prompts", "media")
 
 
-@changes(Change(f"{FLOW_RL}.data_beta", 0.02, {**DDRL, f"{FLOW_RL}.data_beta": 0.01}))
-def test_it_changes_the_weight_of_real_data(change: Change) -> None:
+@changes(
+    (Change(f"{FLOW_RL}.data_beta", 0.02, {**DDRL, f"{FLOW_RL}.data_beta": 0.01}), 2.0),
+    (Change(f"{FLOW_RL}.use_rl_sigma_and_noise", False, {**DDRL, f"{FLOW_RL}.data_beta": 0.01}), None),
+    (Change(f"{FLOW_RL}.data_on_first_only", True, {**DDRL, f"{FLOW_RL}.data_beta": 0.01}), None),
+)
+def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float | None) -> None:
+    """Beside the weight: the noise levels of the rollouts, the first of them, or others for each image."""
     rows = Rows(MediaRow(i, "", Rows.null_text, torch.full((3, 2, 4, 4), float(i)), None) for i in range(4))
-    family = SimpleNamespace(dropped_text=lambda text: text, train_shift=1.0, max_given=0)
+    family = Films()
+    family.dropped_text, family.train_shift, family.max_given = lambda text: text, 1.0, 0  # type: ignore[attr-defined]
     trainer: Any = SimpleNamespace(adapter=SimpleNamespace(family=family))
-    losses = []
+    losses, levels = [], []
     for recipe in (change.before, change.after):
         update = data_term(rows, recipe, trainer)(0)  # type: ignore[arg-type]
         noise = torch.stack([sample.noise for sample in update.samples])
         latents = torch.stack([sample.latents for sample in update.samples])
         outputs = {"velocity": torch.zeros_like(noise), "latents": latents, "noise": noise}
         losses.append(update.loss(MicroBatch(update.samples, range(2), outputs, torch.ones(()))).value.item())
-    assert losses[1] == pytest.approx(2 * losses[0])
+        levels.append([sample.sigma for sample in update.samples])
+    table = euler_schedule(6, 3.0).tolist()
+    assert levels[0] == 2 * table[:5]
+    if expected:
+        assert losses[1] == pytest.approx(expected * losses[0])
+    elif change.key.endswith("first_only"):
+        assert levels[1] == 2 * table[:1]
+    else:
+        assert len(levels[1]) == 2 and not set(levels[1]) & set(table)

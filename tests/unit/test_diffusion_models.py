@@ -147,7 +147,7 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
 
 
 def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has no model_index.json that names a pipeline"):
+    with pytest.raises(ModelError, match=r"has no model_index\.json that names a pipeline"):
         PipelineFolder(str(tmp_path))
     (tmp_path / INDEX).write_text(json.dumps({"_class_name": "SanaPipelin"}))
     with pytest.raises(ModelError, match="SanaPipelin is of no family here; did you mean 'SanaPipeline'"):

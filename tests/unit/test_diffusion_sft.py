@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.algorithms.diffusion_sft import DiffusionSft, flow_error
+from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.flow_sample import Draws, FlowSample
 from cosmos_core.data.media_rows import MediaRow, open_media
@@ -26,6 +28,7 @@ from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import hand_over, open_trainer, train
 from cosmos_core.train.trainer import Trainer
+from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 from tests.unit.trainers import NoView
@@ -35,7 +38,8 @@ BASE: dict[str, Any] = {
     "train.train_policy.type": "sft", "train.train_policy.mini_batch": 2, "train.optm_lr": 1e-3,
     "train.optm_warmup_steps": 0, "train.epoch": 3, "train.ckpt.enable_checkpoint": True, "train.ckpt.save_freq": 2,
     "policy.is_diffusers": True, "policy.diffusers.max_prompt_length": 16, "policy.diffusers.train_frames": 9,
-    "policy.diffusers.inference_size": [32, 32], "validation.enable": True, "validation.freq": 3,
+    "policy.diffusers.inference_size": [32, 32], "policy.diffusers.inference_frames": 9,
+    "policy.diffusers.sample.eval_num_steps": 2, "validation.enable": True, "validation.freq": 3,
     "train.train_policy.dataset.test_size": 2,
 }  # fmt: skip
 LORA = {"policy.lora.r": 4, "policy.lora.lora_alpha": 8.0}
@@ -270,3 +274,35 @@ def test_training_never_loads_the_encoders(inputs: Inputs, tmp_path: Path) -> No
     adapter: Any = trainer.adapter
     assert not adapter.family.has_encoders
     assert len(open_media(inputs.data("sd3"), "train")) == 8
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.FAMILIES)
+def test_the_published_form_is_proven_in_half_precision_and_carries_the_adapter(
+    inputs: Inputs, tmp_path: Path, name: str
+) -> None:
+    stage = inputs.stage(tmp_path / "export", name, **{"train.param_dtype": "bfloat16"})
+    stage = stage_of(tmp_path / "export", stage.recipe, kind="export", model=inputs.model(name))
+    outcome = export.run(stage)
+    assert outcome.info["checks"] == ["tensors", "copies", "images: bit-identical"]
+    folder = stage.path / "safetensors/step_0"
+    assert "from diffusers import DiffusionPipeline" in (folder / "README.md").read_text()
+    weights = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy.parallelism.cp_size": 2}, "policy.parallelism.cp_size = 2: this version spreads diffusion models by"),
+        ({"policy.enable_liger_kernel": True}, "Liger has no kernels for diffusion models"),
+        ({"policy.lora.modules_to_save": ["proj_out"]}, "diffusers loads adapters alone"),
+        ({"policy.lora.init_lora_weights": "pissa"}, "moves a part of the base weights"),
+        ({"policy.lora.lora_path": "here"}, "this version begins diffusion adapters anew"),
+        ({"policy.is_diffusers": False, "train.train_policy.trainer_type": "diffusion_sft"}, "set it to true"),
+        ({"train.train_policy.trainer_type": "dpo"}, "trainer_type = 'dpo' does not train such models; give one"),
+    ],
+)
+def test_what_is_not_done_is_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
+    config = recipe({**{key: BASE[key] for key in ("train.train_policy.type", "policy.is_diffusers")}, **settings})
+    problems = list(config.policy.refusals(InStage(config, all_kinds()["sft"])))
+    assert [problem for problem in problems if said in problem]

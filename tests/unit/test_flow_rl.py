@@ -20,7 +20,8 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.rollout.base import EngineSettings, generate
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, FlowSource
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.feeds import training_sampling
 from cosmos_core.train.trainer import Trainer
@@ -65,7 +66,15 @@ class Run:
         algorithm = make_algorithm(self.recipe, self.sampling)
         assert isinstance(algorithm, FlowRl)
         self.algorithm = algorithm
-        source = FlowSource(self.family, self.adapter.predict, self.weights, torch.device("cpu"))  # type: ignore[arg-type]
+        null = {key: value[0] for key, value in self.family.text_embedding([""]).items()}
+        algorithm.null_text = null
+        source = FlowSource(
+            self.family,
+            self.adapter.predict,
+            self.weights,
+            torch.device("cpu"),
+            null_text=null,  # type: ignore[arg-type]
+        )
         rollout = RolloutConfig()
         self.engine = FlowSamplerEngine(
             EngineSettings(None, None, "", rollout, 1, torch.float32, flow=source)  # type: ignore[arg-type]
@@ -112,6 +121,51 @@ def test_rollout_and_training_say_the_same_of_each_step(family: str, solver: str
     assert metrics["ratio_deviation"] < 1e-5
     assert metrics["kl"] == 0.0
     assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("sample", "flow_rl", "count"),
+    [
+        ({"guidance_scale": 3.0}, {}, 24),
+        ({}, {"guard": True}, 24),
+        ({}, {"window_size": 1}, 8),
+        ({}, {"window_size": 2, "window_range": [0, 3], "window_moves_every": 1}, 16),
+        ({}, {"use_same_seed": False, "train_on": [1, 3]}, 8),
+    ],
+    ids=["guided", "guard", "fast", "mix", "own noise"],
+)
+def test_variants_of_flow_grpo_say_the_same_of_each_step(
+    sample: dict[str, Any], flow_rl: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    run = Run("sd3", tmp_path / "model", "flow_grpo", sample={"solver": "flow", **sample}, flow_rl=flow_rl)
+    for step in range(2):
+        groups = generate(run.engine, run.prompts, run.sampling, step)
+        samples, _ = run.algorithm.credit([scored(group) for group in groups])
+        [update] = run.algorithm.updates(samples, run.trainer)
+        assert len(update.samples) == count
+        metrics = run.trainer.update(update)
+        assert metrics["ratio_deviation"] < 1e-4 and metrics["grad_norm"] > 0
+
+
+def test_a_step_without_any_difference_learns_nothing(tmp_path: Path) -> None:
+    run = Run("sd3", tmp_path / "model", "diffusion_nft")
+    before = state(run.trainer)
+    groups = [ScoredGroup(g, (Score(1.0),) * 4) for g in generate(run.engine, run.prompts, run.sampling, 0)]
+    samples, metrics = run.algorithm.credit(groups)
+    assert samples == [] and metrics["reward/constant_groups"] == 1.0
+    assert list(run.algorithm.updates(samples, run.trainer)) == []
+    assert all(torch.equal(value, before[name]) for name, value in state(run.trainer).items())
+
+
+def test_rewards_of_a_service_are_normalised_and_watched_by_their_own_names(tmp_path: Path) -> None:
+    functions = [{"name": "hps"}, {"name": "judge", "weight": 0.0}]
+    run = Run("sd3", tmp_path / "model", "diffusion_nft", normalise_each_reward=True, use_remote_reward=True,
+              remote_reward={"reward_fns": functions})  # fmt: skip
+    groups = generate(run.engine, run.prompts, run.sampling, 0)
+    metered = [ScoredGroup(g, tuple(Score(0.0, {"hps": float(k), "judge": 0.5}) for k in range(4))) for g in groups]
+    samples, metrics = run.algorithm.credit(metered)
+    assert len(samples) == 8 and metrics["watch/judge"] == 0.5
+    assert sorted({round(sample.advantage, 2) for sample in samples}) == [-1.34, -0.45, 0.45, 1.34]
 
 
 @pytest.mark.parametrize("family", list(SIZES))

@@ -17,7 +17,8 @@ from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Levels, log_prob, transition
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.flow_path import denoise, stochastic_steps
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, FlowSource
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
+from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, Window
 
 COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0)}

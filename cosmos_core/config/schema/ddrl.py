@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 
 
@@ -15,5 +16,8 @@ class DdrlConfig(FlowGrpoConfig):
 
     trainer_type: Literal["ddrl"] = "ddrl"  # type: ignore[assignment]
     """The algorithm."""
-    learns_data: Literal[True] = True
-    """Rows are images or clips with their prompts; `policy.diffusers.flow_rl.data_beta` is the weight of their loss."""
+
+    @property
+    def rows(self) -> RowKind:  # type: ignore[override]
+        """See `AlgorithmConfig.rows`: `learns_data` is not asked."""
+        return "media"

@@ -39,8 +39,8 @@ class FlowPolicyConfig(GrpoConfig):
     rest of it while the total rises, `watch/alarm` is 1 and a warning is said."""
 
     learns_data: bool = False
-    """Rows are images or clips with their prompts, and the diffusion loss on them is learned beside what is drawn of the
-    prompts, with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
+    """Rows are images or clips with their prompts, and the diffusion loss on them is learned beside what is drawn of
+    the prompts, with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
 
     @property
     def rows(self) -> RowKind:  # type: ignore[override]
@@ -73,12 +73,9 @@ class FlowPolicyConfig(GrpoConfig):
         """See `Table.refusals`."""
         yield from super().refusals(stage)
         beta = stage.recipe.policy.diffusers.flow_rl.data_beta
-        if self.learns_data and not beta:
-            yield (
-                "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips that "
-                "train.train_policy.learns_data asks for; set it to about 0.01"
-            )
-        if beta and not self.learns_data:
+        if self.rows == "media" and not beta:
+            yield "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips; set it to about 0.01"
+        if self.rows != "media" and beta:
             yield (
                 f"policy.diffusers.flow_rl.data_beta = {beta}: without train.train_policy.learns_data = true the rows "
                 f"are prompts alone; set it, and give images or clips with their prompts"

@@ -13,7 +13,6 @@ from cosmos_core.types import Window
 
 KERNELS = ("flow", "dance", "ddim", "cps")
 _FROM_TEXT = "rollouts start from text alone in this version; set it to 0"
-_AS_IN_SFT = "in this version the data term draws noise and noise levels as in SFT; set it to false"
 _DenoisingSteps = Annotated[PositiveInt, Unit("denoising steps")]
 
 
@@ -77,7 +76,7 @@ class FlowRLConfig(Table):
     """Take -exp(-A) for the advantage A, before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on real clips, DDRL's regulariser; 0: none."""
-    data_on_first_only: Annotated[bool, Only((False,), _AS_IN_SFT)] = False
+    data_on_first_only: Annotated[bool, Needs("use_rl_sigma_and_noise")] = False
     """Compute that loss at the first of the trained steps alone."""
     use_rl_sigma_and_noise: bool = True
     """Compute it at the rollout's noise level and with its noise; False: both are drawn as in SFT."""

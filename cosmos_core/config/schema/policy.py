@@ -32,7 +32,8 @@ class PolicyConfig(Table):
     published there), or a Hub id (the fingerprint takes its content, not its name); in a pipeline
     `model = "stage:NAME"` replaces it."""
     model_safetensor_path: Annotated[str | None, NoResult, Where.PATH] = None
-    """Folder or .safetensors file of the weights alone (the fingerprint takes its content); None: beside config.json."""
+    """Folder or .safetensors file of the weights alone (the fingerprint takes its content); None: beside
+    config.json."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     model_max_length: Tokens = 4096
@@ -99,6 +100,11 @@ class PolicyConfig(Table):
             yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"
         if self.lora and self.lora.lora_path:
             yield "policy.lora.lora_path: this version begins diffusion adapters anew; leave it out"
+        if self.lora and str(self.lora.init_lora_weights).startswith(("pissa", "olora")):
+            yield (
+                f"policy.lora.init_lora_weights = {self.lora.init_lora_weights!r} moves a part of the base weights, "
+                f"onto which diffusers could not load the adapter; use 'gaussian' or true"
+            )
         if self.lora and self.lora.modules_to_save:
             yield "policy.lora.modules_to_save: diffusers loads adapters alone; leave it out, or train all weights"
 

@@ -88,8 +88,10 @@ class Recipe(Table):
         """Take `sft` of a diffusion model for the flow matching that it is."""
         tables: dict[str, Any] = values if isinstance(values, dict) else {}
         policy, train = tables.get("policy"), tables.get("train")
-        given = train.get("train_policy") if isinstance(train, dict) else None
-        if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(given, dict)):
+        if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(train, dict)):
+            return values
+        given = train.get("train_policy")
+        if not isinstance(given, dict):
             return values
         name = given.get("trainer_type", "sft")
         if given.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
@@ -114,6 +116,13 @@ class Recipe(Table):
             policy=self.policy.derived(parallelism=mesh),
             train=train.derived(train_batch_per_replica=rows, train_policy=policy),
         )
+
+    @model_validator(mode="after")
+    def _engine_of_the_modality(self) -> Recipe:
+        """Diffusion models are drawn by the ranks that train, whatever engine of text is named."""
+        if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
+            return self
+        return self.derived(rollout=self.rollout.derived(backend="flow_sampler"))
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Recipe:

@@ -1,0 +1,187 @@
+"""The program behind `cosmos check-model`: what a pipeline has to do before it is trained, each as a line of a table.
+
+    python -m cosmos_core.models.check_model MODEL [--class FILE.py:CLASS]
+
+It loads the whole pipeline on the CPU and makes one small call of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.errors import EXIT_OK, EXIT_REFUSED, CosmosError
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.families import open_family
+from cosmos_core.models.lora import add_adapter
+
+_PROMPTS = ["7 red apples on a table", "a cat"]
+_TOLERANCE = 1e-4
+"""Of the largest value: between our call of the network and the pipeline's own, in float32."""
+_WRONG = "does not do what it should: "
+
+
+class Check(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    is_passed: bool
+    detail: str
+
+
+def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
+    """Yield the checks of a pipeline in their order; what raises has failed, and those that need it are left out."""
+    diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
+    policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
+    try:
+        family = open_family(model, policy)
+    except CosmosError as error:
+        yield Check("family", False, str(error))
+        return
+    yield Check("family", True, f"{family.folder.class_name} is {type(family).__name__}")
+    steps: dict[str, Callable[[DiffusionModel], str]] = {
+        "noise levels": _noise_levels,
+        "text": _text,
+        "media": _media,
+        "prediction": _prediction,
+        "gradient": _gradient,
+        "adapter": _adapter,
+    }
+    for name, step in steps.items():
+        try:
+            detail = step(family)
+        except Exception as error:  # noqa: BLE001 - a user's own class may raise anything, and that is the result
+            yield Check(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        else:
+            yield Check(name, not detail.startswith(_WRONG), detail)
+
+
+def _noise_levels(family: DiffusionModel) -> str:
+    """The table of noise levels is that of the pipeline's scheduler."""
+    ours_N = family.set_scheduler_timestep(4)
+    scheduler = family.folder.load("scheduler")
+    scheduler.set_timesteps(4)
+    difference = float((ours_N - scheduler.sigmas.double()).abs().max())
+    table = f"{family.schedule!r}, shift {family.shift:g} ({family.train_shift:g} in training)"
+    return table if difference < 1e-3 else f"{_WRONG}{table} is {difference:.2g} from {type(scheduler).__name__}"
+
+
+def _text(family: DiffusionModel) -> str:
+    """A batch of prompts is its prompts one by one."""
+    both, one = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
+    for name, value in both.items():
+        if len(value) != len(_PROMPTS) or value.requires_grad:
+            return f"{_WRONG}{name!r} is {tuple(value.shape)}, for {len(_PROMPTS)} prompts, without gradient"
+        if not torch.allclose(value[1:].float(), one[name].float(), atol=1e-3):
+            return f"{_WRONG}{name!r} of a prompt depends on the prompts beside it"
+    return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in both.items())
+
+
+def _media(family: DiffusionModel) -> str:
+    """Latents have the shape that is promised, and decode to the size of the pixels."""
+    pixels, shape = _pixels(family)
+    mean, logvar = family.visual_embedding(pixels)
+    if tuple(mean.shape[1:]) != shape:
+        return f"{_WRONG}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
+    if logvar is not None and logvar.shape != mean.shape:
+        return f"{_WRONG}mean and log-variance are of different shapes"
+    back = family.decode(mean)
+    if back.shape != pixels.shape:
+        return f"{_WRONG}{tuple(pixels.shape[1:])} comes back as {tuple(back.shape[1:])}"
+    drawn = "posterior" if logvar is not None else "deterministic"
+    return f"{tuple(pixels.shape[1:])} to {shape}, {drawn}, standard deviation {mean.std().item():.2f}"
+
+
+def _prediction(family: DiffusionModel) -> str:
+    """The network is called as the pipeline calls it, and gives the same."""
+    network = family.load_denoiser(torch.float32)
+    calls: list[tuple[dict[str, Any], Tensor]] = []
+    forward = network.forward
+    names = list(inspect.signature(forward).parameters)
+
+    def record(*args: Tensor, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        calls.append((dict(zip(names, args, strict=False)) | kwargs, found[0]))
+        return found
+
+    network.forward = record
+    with torch.no_grad():
+        pipeline = family.whole_pipeline(network)
+        pipeline(prompt=_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt")
+        network.forward = forward
+        text = family.text_embedding(_PROMPTS[:1])
+        probe, worst = family.probe(), 0.0
+        frames = probe.get("frames", probe.get("num_frames", 1))
+        shape = family.latent_shape(probe["height"], probe["width"], frames)
+        for given, theirs in calls:
+            latents = family.latents_in(given[names[0]], shape)
+            unit = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text)["timestep"]
+            sigma_B = (given["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
+            ours = family.predict(network, latents, sigma_B, text)
+            difference = (ours - family.velocity_of(theirs, latents)).abs().max()
+            worst = max(worst, float(difference / theirs.abs().max()))
+    counted = f"{len(calls)} calls, largest difference {worst:.1g}"
+    return counted if calls and worst <= _TOLERANCE else f"{_WRONG}{counted}, more than {_TOLERANCE:g}"
+
+
+def _gradient(family: DiffusionModel) -> str:
+    """The loss reaches the weights."""
+    network = family.load_denoiser(torch.float32)
+    _, shape = _pixels(family)
+    text = family.text_embedding(_PROMPTS)
+    velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text)
+    velocity.square().mean().backward()  # type: ignore[no-untyped-call]
+    reached = [name for name, weight in network.named_parameters() if weight.grad is not None]
+    total = sum(1 for _ in network.parameters())
+    if not reached or not torch.isfinite(velocity).all():
+        return f"{_WRONG}no weight has a gradient, or a prediction is not finite"
+    return f"{len(reached)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
+
+
+def _adapter(family: DiffusionModel) -> str:
+    """An adapter finds its modules, and diffusers can take it."""
+    network = family.load_denoiser(torch.float32)
+    add_adapter(network, LoraConfig(r=2), family.lora_targets)
+    count = sum(parameter.requires_grad for parameter in network.parameters())
+    if not hasattr(family.folder.pipeline_class, "load_lora_weights"):
+        return f"{_WRONG}{family.folder.class_name} has no load_lora_weights; train all weights"
+    return f"{count // 2} modules: {', '.join(family.lora_targets)}"
+
+
+def _pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
+    side = family.size_multiple * 2
+    frames = family.pixels_per_latent[0] + 1
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 3, frames, side, side) if family.is_video else (1, 3, side, side)
+    pixels = torch.rand(shape, generator=generator) * 2 - 1
+    return pixels, family.latent_shape(side, side, frames if family.is_video else 1)
+
+
+def main() -> int:
+    """Print the table; return 0 where every check passed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--class", dest="model_class")
+    arguments = parser.parse_args()
+    table = Table("check", "", "found", title=arguments.model)
+    is_passed = True
+    for check in check_model(arguments.model, arguments.model_class):
+        table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.detail)
+        is_passed &= check.is_passed
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return EXIT_OK if is_passed else EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
