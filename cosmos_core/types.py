@@ -114,6 +114,8 @@ class Prompt:
     embedding: dict[str, Any] = field(default_factory=dict)
     """Of a diffusion model, what its text encoder made of the prompt: tensors by name, without a dimension for samples;
     then there are no token ids."""
+    given: Any = None
+    """Of a diffusion model of videos, clean latents of a clip whose first frames rollouts may be given; None: none."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """What else the row of a prompt for a diffusion model says, for rewards."""
 
@@ -158,6 +160,8 @@ class FlowSampling:
     """Height and width in pixels."""
     num_frames: int = 1
     """Of a video; 1, or a model of images: an image."""
+    given_frames: tuple[int, int] = (0, 0)
+    """Fewest and most latent frames that are given, where the prompt has some and the network takes them."""
     same_noise: bool = False
     """All completions of a prompt start from the same noise."""
     weights: str = "policy"
@@ -244,6 +248,8 @@ class Drawn:
     """Mean of the distribution that `after` was drawn from."""
     log_probs: tuple[float, ...] = ()
     """Log-probability of `after`, a mean over its elements."""
+    num_given: int = 0
+    """Latent frames that were given, from the first on."""
 
 
 @dataclass(frozen=True, slots=True)

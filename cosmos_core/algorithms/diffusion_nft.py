@@ -72,6 +72,7 @@ class DiffusionNft(FlowRl):
                 rollout.prompt.embedding,
                 rollout,
                 (rollout.seed + 1 + i) & _SEED_BITS,
+                rollout.drawn.num_given,
             )
             for i in chosen
         ]

@@ -61,6 +61,7 @@ class FlowGrpo(FlowRl):
                 step.rollout.drawn.before[step.n],
                 step.levels[0],
                 step.rollout.prompt.embedding,
+                num_given=step.rollout.drawn.num_given,
                 negative=self.null_text if is_guided else None,
                 extra={_STEP: step},
             )

@@ -24,8 +24,10 @@ from cosmos_core.types import Drawn, FlowSampling, Window
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """Takes latents and the noise level of each sample."""
 
-_WINDOWS = 0x77696E
-"""Keeps the draws of windows apart from others of the same seed."""
+SHARED_NOISE = -1
+"""Stands for the number of a completion in the seed of noise that all of a group start from."""
+_WINDOWS, _GIVEN = 0x77696E, 0x676976
+"""Keep the draws of windows and of given frames apart from others of the same seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Path:
     """Empty: they were not asked for."""
     log_probs: list[Tensor]
     """B each."""
+    num_given_B: Tensor | None = None
+    """Frames that were given; None: none."""
 
     def drawn(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> Drawn:
         """Return sample `b` as a completion has it."""
@@ -59,6 +63,7 @@ class Path:
             of_steps(self.after),
             of_steps(self.means),
             tuple(each[b].item() for each in self.log_probs),
+            0 if self.num_given_B is None else int(self.num_given_B[b]),
         )
 
 
@@ -87,13 +92,34 @@ def _first(window: Window, seed: int, step: int) -> int:
     return window.first + int(shuffled(count, seed, step, _WINDOWS)[0])
 
 
-def denoise(
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The first frames of each sample, which are clean from the start and never learned."""
+
+    latents: Tensor
+    num_B: Tensor
+
+    def put(self, x: Tensor) -> Tensor:
+        """Return latents with these frames in them."""
+        frames_F = torch.arange(x.shape[2], device=x.device)
+        is_given = (frames_F[None] < self.num_B.to(x.device)[:, None])[:, None, :, None, None]
+        return torch.where(is_given, self.latents.to(x), x)
+
+
+def num_given(bounds: tuple[int, int], most: int, seed: int, step: int, prompt_id: int) -> int:
+    """Return how many frames the rollouts of a prompt are given in a train step, at most `most`."""
+    low, high = (min(bound, most) for bound in bounds)
+    return low + int(shuffled(high - low + 1, seed, step, prompt_id, _GIVEN)[0])
+
+
+def denoise(  # noqa: PLR0913 - what a way from noise to data is made of
     velocity: Velocity,
     noise: Tensor,
     sigmas_N: Tensor,
     sampling: FlowSampling,
     generators: Sequence[torch.Generator] = (),
     stochastic: range = range(0),
+    given: Given | None = None,
 ) -> Path:
     """Return the way from noise to clean latents.
 
@@ -104,8 +130,10 @@ def denoise(
         sampling: solver, kernel, and which steps to keep.
         generators: one for each sample, for the noise of stochastic steps.
         stochastic: these.
+        given: frames that are given; None: none.
     """
-    x, solver = noise.float(), Dpm2(sigmas_N)
+    put = given.put if given else lambda x: x
+    x, solver = put(noise.float()), Dpm2(sigmas_N)
     found = Path(x, tuple(i for i in sampling.trained_on if i in stochastic), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
@@ -116,7 +144,7 @@ def denoise(
         levels = Levels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
         step = transition(sampling.kernel, x, v, levels, sampling.eta)
         drawn = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
-        later = step.mean + step.std.to(x) * drawn.to(x)
+        later = put(step.mean + step.std.to(x) * drawn.to(x))
         if i in found.steps:
             found.before.append(x.cpu())
             found.after.append(later.cpu())
@@ -124,7 +152,8 @@ def denoise(
             if sampling.keeps_means:
                 found.means.append(step.mean.cpu())
         x = later
-    return Path(x.cpu(), found.steps, found.before, found.after, found.means, found.log_probs)
+    kept = (found.before, found.after, found.means, found.log_probs)
+    return Path(put(x).cpu(), found.steps, *kept, given.num_B if given else None)
 
 
 def guided(velocity: Velocity, unconditional: Velocity, rule: Callable[..., Any], scale: float) -> Velocity:

@@ -18,14 +18,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, WeightFormat, request_seed
-from cosmos_core.rollout.flow_path import Path, denoise, guided, stochastic_steps, table_of
+from cosmos_core.rollout.flow_path import (
+    SHARED_NOISE,
+    Given,
+    Path,
+    denoise,
+    guided,
+    num_given,
+    stochastic_steps,
+    table_of,
+)
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, Drawn, Group, Prompt, Sampling
-
-SHARED_NOISE = -1
-"""Stands for the number of a completion in the seed of noise that all of a group start from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,28 @@ class FlowSamplerEngine:
         of_ranks = mesh.all_gather_object(made)
         return [of_ranks[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
+    def _given(self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]) -> Given | None:
+        """Return the frames that samples are given; None: none are.
+
+        Raises:
+            DataError: a clip has another size than what is drawn.
+        """
+        assert sampling.flow is not None
+        most = min(self._source.model.max_given, shape[1] - 1) if len(shape) == 4 else 0
+        clips = [row.prompt.given for row in rows]
+        if not most or not sampling.flow.given_frames[1] or any(clip is None for clip in clips):
+            return None
+        if wrong := next((clip for clip in clips if tuple(clip.shape) != tuple(shape)), None):
+            raise DataError(
+                f"a clip has latents of shape {tuple(wrong.shape)} and what is drawn {tuple(shape)}: frames can be "
+                f"given of clips of one size alone; set policy.diffusers.train_frames to inference_frames, or "
+                f"policy.diffusers.flow_rl.max_conditional_frames to 0"
+            )
+        bounds = sampling.flow.given_frames
+        counts = [num_given(bounds, most, sampling.seed, step, row.prompt.id) for row in rows]
+        device = self._source.device
+        return Given(torch.stack(clips).to(device), torch.tensor(counts, device=device))
+
     def _draw(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
         """Return what this rank draws."""
         assert sampling.flow is not None
@@ -129,15 +157,17 @@ class FlowSamplerEngine:
         text = _stacked([row.prompt.embedding for row in rows], self._source.device)
         null = _stacked([self._source.null_text or {}] * len(rows), self._source.device)
         steps = stochastic_steps(settings, sampling.seed, step)
+        given = self._given(rows, sampling, step, shape)
+        num_given_B = given.num_B if given else None
 
         def sample(predict: Callable[..., Tensor]) -> Path:
             velocity = guided(
-                lambda x, sigma_B: predict(x, sigma_B, text),
-                lambda x, sigma_B: predict(x, sigma_B, null),
+                lambda x, sigma_B: predict(x, sigma_B, text, num_given_B),
+                lambda x, sigma_B: predict(x, sigma_B, null, num_given_B),
                 model.guided,
                 settings.guidance_scale,
             )
-            return denoise(velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps)
+            return denoise(velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps, given)
 
         with self._source.weights(settings.weights), torch.no_grad():
             path = model.pipeline_with_logprob(sample, self._source.predict)

@@ -18,6 +18,8 @@ class FlowModel(Protocol):
 
     is_video: ClassVar[bool]
     """Whether latents have frames."""
+    max_given: ClassVar[int]
+    """Most latent frames that the network can be given clean."""
 
     @property
     def shift(self) -> float:
@@ -51,7 +53,7 @@ class FlowSource:
 
     model: FlowModel
     predict: Callable[..., Tensor]
-    """The velocity of the trainer's denoiser: `(latents, sigma_B, text)`."""
+    """The velocity of the trainer's denoiser: `(latents, sigma_B, text, num_given_B)`; it is 0 in given frames."""
     weights: Callable[[str], AbstractContextManager[None]]
     """Has the denoiser compute with named weights inside a block, without dropout and gradients."""
     device: torch.device

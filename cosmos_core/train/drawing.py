@@ -18,7 +18,7 @@ from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, ope
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import request_seed
-from cosmos_core.rollout.flow_path import stochastic_steps, table_of
+from cosmos_core.rollout.flow_path import SHARED_NOISE, stochastic_steps, table_of
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import draws_of, rows_per_step, training_sampling
@@ -27,8 +27,6 @@ from cosmos_core.types import FlowSampling, Prompt, Sampling
 
 REFERENCE_KEYS = ("reference", "answer", "label")
 """Where the metadata of a prompt may have what its rewards compare with, if the recipe names no column."""
-_NOISE_OF = 0
-"""The completion whose noise real images are put to."""
 _DATA = 0x64617461
 """Keeps the draws of a data term apart from others of the same seed."""
 
@@ -36,9 +34,10 @@ _DATA = 0x64617461
 class DrawnPrompts(Sequence[Prompt]):
     """Prepared prompts for images or videos, as rollouts take them."""
 
-    def __init__(self, prompts: MediaPrompts, column: str = "") -> None:
-        """`column`: of the metadata, what rewards compare with; empty: the first found of `REFERENCE_KEYS`."""
-        self.media, self._columns = prompts, (column,) if column else REFERENCE_KEYS
+    def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
+        """`column`: of the metadata, what rewards compare with; empty: the first found of `REFERENCE_KEYS`. `clips`: of
+        the same rows, whose first frames rollouts may be given."""
+        self.media, self._columns, self._clips = prompts, (column,) if column else REFERENCE_KEYS, clips
 
     def __len__(self) -> int:
         return len(self.media)
@@ -52,7 +51,15 @@ class DrawnPrompts(Sequence[Prompt]):
             return [self[i] for i in range(*index.indices(len(self)))]
         found = self.media[index]
         reference = next((str(found.metadata[name]) for name in self._columns if name in found.metadata), "")
-        return Prompt(found.row, (), found.prompt, reference, embedding=dict(found.text), metadata=dict(found.metadata))
+        return Prompt(
+            found.row,
+            (),
+            found.prompt,
+            reference,
+            embedding=dict(found.text),
+            metadata=dict(found.metadata),
+            given=self._clips[index].mean.float() if self._clips is not None else None,
+        )
 
 
 def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
@@ -61,9 +68,10 @@ def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
     Raises:
         DataError: there is no such split, or it is damaged.
     """
-    return DrawnPrompts(
-        open_media_prompts(folder, split), getattr(recipe.train.train_policy, "response_column_name", "")
-    )
+    policy = recipe.train.train_policy
+    asks = policy.has_rollouts and policy.rows == "media" and recipe.policy.diffusers.flow_rl.max_conditional_frames
+    clips = open_media(folder, split) if asks else None
+    return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
@@ -124,11 +132,13 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
             positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()
             return [draws.sample(rows[i], seed_of(seed, step, i, _DATA)) for i in positions]
         sampling = training_sampling(recipe)
+        assert sampling.flow is not None
+        start = SHARED_NOISE if sampling.flow.same_noise else 0
         levels = _learned_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
         found = []
         for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
             sample = draws.sample(rows[i], seed_of(seed, step, i, _DATA))
-            noise = noise_of(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, _NOISE_OF))
+            noise = noise_of(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, start))
             found += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
         return found
 

@@ -44,7 +44,9 @@ WINDOW = {**GRPO, f"{FLOW_RL}.window_size": 2}
 class Bent(Denoiser):
     """Its paths are no straight lines, so that solvers differ."""
 
-    def __call__(self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor]) -> Tensor:
+    def __call__(
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+    ) -> Tensor:
         bend = torch.sin(3 * latents) * sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
         return bend + text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
 
@@ -54,7 +56,10 @@ def groups_of(recipe: Recipe, sampling: Sampling, step: int = 0) -> list[Group]:
     null = {"colour": torch.full((3,), 0.5)}
     source = FlowSource(Films(), denoiser, denoiser.weights, torch.device("cpu"), null_text=null)  # type: ignore[arg-type]
     settings = EngineSettings(None, None, "", recipe.rollout, 1, torch.float32, flow=source)  # type: ignore[arg-type]
-    prompts = [Prompt(i, (), str(i), "", embedding={"colour": torch.full((3,), 0.1 * i)}) for i in range(2)]
+    given = torch.ones(3, sampling.flow.num_frames, 4, 4) if sampling.flow else None
+    prompts = [
+        Prompt(i, (), str(i), "", embedding={"colour": torch.full((3,), 0.1 * i)}, given=given) for i in range(2)
+    ]
     return generate(FlowSamplerEngine(settings), prompts, sampling, step)
 
 
@@ -85,6 +90,8 @@ def drawn(recipe: Recipe, sampling: Sampling) -> list[Any]:
     Change(f"{FLOW_RL}.window_moves_every", 1, WINDOW),
     Change(f"{FLOW_RL}.guard", True, GRPO),
     Change(f"{FLOW_RL}.use_same_seed", False, GRPO),
+    Change(f"{FLOW_RL}.max_conditional_frames", 1, {**GRPO, f"{FLOW_RL}.min_conditional_frames": 0}),
+    Change(f"{FLOW_RL}.min_conditional_frames", 1, {**GRPO, f"{FLOW_RL}.max_conditional_frames": 1}),
 )
 def test_it_changes_how_rollouts_are_drawn(change: Change) -> None:
     assert drawn(change.before, training_sampling(change.before)) != drawn(

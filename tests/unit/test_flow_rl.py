@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_variants_of_flow_grpo_say_the_same_of_each_step(
         assert len(update.samples) == count
         metrics = run.trainer.update(update)
         assert metrics["ratio_deviation"] < 1e-4 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
+def test_frames_that_are_given_are_given_in_training_too(trainer_type: str, tmp_path: Path) -> None:
+    run = Run("cosmos_predict", tmp_path / "model", trainer_type, sample={"solver": "flow"},
+              flow_rl={"min_conditional_frames": 1, "max_conditional_frames": 1})  # fmt: skip
+    clip = torch.randn(run.family.latent_shape(32, 32, 5))
+    run.prompts = [replace(prompt, given=clip) for prompt in run.prompts]
+    groups = generate(run.engine, run.prompts, run.sampling, 0)
+    samples, _ = run.algorithm.credit([scored(group) for group in groups])
+    assert all(torch.equal(sample.latents[:, :1], clip[:, :1]) for sample in samples)
+    [update] = run.algorithm.updates(samples, run.trainer)
+    assert {sample.num_given for sample in update.samples} == {1}
+    metrics = run.trainer.update(update)
+    assert metrics["grad_norm"] > 0 and metrics.get("ratio_deviation", 0.0) < 1e-5
 
 
 def test_a_step_without_any_difference_learns_nothing(tmp_path: Path) -> None:

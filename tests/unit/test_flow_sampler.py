@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Levels, log_prob, transition
 from cosmos_core.rollout.base import EngineSettings, generate
-from cosmos_core.rollout.flow_path import denoise, stochastic_steps
+from cosmos_core.rollout.flow_path import Given, denoise, num_given, stochastic_steps
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, Window
@@ -28,6 +28,7 @@ class Toy:
     """Its velocity leads to the colour of the prompt, whatever the noise."""
 
     is_video = False
+    max_given = 0
     shift = 3.0
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
@@ -48,6 +49,7 @@ class Toy:
 
 class Films(Toy):
     is_video = True
+    max_given = 2
 
 
 class Denoiser:
@@ -57,10 +59,13 @@ class Denoiser:
         self.sigmas: list[list[float]] = []
         self.used: list[str] = []
 
-    def __call__(self, latents: Tensor, sigma_B: Tensor, text: dict[str, Tensor]) -> Tensor:
+    def __call__(
+        self, latents: Tensor, sigma_B: Tensor, text: dict[str, Tensor], num_given_B: Tensor | None = None
+    ) -> Tensor:
         self.sigmas.append(sigma_B.tolist())
         target = text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
-        return (latents - target) / sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
+        velocity = (latents - target) / sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
+        return velocity if num_given_B is None else Given(torch.zeros(()), num_given_B).put(velocity)
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
@@ -183,3 +188,25 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
     assert torch.allclose(groups[1].completions[0].drawn.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4)
     with pytest.raises(ConfigError, match="empty prompt"):
         generate(engine(Denoiser()), prompts(), sampling(guidance_scale=2.0), step=0)
+
+
+@pytest.mark.parametrize("kernel", ["", "flow"])
+def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> None:
+    clip = torch.rand(3, 4, 4, 4)
+    asked = [replace(prompt, given=clip) for prompt in prompts()]
+    settings = {"num_frames": 4, "given_frames": (1, 5), "kernel": kernel, "trained_on": (0, 1), "solver": "dpm2"}
+    counts = set()
+    for step in range(4):
+        groups = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), step)
+        for group in groups:
+            [count] = {completion.drawn.num_given for completion in group.completions}
+            counts.add(count)
+            for completion in group.completions:
+                latents = completion.drawn.latents
+                assert torch.allclose(latents[:, :count], clip[:, :count], atol=1e-5)
+                colour = torch.tensor(COLOURS[group.prompt.text]).reshape(3, 1, 1, 1)
+                assert torch.allclose(latents[:, count:], colour.expand_as(latents[:, count:]), atol=1e-4)
+    assert counts == {1, 2}  # the network takes no more
+    assert num_given((0, 0), 2, 0, 0, 0) == 0
+    other = generate(engine(Denoiser(), is_video=True), prompts(), sampling(**settings), 0)
+    assert all(completion.drawn.num_given == 0 for group in other for completion in group.completions)

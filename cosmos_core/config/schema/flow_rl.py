@@ -67,7 +67,18 @@ class FlowPolicyConfig(GrpoConfig):
             schedule=sample.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,
+            given_frames=(diffusers.flow_rl.min_conditional_frames, diffusers.flow_rl.max_conditional_frames),
         )
+
+    def notices(self, stage: InStage) -> Iterator[str]:
+        """See `Table.notices`."""
+        yield from super().notices(stage)
+        most = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
+        if most and self.rows != "media" and stage.kind.trains:
+            yield (
+                f"policy.diffusers.flow_rl.max_conditional_frames = {most}: rollouts start from text alone, because "
+                f"rows are prompts; train.train_policy.learns_data = true makes them clips"
+            )
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""

@@ -6,13 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import Needs, Only, Unit
+from cosmos_core.config.schema.marks import Needs, Unit
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import Window
 
 KERNELS = ("flow", "dance", "ddim", "cps")
-_FROM_TEXT = "rollouts start from text alone in this version; set it to 0"
 _DenoisingSteps = Annotated[PositiveInt, Unit("denoising steps")]
 
 
@@ -68,10 +67,10 @@ class FlowRLConfig(Table):
     """Noise that this solver adds (Karras et al., arXiv 2206.00364)."""
     use_same_seed: bool = True
     """All completions of a group start from the same noise."""
-    min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames"), Only((0,), _FROM_TEXT)] = 0
-    """Fewest frames of the clip that a rollout is given."""
-    max_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames"), Only((0,), _FROM_TEXT)] = 0
-    """Most frames."""
+    min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    """Fewest frames of the clip of a row that its rollouts are given, where the network takes some."""
+    max_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    """Most frames; the number is drawn evenly for each prompt and train step. 0: from text alone."""
     exp_reward: bool = False
     """Take -exp(-A) for the advantage A, before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
