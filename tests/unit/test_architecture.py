@@ -18,7 +18,8 @@ from tests.unit import named
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = ("torch", "transformers", "diffusers", "vllm", "ray", "peft", "accelerate", "datasets")
 FRONT = (
-    "cli", "cli_config", "cli_models", "cli_server", "cli_runs", "session", "config", "run", "launch", "upload", "observe",
+    "cli", "cli_config", "cli_models", "cli_server", "cli_runs", "session",
+    "config", "run", "launch", "upload", "observe",
     "errors", "types", "registry", "facts", "environment",
 )  # fmt: skip
 FUNCTION_LINES = 60

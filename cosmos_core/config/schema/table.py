@@ -26,7 +26,7 @@ def _noted(kind: str) -> dict[tuple[str, str], str]:
     """What `status.toml` has below `kind`: table and key, "*" for all, to the note."""
     return {
         (table, name): note
-        for note, tables in _NOTES[kind].items()
+        for note, tables in _NOTES.get(kind, {}).items()
         for table in tables
         for name in tables[table].split()
     }
