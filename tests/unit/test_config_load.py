@@ -289,15 +289,19 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
              if status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
-        "DatasetConfig.name", "HeldOutConfig.name", "PolicyConfig.model_name_or_path", 
+        "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name", "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", 
         "PolicyConfig.model_safetensor_path", "LoraConfig.lora_path",
         "DistillationConfig.model_name_or_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
-        "TrainConfig.resume",  # of these six the content counts
+        "TrainConfig.resume",  # of these eight the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
         "DpoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
+        "CheckpointConfig.upload_s3", "CheckpointConfig.s3_bucket", "CheckpointConfig.s3_prefix",
+        "CheckpointConfig.upload_hf", "CheckpointConfig.hf_repo_name",  # stages behind the export
+        *(f"{name}Config.dataloader_num_workers" for name in ("DiffusionSft", "DiffusionNft", "FlowGrpo", "Ddrl")),
+        *(f"{name}Config.reward_env" for name in ("DiffusionNft", "FlowGrpo", "Ddrl")),
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
         "RolloutConfig.engine_timeout_seconds", "MultiTurnRolloutConfig.custom_chat_template_path",
         "MultiTurnRolloutConfig.tool_env",
@@ -310,7 +314,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
             "do_profile", "active_steps", "warmup_steps", "wait_steps", "rank_filter", "record_shape", "profile_memory",
             "with_stack",
         )),
-        "LoggingConfig.logger", "LoggingConfig.report_mfu",
+        "LoggingConfig.logger", "LoggingConfig.report_mfu", "LoggingConfig.multi_modal_log_interval",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",
     }  # fmt: skip
 
