@@ -140,7 +140,7 @@ def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *,
     framing = framing_of(stage.recipe, config, source)
     rows: list[Row | None] = []
     skipped: list[str] = []
-    for item, found in in_threads(lambda item: (item, _row_of(item, framing, needs_media)), items()):
+    for item, found in in_threads(stage, lambda item: (item, _row_of(item, framing, needs_media)), items()):
         stage.progress.beat()
         rows.append(None if isinstance(found, str) else found)
         if isinstance(found, str):
@@ -169,11 +169,13 @@ def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
     return Row(item.where, item.prompt, metadata, text, media)
 
 
-def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield results in the order of the items, a few of which are worked on ahead."""
+def in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield results in the order of the items, a few of which are worked on ahead, in as many threads as the recipe
+    says."""
     remaining = iter(items)
-    with ThreadPoolExecutor(_DECODERS) as pool:
-        pending: deque[Future[R]] = deque(pool.submit(function, item) for item in islice(remaining, 2 * _DECODERS))
+    count = stage.recipe.train.train_policy.dataloader_num_workers or _DECODERS
+    with ThreadPoolExecutor(count) as pool:
+        pending: deque[Future[R]] = deque(pool.submit(function, item) for item in islice(remaining, 2 * count))
         while pending:
             yield pending.popleft().result()
             pending.extend(pool.submit(function, item) for item in islice(remaining, 1))

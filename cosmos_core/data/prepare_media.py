@@ -217,7 +217,9 @@ class _Work:
         """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
         found: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        for index, pixels in enumerate(in_threads(lambda item: _decoded(item[0], item[1], framing), items)):
+        for index, pixels in enumerate(
+            in_threads(self._stage, lambda item: _decoded(item[0], item[1], framing), items)
+        ):
             self._stage.progress.beat()
             if isinstance(pixels, str):
                 found[index] = pixels

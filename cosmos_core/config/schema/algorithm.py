@@ -55,7 +55,8 @@ class AlgorithmConfig(Table):
     dataloader_seed: int | None = None
     """Seed of that order; None: `train.seed`."""
     dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
-    """Processes that tokenise in the `prepare` stage; 0 or less: one."""
+    """Processes that tokenise in the `prepare` stage; 0 or less: one. Images and videos are decoded by as many threads;
+    0 or less: four."""
     dataloader_batch_size: int = 1
     """Batch of the controller's iterator; 0 or less: all."""
     enable_dataset_cache: bool = False
