@@ -143,8 +143,7 @@ def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, argumen
         (["pipeline.output_dir=rows.jsonl/outputs"], "pipeline.output_dir = 'FOLDER/rows.jsonl/outputs' cannot be "
          "written: Not a directory; choose another folder"),
         (["train.fp8.fp8_recipe=delayed_scaling", "train.fp8.enable_fp8=true"], "recipe.toml: stage 'prepare': "
-         "train.fp8.fp8_recipe = 'delayed_scaling': this version has 'dynamic_scaling' alone, as Cosmos-RL has; leave "
-         "it out"),
+         "train.fp8.fp8_recipe = 'delayed_scaling': torchao scales dynamically alone, as Cosmos-RL does; leave it out"),
     ],
     ids=["unknown key", "wrong type", "no model", "no data", "no reward", "output folder", "capability"],
 )  # fmt: skip
