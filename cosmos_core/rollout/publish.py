@@ -80,7 +80,8 @@ class WeightPublisher:
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
-            return {"sync/version": float(version), "time/sync": time.perf_counter() - began}
+            seconds = time.perf_counter() - began
+            return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
         self._weights = self._weights or _Weights(self.model, self.whole, self.bucket_bytes)
         loaded = self.engine.load_weights(version, counted())
         if (loaded.version, loaded.num_tensors) != (version, num_sent):

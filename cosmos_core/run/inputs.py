@@ -127,7 +127,7 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
         if path is None and recipe.policy.is_diffusers:
             path = named_set(name, key)
         if path is None and is_code(name):
-            path = code_file(name)
+            path = _check_code(key, name)
         can_only_be_local = (
             key in {"data", annotations}
             or key.endswith(".local_dir")
@@ -293,9 +293,10 @@ def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
     return [(key, name) for key, name in named if is_import_path(name)]
 
 
-def _check_code(key: str, name: str, error_class: type[CosmosError] = ConfigError) -> None:
+def _check_code(key: str, name: str, error_class: type[CosmosError] = ConfigError) -> Path:
+    """Return the file of a user's own code; an error about it names the key."""
     try:
-        code_file(name)
+        return code_file(name)
     except ConfigError as error:
         raise error_class(f"{key}: {error}") from error
 

@@ -109,7 +109,7 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
         (["policy.lora.r=4"], "train.fp8.enable_fp8 = true excludes policy.lora"),
         (["train.param_dtype='float32'"], "train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16'"),
         (["policy.parallelism.tp_size=2", "train.compile=false"], "excludes policy.parallelism.tp_size = 2"),
-        (["train.fp8.fp8_recipe='delayed_scaling'"], "this version has 'dynamic_scaling' alone"),
+        (["train.fp8.fp8_recipe='delayed_scaling'"], "torchao scales dynamically alone"),
     ],
 )
 def test_what_fp8_does_not_go_with_is_refused(tmp_path: Path, settings: list[str], message: str) -> None:
