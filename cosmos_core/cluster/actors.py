@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class ActorHandle:
         return isinstance(other, ActorHandle) and self.actor._actor_id == other.actor._actor_id
 
     def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
-        """Call a method; a `ConnectionError` says that the process has died. `shared`: what `put` returned, handed
-        over as the last argument."""
+        """Call a method; a `ConnectionError` says that the process has died, a `ConnectionRefusedError` that it may be
+        on its way, as one that is started again is. `shared`: what `put` returned, handed over as the last argument."""
         reply: Future[Any] = Future()
 
         def tell(done: Future[Any]) -> None:
@@ -66,7 +66,8 @@ class ActorHandle:
             if error is None:
                 reply.set_result(done.result())
             elif isinstance(error, RayActorError):
-                reply.set_exception(ConnectionError(str(error).strip().splitlines()[0]))
+                kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
+                reply.set_exception(kind(str(error).strip().splitlines()[0]))
             else:
                 reply.set_exception(error.cause if isinstance(error, RayTaskError) else error)
 

@@ -7,6 +7,7 @@ engine had in flight. Who started the processes starts them again; one that is n
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 _OPEN_SECONDS = 1200.0
 """Until an engine is open: a large model is read from a slow disk."""
+_RESTART_SECONDS = 60.0
+"""An engine that died and is not back is not asked whether it died again before so long."""
+_RETRY_SECONDS = 0.5
 _MOST_DEATHS = 3
 """Of one engine, with no group between them; more are no accident."""
 
@@ -70,7 +74,9 @@ class Member:
     """Since it last gave a group."""
     in_flight: list[_Request] = field(default_factory=list)
     reply: Future[Any] | None = None
-    """Of the question that it is asked now: what it is, or what is done."""
+    """Of the question that it is asked now: what it is, or what is done; None: it is on its way, and asked later."""
+    died: float = -math.inf
+    """When it was last found dead."""
     passes: int = 0
     moved: float = 0.0
     """When it was last seen to do something."""
@@ -175,8 +181,11 @@ class Members:
         member.in_flight = []
 
     def _listen(self, member: Member) -> None:
-        assert member.reply is not None
         now = time.monotonic()
+        if member.reply is None:
+            if now - member.moved > _RETRY_SECONDS:
+                self._open(member)
+            return
         if not member.reply.done():
             is_working = member.in_flight and not self.is_loading
             patience = _OPEN_SECONDS if member.description is None else self._patience if is_working else None
@@ -188,6 +197,11 @@ class Members:
         try:
             found = member.reply.result()
         except ConnectionError as error:
+            is_on_its_way = isinstance(error, ConnectionRefusedError) and member.description is None
+            if is_on_its_way and now - member.died < _RESTART_SECONDS:
+                member.reply, member.moved = None, now
+                return
+            member.died = now
             self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
             if member.num_deaths > _MOST_DEATHS:
                 raise StageFailed(

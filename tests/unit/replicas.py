@@ -77,6 +77,8 @@ class Threaded:
     def __init__(self, make: Callable[[], Any] = Drawing) -> None:
         self._make, self._pool = make, ThreadPoolExecutor(32)
         self.deaths = 0
+        self.refusals = 0
+        """Questions that are refused because it is on its way."""
         self._start()
 
     def _start(self) -> None:
@@ -90,6 +92,11 @@ class Threaded:
         self._replica = Replica(open_engine)
 
     def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+        if self.refusals:
+            self.refusals -= 1
+            refused: Future[Any] = Future()
+            refused.set_exception(ConnectionRefusedError("it is restarting"))
+            return refused
         replica, dead = self._replica, self._dead
         last = [] if shared is None else [shared]
         inside = self._pool.submit(lambda: getattr(replica, method)(*arguments, *last, **keywords))

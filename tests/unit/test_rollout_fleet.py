@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.rollout import members
 from cosmos_core.rollout.base import Bucket, Loaded, generate
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.replica import packed, unpacked
@@ -132,6 +133,26 @@ def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
         with pytest.raises(StageFailed, match="died 4 times"):
             fleet.submit(PROMPTS[:1], SAMPLING, 0)
             fleet.completed()
+
+
+def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray refuses calls while it starts an actor again, which on a busy machine takes longer than a few questions."""
+    monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)
+    handle = Threaded()
+    with fleet_of(handle) as fleet:
+        while not handle.engine:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        fleet.load_weights(1, weights(1))
+        handle.refusals = 20
+        handle.kill()
+        while not fleet.is_stale:
+            time.sleep(0.01)
+        with fleet.only_new():
+            fleet.load_weights(1, weights(1))
+        fleet.submit(PROMPTS[:2], SAMPLING, 1)
+        assert sorted(group.prompt.id for group in fleet.completed()) == [0, 1]
+        assert fleet.num_restarts == 1 and handle.refusals == 0
 
 
 def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
