@@ -178,6 +178,7 @@ class Fleet:
             try:
                 self._members.awaited(reply, member)
             except ConnectionError:
+                self._members.lose(member)
                 continue
             alive.append(member)
         return alive
@@ -198,6 +199,7 @@ class Fleet:
                 try:
                     loaded: Loaded = self._members.awaited(reply, member)
                 except ConnectionError:
+                    self._members.lose(member)
                     continue
                 if loaded != Loaded(version, num_sent):
                     raise StageFailed(

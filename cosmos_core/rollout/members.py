@@ -77,6 +77,8 @@ class Member:
     """Of the question that it is asked now: what it is, or what is done; None: it is on its way, and asked later."""
     died: float = -math.inf
     """When it was last found dead."""
+    is_lost: bool = False
+    """Somebody else has found it dead; it is not used until it is open again."""
     passes: int = 0
     moved: float = 0.0
     """When it was last seen to do something."""
@@ -124,12 +126,17 @@ class Members:
     def opened(self) -> list[Member]:
         """Return those that are open."""
         with self.lock:
-            return [member for member in self.known.values() if member.description]
+            return [member for member in self.known.values() if member.description and not member.is_lost]
 
     def ready(self) -> list[Member]:
         """Return those that have weights."""
         with self.lock:
-            return [member for member in self.known.values() if member.version is not None]
+            return [member for member in self.known.values() if member.version is not None and not member.is_lost]
+
+    def lose(self, member: Member) -> None:
+        """Do not use a member that was found dead by a reply to somebody else, before this thread finds it too."""
+        with self.lock:
+            member.is_lost = member.description is not None
 
     def awaited(self, reply: Future[Any], member: Member | None = None) -> Any:
         """Return the reply, saying meanwhile that we are alive; a member that does not reply is ended."""
@@ -171,7 +178,7 @@ class Members:
             self._put_back(self.known.pop(handle))
 
     def _open(self, member: Member) -> None:
-        member.description, member.version, member.passes = None, None, 0
+        member.description, member.version, member.passes, member.is_lost = None, None, 0, False
         member.moved = time.monotonic()
         member.reply = member.handle.ask("begin", self._session)
 
@@ -222,6 +229,10 @@ class Members:
                 member.handle.kill()
             for group in groups:
                 self._deliver(member, group)
+            if member.is_lost:
+                self._put_back(member)
+                self._open(member)
+                return
         member.reply = member.handle.ask("completed", self._session, POLL_SECONDS)
 
     def _deliver(self, member: Member, group: Group) -> None:
