@@ -11,16 +11,16 @@ Shapes: C channels, F frames (videos alone), H height, W width, all of the laten
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cosmos_core.data.lazy import LazySequence
 from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import DataError
 
@@ -62,7 +62,7 @@ class MediaPrompt:
 RowT = TypeVar("RowT", MediaRow, MediaPrompt)
 
 
-class _Media(Sequence[RowT], Generic[RowT]):
+class _Media(LazySequence[RowT]):
     """Rows of a table whose tensors lie in shards; nothing of them is held."""
 
     def __init__(self, table: pa.Table, folder: Path) -> None:
@@ -70,20 +70,6 @@ class _Media(Sequence[RowT], Generic[RowT]):
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
-
-    @overload
-    def __getitem__(self, index: int) -> RowT: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RowT]: ...
-    def __getitem__(self, index: int | slice) -> RowT | list[RowT]:
-        if isinstance(index, slice):
-            return [self._row(i) for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self._row(index % len(self))
-
-    def _row(self, index: int) -> RowT:
-        raise NotImplementedError
 
     @cached_property
     def null_text(self) -> dict[str, Tensor]:
@@ -115,7 +101,8 @@ class MediaRows(_Media[MediaRow]):
         """The shape of each row's latent: micro-batches hold latents of one shape."""
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
-    def _row(self, index: int) -> MediaRow:
+    def item(self, index: int) -> MediaRow:
+        """See `LazySequence.item`."""
         latent = self._tensors(self._value("media", index))
         text = self._tensors(self._value("text", index))
         return MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
@@ -124,7 +111,8 @@ class MediaRows(_Media[MediaRow]):
 class MediaPrompts(_Media[MediaPrompt]):
     """Prompts to draw from, by row."""
 
-    def _row(self, index: int) -> MediaPrompt:
+    def item(self, index: int) -> MediaPrompt:
+        """See `LazySequence.item`."""
         metadata = json.loads(self._value("metadata", index))
         return MediaPrompt(index, self._value("prompt", index), self._tensors(self._value("text", index)), metadata)
 

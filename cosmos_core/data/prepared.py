@@ -6,16 +6,17 @@ kinds of rows it holds. Making these files is `prepare.py`; batches and their or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cosmos_core.data.lazy import LazySequence
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef, Prompt
 
@@ -129,7 +130,7 @@ class Pairs:
         return len(self.chosen)
 
 
-class Prompts(Sequence[Prompt]):
+class Prompts(LazySequence[Prompt]):
     """Prompts to complete; the id of a prompt is its row number."""
 
     def __init__(self, table: pa.Table) -> None:
@@ -139,15 +140,10 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def item(self, index: int) -> Prompt:
+        """See `LazySequence.item`."""
         ids, text, reference = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
-        return Prompt(index % len(self), tuple(ids), text, reference, self._images[index])
+        return Prompt(index, tuple(ids), text, reference, self._images[index])
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:

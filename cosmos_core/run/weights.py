@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError
 from cosmos_core.run.content import files_of_model, is_weights
@@ -21,7 +22,7 @@ def weights_source(model: Path | str | None, recipe: Recipe, kind: StageKind) ->
         ModelError: nothing lies there, or the model is no folder.
     """
     named = recipe.policy.model_safetensor_path
-    if not named or kind.reads_model != "weights" or (isinstance(model, str) and model.startswith("stage:")):
+    if not named or kind.reads_model != "weights" or source_of(str(model)) is not None:
         return []
     if not isinstance(model, Path):
         raise ModelError(f"{_KEY} = {named!r}: its configuration is {model!r}, which has to be a folder; download it")

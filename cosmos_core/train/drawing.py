@@ -3,17 +3,18 @@ beside rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import noise_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample, seed_of
+from cosmos_core.data.lazy import LazySequence
 from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
@@ -31,7 +32,7 @@ _DATA = 0x64617461
 """Keeps the draws of a data term apart from others of the same seed."""
 
 
-class DrawnPrompts(Sequence[Prompt]):
+class DrawnPrompts(LazySequence[Prompt]):
     """Prepared prompts for images or videos, as rollouts take them."""
 
     def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
@@ -42,13 +43,8 @@ class DrawnPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.media)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def item(self, index: int) -> Prompt:
+        """See `LazySequence.item`."""
         found = self.media[index]
         reference = next((str(found.metadata[name]) for name in self._columns if name in found.metadata), "")
         return Prompt(

@@ -1,0 +1,28 @@
+"""A sequence whose items are made when they are asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class LazySequence(Sequence[T_co]):
+    """Indices, negative ones and slices come down to `item` of an index from 0 on."""
+
+    @abstractmethod
+    def item(self, index: int) -> T_co:
+        """Return the item at an index between 0 and the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, slice):
+            return [self.item(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.item(index % len(self))
