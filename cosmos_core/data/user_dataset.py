@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,7 @@ class Opener:
             DataError: it raised, or has no length.
         """
         made = import_user_code(name)
-        with _blamed(f"{key}.name = {name!r}", made):
+        with _blamed(f"{key}.name = {name!r}", None):
             dataset: Any = made() if inspect.isclass(made) else _given(made, self._recipe)
             self._set_up(dataset)
             length = len(dataset)
@@ -102,7 +103,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
     look_up = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
         where = f"{name} item {index}"
-        with _blamed(where, type(dataset)):
+        with _blamed(where, getattr(type(dataset), "__getitem__", None)):
             row = _row(dataset[index], policy, where)
             if look_up is not None:
                 row |= {_reference_column(policy): _text(look_up(index))}
@@ -151,16 +152,13 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-class _blamed:
+@contextmanager
+def _blamed(where: str, function: Any) -> Iterator[None]:
     """What a user's code raises is an error about its data, with file and line; a row that is skipped stays one."""
-
-    def __init__(self, where: str, function: Any) -> None:
-        self._where, self._function = where, function
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ConfigError | DataError | SkippedRow):
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{self._where}: {reason} ({location_of(error)})") from error
+    try:
+        yield
+    except (ConfigError, DataError, SkippedRow):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{where}: {reason} ({location_of(error, function)})") from error
