@@ -233,5 +233,7 @@ def use(url: str, patch: pytest.MonkeyPatch) -> None:
 
     patch.setenv("HF_ENDPOINT", url)
     patch.setenv("HF_TOKEN", TOKEN)
+    patch.setenv("HF_HUB_OFFLINE", "0")
     patch.setenv("HF_HUB_DISABLE_XET", "1")
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     patch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)

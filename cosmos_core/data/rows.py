@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
 
@@ -161,15 +162,28 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
 def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
     import datasets
 
-    if not hub_is_reachable():
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True  # else each file is retried for 20 seconds
     try:
-        loaded = datasets.load_dataset(
-            dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
-        )
+        with _offline_unless_reachable():
+            loaded = datasets.load_dataset(
+                dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
+            )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {first_line(error)}; "
             "check the name, the split and the network, or give a local path"
         ) from error
     return dataset_part(loaded, f"{dataset.name}[{split}]")
+
+
+@contextmanager
+def _offline_unless_reachable() -> Iterator[None]:
+    """Have `datasets` look in its cache alone while there is no network; else it retries each file for 20 seconds."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if not hub_is_reachable():
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

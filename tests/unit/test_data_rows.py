@@ -184,6 +184,7 @@ def test_a_hub_id_without_a_network_is_a_data_error_at_once(monkeypatch, is_told
     with pytest.raises(DataError, match=r"dataset\.name = 'nobody/nothing' is no local file and could not be had"):
         load_rows(DatasetConfig(name="nobody/nothing"))
     assert time.monotonic() - began < 3
+    assert constants.HF_HUB_OFFLINE is datasets.config.HF_HUB_OFFLINE is is_told
 
 
 def test_a_name_longer_than_a_path_can_be_is_a_data_error(monkeypatch):
