@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "30"))
 SEED = int(os.environ.get("CHAOS_SEED", "20261122"))
+MINUTES = float(os.environ.get("CHAOS_MINUTES", "120"))
+"""No pipeline begins later."""
 POOLS = ("local", "cpu", "gpu")
 VICTIMS = ("worker", "flow", "stage worker", "server")
 QUIET_SECONDS = 15.0
@@ -200,6 +202,8 @@ def prove(folder: Path) -> Proof:
             assert len(expected) == 2, expected
             logger.info("undisturbed: %.0f s", whole.seconds)
             while (left := KILLS - sum(len(each.kills) for each in rounds)) > 0:
+                if time.monotonic() - began > 60 * MINUTES:
+                    break
                 each = chaos.disturbed(f"chaos_{len(rounds) + 1}", min(left, _KILLS_PER_RUN))
                 if chaos.weights(each.name) != expected:
                     each.problems.append("weights differ")
