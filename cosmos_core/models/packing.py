@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -194,10 +193,9 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 
 def _each(bounds: np.ndarray | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
     """Compute the attention of each sequence of a row: BPKD. `bounds` None: the row is one sequence."""
-    ends = [0, states[0].shape[2]] if bounds is None else bounds.tolist()
-    return torch.cat(
-        [_one(attend, *(state[:, :, start:stop] for state in states)) for start, stop in pairwise(ends)], dim=1
-    )
+    lengths = [states[0].shape[2]] if bounds is None else np.diff(bounds).tolist()
+    parts = [state.split(lengths, dim=2) for state in states]  # a slice's gradient is as large as the whole row
+    return torch.cat([_one(attend, *sequence) for sequence in zip(*parts, strict=True)], dim=1)
 
 
 def _one(attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
