@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -237,10 +237,18 @@ def _made_once(
             on_line=on_line,
         )
         python, check = run.pipeline.config.python, partial(worker.sleep_unless_stopping, 0)
-        with sending(path, _saves_of(run, stage)), companion(stage.reward_service, path, python, check) as found:
+        service = companion(stage.reward_service, path, python, check, _service(run, stage))
+        with sending(path, _saves_of(run, stage)), service as found:
             result = worker.run(replace(launch, environment=found, secrets=(*launch.secrets, *found)))
         _finish(run, stage, expected)
         return result, False
+
+
+def _service(run: Run, stage: StageConfig) -> Mapping[str, str]:
+    """Return the environment where it names the reward service that a stage asks."""
+    recipe = run.pipeline.recipes[stage.name]
+    asks = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
+    return os.environ if asks and run.pipeline.kind_of(stage).scores else {}
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import source_of
+from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
@@ -113,7 +114,8 @@ def look_at_rewards(stage: Stage) -> list[str]:
 
 def _look_at_service(stage: Stage, names: list[str]) -> str:
     """See that the service of a stage has the rewards: ask the one that runs, or read the file of its own."""
-    if not (own := stage.config.reward_service):
+    own = stage.config.reward_service
+    if not own or own.startswith(BLOCK):
         ping(service_of(), names)
         return f"rewards {', '.join(names)} of a service"
     served = [reward.reward_type for reward in read_config(Path(own)).rewards]

@@ -70,7 +70,8 @@ class DecodeArgs(Table):
     """`[decode_args]`: the VAE that decodes latents of videos, once for all rewards that are asked."""
 
     model_path: str = ""
-    """Folder or Hub name of a Wan VAE in diffusers' format; empty: latents are refused."""
+    """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`; empty: latents are
+    refused."""
     dtype: str = "bfloat16"
     """Of its weights."""
     device: str = "cuda"
@@ -80,7 +81,7 @@ class DecodeArgs(Table):
     temporal_window: PositiveInt = 16
     """The same."""
     load_mean_std: bool = False
-    """Whether latents are normalised by the mean and standard deviation of the VAE's configuration."""
+    """Of Cosmos-RL, for statistics of a data set; latents are always normalised by those of the VAE, as there."""
     wan2pt2_model_path: str = ""
     """Not read."""
     wan2pt2_credential_path: str = ""
@@ -128,6 +129,8 @@ class ServiceConfig(Table):
     """The rewards."""
     decode_args: DecodeArgs = DecodeArgs()
     """How latents are decoded."""
+    no_latent_decoder: bool = False
+    """True: latents are refused."""
 
     @field_validator("reward_args")
     @classmethod
