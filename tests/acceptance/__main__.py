@@ -13,7 +13,21 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import apart, colours, digits, distilled, fuzz, kills, load, page, ranks, rewards, seeds, tools
+from tests.acceptance import (
+    apart,
+    colours,
+    digits,
+    digits_served,
+    distilled,
+    fuzz,
+    kills,
+    load,
+    page,
+    ranks,
+    rewards,
+    seeds,
+    tools,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +43,7 @@ PARTS = {
     "fuzz": fuzz.prove,
     "apart": apart.prove,
     "rewards": rewards.prove,
+    "digits_served": digits_served.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
 from cosmos_core.launch.companion import companion
 from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN
+from cosmos_core.rewards.service.config import read_config
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.check import look_at_rewards
+from cosmos_core.train.measure import trained_rewards
 from cosmos_core.train.setup import train
+from tasks.kinds import all_kinds
+from tests.acceptance import digits_served
 from tests.effects.change import GRPO, recipe, stage_of
 from tests.faults.reward_service import running
 from tests.unit.test_flow_training import LORA, TRAININGS, Inputs, metrics_of
@@ -111,6 +117,20 @@ def test_it_learns_the_same_to_the_bit_while_the_reward_is_killed(
             is_done.set()
             killer.join()
     assert said_by(there) == expected
+
+
+def test_the_digits_demo_may_have_its_classifier_behind_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m tests.acceptance digits_served` runs it; this is what it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.toml").write_text(digits_served.REWARDS)
+    (tmp_path / "digits.toml").write_text(digits_served.served(digits_served.CONFIG.read_text()))
+    pipeline = load_pipeline(tmp_path / "digits.toml", (), all_kinds())
+    asked = trained_rewards(pipeline.recipes["nft"])
+    assert isinstance(asked, RemoteRewardConfig) and [each.name for each in asked.reward_fns] == ["likeness"]
+    assert pipeline.stage("nft").reward_service == str(tmp_path / "rewards.toml")
+    assert [reward.reward_type for reward in read_config(tmp_path / "rewards.toml").rewards] == ["likeness"]
 
 
 def test_without_a_service_the_stage_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
