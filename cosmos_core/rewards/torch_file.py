@@ -73,11 +73,12 @@ def read_tensor(content: memoryview) -> np.ndarray:
     data = members.get(f"{root}/data/{storage.key}")
     if data is None or len(data) != storage.count * dtype.itemsize:
         raise NoTensor("its numbers are not there, or not as many as it says")
-    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    if not math.prod(shape) <= storage.count or not (math.prod(shape) == 0 or last < storage.count):
-        raise NoTensor("its shape goes beyond its numbers")
+    steps = [step if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
+    last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    if not 0 < math.prod(shape) <= storage.count or last >= storage.count:
+        raise NoTensor("it is empty, or its shape goes beyond its numbers")
     flat = np.frombuffer(data, dtype)[offset:]
-    array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in strides], writeable=False)
+    array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
     return np.ascontiguousarray(array).view(np.uint8) if storage.kind == "BFloat16Storage" else array
 
 

@@ -37,7 +37,7 @@ def saved(thing: Any) -> bytes:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
 def test_a_tensor_that_torch_saved_is_read_without_torch(dtype: torch.dtype) -> None:
     tensor = torch.arange(48).reshape(2, 3, 2, 4).to(dtype)
-    for each in (tensor, tensor[1:], tensor.permute(0, 2, 3, 1), tensor[:, :, ::2, 1:3], tensor[:0]):
+    for each in (tensor, tensor[1:], tensor.permute(0, 2, 3, 1), tensor[:, :, ::2, 1:3], tensor[:1, :1]):
         _, found = decode_request(saved(each))
         assert np.array_equal(found, each.numpy()) and found.dtype == each.numpy().dtype
 
@@ -47,6 +47,23 @@ def test_bfloat16_is_read_as_its_bytes_also_of_a_part_of_a_batch() -> None:
     _, found = decode_request(saved(latents[1:]))
     assert (found.dtype, found.shape) == (np.uint8, (1, 16, 2, 4, 12))
     assert torch.equal(torch.from_numpy(found.copy()).view(torch.bfloat16), latents[1:])
+
+
+def test_no_damage_to_a_saved_tensor_does_more_than_to_have_it_refused() -> None:
+    body, random = saved(torch.zeros(1, 16, 2, 2, 2, dtype=torch.bfloat16)), np.random.default_rng(0)
+    refused = 0
+    for i in range(2000):
+        damaged = bytearray(body)
+        for _ in range(1 + i % 6):
+            start = 80 if random.random() < 0.5 else len(body) - 600
+            damaged[start + int(random.integers(min(300, len(body) - start)))] = int(random.integers(256))
+        try:
+            _, found = decode_request(damaged)
+            assert found.nbytes <= len(damaged)
+        except ProtocolError as error:
+            refused += 1
+            assert str(error).isprintable()
+    assert refused > 500
 
 
 class Dangerous:
@@ -70,6 +87,7 @@ def patched(old: bytes, new: bytes) -> bytes:
         (saved(torch.nn.Parameter(torch.zeros(2))), "something else|none of a tensor"),
         (saved(torch.zeros(2).to_sparse()), "something else|none of a tensor|does more"),
         (saved(torch.zeros(())), "has 0 axes"),
+        (saved(torch.zeros(0, 3)), "it is empty"),
         (saved(torch.zeros(1, 1, 1, 1, 1, 1)), "has 6 axes"),
         (saved(torch.zeros(2, 3))[:-30], "no directory|damaged|cut off"),
         (saved(torch.zeros(1 << 16))[:5000], "no directory"),

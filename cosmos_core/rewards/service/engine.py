@@ -60,8 +60,7 @@ class Engine:
             RewardError: one cannot be loaded.
         """
         self.pools = {reward.reward_type: Pool(self.program(reward), self._scored) for reward in self.config.rewards}
-        decode = self.config.decode_args
-        if decode.model_path and not (decode.no_latent_decoder or self.config.no_latent_decoder):
+        if self.config.vae:
             self.decoder = Pool(self._decoder_program(), self._decoded)
         waiting = dict(self.pools) if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for name, pool in waiting.items():
@@ -157,7 +156,7 @@ class Engine:
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
         path = fields.get("vae_pth", "")
-        if path and path != self.config.decode_args.model_path:
+        if path and path != self.config.vae:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
 
     def rate(self) -> float:
@@ -261,7 +260,7 @@ class Engine:
 
     def _decoder_program(self) -> Program:
         decode = self.config.decode_args
-        settings = {"model_path": decode.model_path, "dtype": decode.dtype}
+        settings = {"model_path": self.config.vae, "dtype": decode.dtype}
         start = {"name": "", "entry": "", "settings": settings}
         return Program("", interpreter(""), start, (decode.device,), batch_size=1, attempts=self.config.attempts)
 
