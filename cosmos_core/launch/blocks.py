@@ -7,6 +7,8 @@ environment of the stage's worker, and nowhere else.
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
@@ -14,6 +16,7 @@ from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN
 
+SLUG = "cosmos-reward-service"
 _PATHS = {ENQUEUE_URL: "enqueue", FETCH_URL: "pull"}
 
 
@@ -21,7 +24,7 @@ class RewardService(Block):
     """A reward service that runs already."""
 
     _block_type_name = "Cosmos reward service"
-    _block_type_slug = "cosmos-reward-service"
+    _block_type_slug = SLUG
     _description = 'Where a reward service is, and its token; a stage says reward_service = "block:NAME".'
 
     url: str = Field(description="http://HOST:PORT; several replicas: separated by commas.")
@@ -41,23 +44,42 @@ def service_in_block(name: str) -> dict[str, str]:
         ConfigError: there is no such block, no server, or no address in it.
     """
     from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
     from prefect.settings import get_current_settings
 
-    own, slug = name.removeprefix(BLOCK), RewardService._block_type_slug
+    own = name.removeprefix(BLOCK)
     if not get_current_settings().api.url:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")
     try:
         with get_client(sync_client=True) as client:
-            document = client.read_block_document_by_name(own, slug)
-    except ObjectNotFound as error:
-        raise ConfigError(
-            f"reward_service = {name!r}: the server has no block {slug}/{own}; make it in Prefect's UI "
-            f"(cosmos bootstrap registers its type)"
-        ) from error
+            found = read_service(client, own)
     except Exception as error:  # whatever the client's transport raises
         raise ConfigError(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
-    found = RewardService(**document.data).environment()
+    if found is None:
+        raise ConfigError(
+            f"reward_service = {name!r}: the server has no block {SLUG}/{own}; make it in Prefect's UI (cosmos "
+            f"bootstrap registers its type)"
+        )
     if not found[ENQUEUE_URL].startswith(("http://", "https://")):
         raise ConfigError(f"reward_service = {name!r}: its url is no http:// or https:// address")
     return found
+
+
+def read_service(client: Any, name: str) -> dict[str, str] | None:
+    """Return the variables of the service that a block of this name has; None: there is no such block."""
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        document = client.read_block_document_by_name(name, SLUG)
+    except ObjectNotFound:
+        return None
+    return RewardService(**document.data).environment()
+
+
+def forget_service(client: Any, name: str) -> None:
+    """Delete the block of this name, if there is one."""
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        client.delete_block_document(client.read_block_document_by_name(name, SLUG).id)
+    except ObjectNotFound:
+        return

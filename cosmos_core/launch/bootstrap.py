@@ -137,7 +137,7 @@ def _credentials(client: Any) -> str:
 
 
 def _block_types() -> str:
-    from cosmos_core.launch.blocks import RewardService
+    from cosmos_core.launch.blocks import SLUG, RewardService
 
     RewardService.register_type_and_schema()
-    return f"block type {RewardService._block_type_slug}: registered"
+    return f"block type {SLUG}: registered"

@@ -37,11 +37,13 @@ def companion(
     python: str = "",
     check: Callable[[], None] = lambda: None,
     environment: Mapping[str, str] = {},
+    host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
     """Run the service of a configuration while the body runs; yield the variables by which its clients find it.
 
     `check` is called while it loads, and may raise. A configuration `block:NAME` is a service that runs already;
-    without one there is none to find, and `environment` says which one the stage asks, if any.
+    without one there is none to find, and `environment` says which one the stage asks, if any. `host` is the address
+    at which a service that is started listens.
 
     Raises:
         RewardError: it does not start.
@@ -54,7 +56,7 @@ def companion(
         finally:
             note_health(folder, found or environment)
         return
-    service = _Service(Path(config), folder, python or sys.executable)
+    service = _Service(Path(config), folder, python or sys.executable, host)
     try:
         url = service.start(check)
         found = {ENQUEUE_URL: f"{url}/api/reward/enqueue", FETCH_URL: f"{url}/api/reward/pull", TOKEN: service.token}
@@ -82,8 +84,8 @@ def service_named(config: str) -> dict[str, str]:
 class _Service:
     """A service, watched by a thread."""
 
-    def __init__(self, config: Path, folder: Path, python: str) -> None:
-        self._config, self._python = config, python
+    def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
+        self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
         self.restarts = 0
@@ -138,7 +140,7 @@ class _Service:
     def _started(self) -> Child:
         return Child(
             [
-                self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", "127.0.0.1",
+                self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,
                 "--port", self._port, "--ready", str(self._ready),
             ],
             log=self._log, grace_seconds=1.0, environment={TOKEN: self.token}, inherited=dict(os.environ),

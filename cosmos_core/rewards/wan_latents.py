@@ -43,7 +43,7 @@ class WanLatents:
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             reason = " ".join(str(error).split())[:300]
             raise RewardError(
-                f"{key} = {path!r}: {reason}; give a Wan VAE in diffusers' format or Wan2.1_VAE.pth, or do without latents"
+                f"{key} = {path!r}: {reason}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or none"
             ) from error
         self._vae = vae.to(self._device).eval().requires_grad_(False)
         self._mean, self._std = (

@@ -136,6 +136,40 @@ def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
     assert not any("a very secret token" in text for text in (*texts, done.stdout, done.stderr))
 
 
+SERVED = """
+[pipeline]
+name = "served"
+threads = 1
+output_dir = "OUTPUTS"
+
+[[pipeline.stages]]
+name = "asks"
+kind = "custom"
+entry = "ROOT/tests/effects/program.py:scored"
+reward_service = "OUTPUTS/rewards.toml"
+reward_service_pool = "cpu"
+"""
+
+
+def test_a_reward_service_is_started_on_a_pool_for_a_stage_and_ends_with_it(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    outputs = place.path / "outputs"
+    place.write("outputs/rewards.toml", '[[reward_args]]\nreward_type = "exact_match"\n')
+    config = place.write("served.toml", SERVED.replace("OUTPUTS", str(outputs)).replace("ROOT", str(ROOT)))
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=served")
+    orchestra.wait_for(flow_run, "COMPLETED", 180)
+    result = read_result(outputs / "served" / "stages" / "asks")
+    assert result is not None and result["info"]["value"] == 1.0
+    [serving] = orchestra.ask("flow_runs/filter", flows={"name": {"any_": ["reward-service"]}})
+    assert serving["work_pool_name"] == "cpu"
+    orchestra.wait_for(serving["id"], "COMPLETED", 60)
+    blocks = orchestra.ask("block_documents/filter", block_types={"slug": {"any_": ["cosmos-reward-service"]}})
+    assert not [block["name"] for block in blocks if block["name"].startswith("run-")]
+    noted = json.loads((outputs / "served" / "stages" / "asks" / "reward_service.json").read_text())
+    assert noted["services"][0]["status"] == "ok"
+
+
 def test_each_stage_runs_on_its_pool_and_a_child_that_is_killed_is_followed_by_one_that_goes_on(
     orchestra: Orchestra, place: Workspace
 ) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
@@ -59,6 +59,9 @@ class StageConfig(Table):
     """Kinds rl, sft, validate and custom: the file of a reward service that is started beside the stage and stopped
     after it (`cosmos reward-service`), or `block:NAME` for one that runs already, whose address and token are in a
     block of Prefect; empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
+    reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    """With the file of a reward service: the Prefect work pool that it is started on for the stage, through the
+    deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
     run. Empty: the machine of the flow."""
@@ -104,6 +107,14 @@ class StageConfig(Table):
                 "with a letter or digit"
             )
         return name
+
+    @field_validator("reward_service_pool")
+    @classmethod
+    def _has_a_file(cls, pool: str, info: ValidationInfo) -> str:
+        service = info.data.get("reward_service", "")
+        if pool and (not service or service.startswith(BLOCK)):
+            raise ValueError(f"reward_service_pool = {pool!r} needs the file of a service in reward_service")
+        return pool
 
     @field_validator("checkpoint")
     @classmethod
