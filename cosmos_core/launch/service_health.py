@@ -6,6 +6,7 @@ A service of Cosmos-RL has neither, and is then said to tell nothing. Nothing he
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 from cosmos_core.environment import masked
 from cosmos_core.run.files import write_text
 
+logger = logging.getLogger(__name__)
+
 FILE = "reward_service.json"
 ENQUEUE_URL, FETCH_URL, TOKEN = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"
-_SECONDS = 5.0
+_SECONDS = 2.0
 _PATH = "/api/reward/enqueue"
 _OF_A_REWARD = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
 _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
@@ -28,7 +31,10 @@ def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0)
     services = [_health(url.removesuffix(_PATH), environment.get(TOKEN, "")) for url in urls]
     if services:
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)
-        write_text(folder / FILE, masked(text))
+        try:
+            write_text(folder / FILE, masked(text))
+        except OSError as error:
+            logger.warning("how the reward service was cannot be noted: %s", error)
 
 
 def _health(url: str, token: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ SIGNATURE = b"PK\x03\x04"
 _TAIL_BYTES = 16 * 2**10
 """The directory of the archive lies within the last of these."""
 _MOST_PICKLE_BYTES = 4096
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
     "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
 }  # fmt: skip
@@ -142,7 +142,7 @@ def _tensor(script: bytes) -> tuple[_Storage, int, tuple[int, ...], tuple[int, .
 def _run(script: bytes) -> Any:
     """Return what a description says, with names and calls as data."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(script):
         name = opcode.name
         if name in {"PROTO", "FRAME"}:

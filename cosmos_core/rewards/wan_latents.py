@@ -28,7 +28,7 @@ class WanLatents:
         Raises:
             RewardError: it cannot be loaded; `key` is the setting that names it.
         """
-        require(f"of {key}", f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
+        require(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
         import torch
         from diffusers import AutoencoderKLWan
 
@@ -77,6 +77,27 @@ class WanLatents:
         return torch.cat(found).numpy()
 
 
+def look_at(key: str, path: str) -> str:
+    """See that there is a Wan VAE, without loading it; return what it is.
+
+    Raises:
+        RewardError: there is none; `key` is the setting that names it.
+    """
+    from diffusers import AutoencoderKLWan
+
+    if path.endswith(".pth"):
+        if not Path(path).is_file() and not _IN_A_REPOSITORY.fullmatch(path):
+            raise RewardError(f"{key} = {path!r}: no such file")
+        return f"{key}: {path}"
+    try:
+        named = AutoencoderKLWan.load_config(path).get("_class_name", "")
+    except (OSError, ValueError) as error:
+        raise RewardError(f"{key} = {path!r}: {' '.join(str(error).split())[:300]}") from error
+    if named != AutoencoderKLWan.__name__:
+        raise RewardError(f"{key} = {path!r} is of the class {named!r}; give a Wan VAE ({AutoencoderKLWan.__name__})")
+    return f"{key}: {named}"
+
+
 def _published(path: str) -> Any:
     """Return the VAE of a file as Wan publishes it, on this machine or in a repository of the Hub."""
     import torch
@@ -89,6 +110,6 @@ def _published(path: str) -> Any:
 
         file = Path(hf_hub_download(*there.groups()))
     state = torch.load(file, "cpu", weights_only=True)
-    vae = AutoencoderKLWan(base_dim=len(state["encoder.conv1.weight"]), z_dim=len(state["conv2.weight"]))
+    vae: Any = AutoencoderKLWan(base_dim=len(state["encoder.conv1.weight"]), z_dim=len(state["conv2.weight"]))
     vae.load_state_dict(convert_wan_vae_to_diffusers(state))
     return vae

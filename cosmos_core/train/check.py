@@ -29,6 +29,7 @@ from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.rewards.service.config import read_config
+from cosmos_core.rewards.wan_latents import look_at
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
@@ -106,6 +107,8 @@ def look_at_rewards(stage: Stage) -> list[str]:
         if isinstance(weights, RemoteRewardConfig):
             names = [each.name for each in weights.reward_fns]
             found.append(_look_at_service(stage, names))
+            if weights.video_vae:
+                found.append(look_at("remote_reward.video_vae", weights.video_vae))
             continue
         with open_rewards(stage, weights):
             found.append(f"rewards {', '.join(weights)}")

@@ -152,3 +152,13 @@ def test_check_looks_whether_the_service_of_a_stage_has_its_rewards(
         look_at_rewards(own)
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "red"\n')
     assert look_at_rewards(own) == [f"rewards red of {tmp_path / 'rewards.toml'}"]
+    for path, said in (("absent.pth", "no such file"), (str(inputs_vae(tmp_path)), "is of the class 'AutoencoderKL'")):
+        vae = {"train.train_policy.remote_reward.video_vae": path}
+        encodes = replace(own, recipe=recipe({**GRPO, **REMOTE, **vae}))
+        with pytest.raises(RewardError, match=f"remote_reward.video_vae = .*{said}"):
+            look_at_rewards(encodes)
+
+
+def inputs_vae(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    return folder
