@@ -28,15 +28,21 @@ import transformers as hf
 class Model:
     def __init__(self, folder, numbers):
         self.model = hf.AutoModelForImageTextToText.from_pretrained(folder).eval()
-        self.processor = hf.AutoProcessor.from_pretrained(folder)
+        self.images = hf.AutoImageProcessor.from_pretrained(folder)
+        self.tokenizer = hf.AutoTokenizer.from_pretrained(folder)
         torch.manual_seed(0)
         self.head = torch.nn.Linear(self.model.config.text_config.hidden_size, numbers)
 
     def __call__(self, prompt, images):
-        shown = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
-        inputs = self.processor(text=[shown + prompt], images=images, return_tensors="pt")
+        inputs, shown = self.images(images=images, return_tensors="pt"), ""
+        for grid in inputs["image_grid_thw"]:
+            count = int(grid.prod()) // self.model.config.vision_config.spatial_merge_size**2
+            shown += "<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>"
+        ids = self.tokenizer(shown + prompt, return_tensors="pt")["input_ids"]
+        kinds = (ids == self.tokenizer.convert_tokens_to_ids("<|image_pad|>")).long()
         with torch.no_grad():
-            return self.head(self.model.model(**inputs).last_hidden_state[:, -1])
+            read = self.model.model(input_ids=ids, mm_token_type_ids=kinds, **inputs).last_hidden_state
+        return self.head(read[:, -1])
 """
 HPSV3 = """
 from pathlib import Path
