@@ -17,6 +17,7 @@ from tests.acceptance import (
     apart,
     colours,
     digits,
+    digits_served,
     distilled,
     fuzz,
     kills,
@@ -44,6 +45,7 @@ PARTS = {
     "fuzz": fuzz.prove,
     "apart": apart.prove,
     "rewards": rewards.prove,
+    "digits_served": digits_served.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 
