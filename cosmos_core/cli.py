@@ -16,7 +16,7 @@ import typer  # noqa: E402
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_models import promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, report, runs, watch  # noqa: E402
-from cosmos_core.cli_server import bootstrap, reap  # noqa: E402
+from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def reward_service(
     os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
 
 
-for _command in (runs, compare, report, watch, promote, rollback, bootstrap, reap):
+for _command in (runs, compare, report, watch, promote, rollback, bootstrap, reap, clean):
     app.command()(_command)
 
 

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader
 from cosmos_core.observe import sections, wording
 from cosmos_core.observe.dag import layout
 from cosmos_core.observe.record import loading_line, read_run
+from cosmos_core.observe.sweeps import sweeps
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -42,6 +43,7 @@ def build(run_path: Path) -> str:
             cards=sections.cards(record),
             measured=sections.measured(record),
             comparison=sections.comparison(record),
+            sweeps=sweeps(record),
             gates=sections.gates(record),
             samples=sections.samples(record),
             loading=loading_line(record.model) if record.model else "",

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
@@ -39,7 +40,7 @@ class StageConfig(Table):
     name: str
     """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
     kind: str
-    """prepare, sft, rl, validate, export, gate, upload, report or custom."""
+    """prepare, sft, rl, validate, export, select, gate, upload, report or custom."""
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
@@ -81,6 +82,9 @@ class StageConfig(Table):
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with
     the methods of `Target`."""
+
+    sweep: SweepConfig | None = None
+    """Run the stage once for each point of a grid, in parallel; stages behind it follow the best branch. None: once."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
