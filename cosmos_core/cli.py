@@ -136,10 +136,12 @@ def plan(
     console.print(table)
     if estimate:
         from cosmos_core.config.mesh import check_meshes
+        from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
 
-        found = list(estimate_in_worker(pipeline, decisions))
-        console.print(estimate_table(found, check_meshes(pipeline), pipeline.config.gpus_per_node))
+        found, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        console.print(estimate_table(found, gpus, pipeline.config.gpus_per_node))
+        console.print(cost_table(pipeline, costs(pipeline, decisions, dict(found), gpus, output_dir)))
 
 
 @app.command()

@@ -147,6 +147,13 @@ class PipelineConfig(Table):
     """Most that one stage may take; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
     """In one machine, for `plan --estimate`."""
+    gpu_memory: Annotated[PositiveFloat, Unit("GiB"), NoResult] = 80.0
+    """Of one GPU; `plan --estimate` says whether a stage fits."""
+    gpu_tflops: Annotated[PositiveFloat, Unit("TFLOP/s"), NoResult] = 400.0
+    """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run; 400: about 40 % of an
+    H100 in bfloat16."""
+    gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
+    """Of one GPU for an hour, in any currency; `plan --estimate` says what a run costs. None: it does not."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
     python: Annotated[str, NoResult] = ""
