@@ -43,16 +43,16 @@ def shown(found: Pipeline, folder: Path) -> dict[str, str]:
 
 
 USUAL = {
-    "stage": "sft", "GPUs": "2", "time": "8 s", "GPU hours": "0.00", "fits 80 GiB": "yes",
+    "stage": "sft", "GPUs": "2", "time": "2h05m", "GPU hours": "4.17", "fits 80 GiB": "yes",
     "known from": "never run; counted at 400 TFLOP/s per GPU",
 }  # fmt: skip
 
 
 @changes(
     (Change("pipeline.gpu_memory", 40.0, BASE), {"fits 40 GiB": "no: 50.0 GiB"}),
-    (Change("pipeline.gpu_tflops", 0.5, BASE),
-     {"time": "1 h 40 min", "GPU hours": "3.33", "known from": "never run; counted at 0.5 TFLOP/s per GPU"}),
-    (Change("pipeline.gpu_hour_price", 900.0, BASE), {"cost": "3.75"}),
+    (Change("pipeline.gpu_tflops", 200.0, BASE),
+     {"time": "4h10m", "GPU hours": "8.33", "known from": "never run; counted at 200 TFLOP/s per GPU"}),
+    (Change("pipeline.gpu_hour_price", 0.9, BASE), {"cost": "3.75"}),
 )  # fmt: skip
 def test_it_changes_what_a_plan_says_of_time_and_cost(change: Change, expected: dict[str, str], tmp_path: Path) -> None:
     base = dict(change.base)

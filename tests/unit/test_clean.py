@@ -93,6 +93,7 @@ def test_what_a_run_that_stays_refers_to_stays_and_so_on(tmp_path: Path) -> None
 
 def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
     first, second, _ = runs_of(tmp_path, 40, 30, 1)
+    (second.stage_path("second") / "result.json").unlink()
     update_state(second.stage_path("second"), state="running", heartbeat=time.time() - 60)  # on another machine
     with claim(first):
         assert fates(first) == {first.id: "it is running", second.id: "it is running",
