@@ -52,7 +52,8 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
             _emit(RUN_FAILED, run, "", {"failed": failed})
     elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
         results = [read_result(run.stage_path(name)) for name in names]
-        metrics = next((found["metrics"] for found in reversed(results) if found and found["metrics"]), {})
+        none: dict[str, float] = {}
+        metrics = next((found["metrics"] for found in reversed(results) if found and found["metrics"]), none)
         _emit(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
 
 

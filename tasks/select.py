@@ -46,7 +46,7 @@ def run(stage: Stage) -> Outcome:
     makers = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[makers[-1] if makers else best.stages[-1]]
     info = {key: value for key, value in source["info"].items() if key not in _OF_ONE_STAGE}
-    outputs = ()
+    outputs: tuple[str, ...] = ()
     if makers:
         outputs = (str(info["model"]),)
         _link(Path(source["path"]) / outputs[0], stage.path / outputs[0])

@@ -55,6 +55,7 @@ def costs(
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
     earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MOST_RUNS:])]
     costs = []
+    seconds: float | None
     for stage in pipeline.stages:
         sizes = found.get(stage.name)
         sizes = sizes if isinstance(sizes, dict) else None

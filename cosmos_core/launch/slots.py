@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.2
 def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
     """Return, by the name of a stage in a branch, what it has to hold while it runs; stages that need nothing are left
     out."""
-    slots = {}
+    slots: dict[str, threading.Semaphore] = {}
     for choice in pipeline.stages:
         if choice.sweep is None:
             continue
