@@ -13,7 +13,21 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import apart, colours, digits, distilled, fuzz, kills, load, page, ranks, rewards, seeds, tools
+from tests.acceptance import (
+    apart,
+    colours,
+    digits,
+    distilled,
+    fuzz,
+    kills,
+    load,
+    modes,
+    page,
+    ranks,
+    rewards,
+    seeds,
+    tools,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +36,7 @@ PARTS = {
     "kills": kills.prove,
     "ranks": ranks.prove,
     "load": load.prove,
+    "modes": modes.prove,
     "distilled": distilled.prove,
     "tools": tools.prove,
     "colours": colours.prove,
