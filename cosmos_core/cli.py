@@ -132,6 +132,9 @@ def plan(
             decision.action
         ]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
+    choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
+    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
+    table.caption = "\n".join(lines) or None
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if estimate:
