@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.data_term import WithDataTerm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.data.media_rows import MediaRows, open_media
-from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
+from cosmos_core.data.prepared import DATA_TERM, Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
@@ -40,6 +41,7 @@ from cosmos_core.train.feeds import (
     group_filter,
     in_turns,
     rows_per_step,
+    sft_rows,
     total_steps,
     training_sampling,
 )
@@ -81,7 +83,7 @@ def train(stage: Stage) -> Trained:
     """Train the model of a stage to its last step."""
     recipe, policy = stage.recipe, stage.recipe.train.train_policy
     has_rollouts = policy.has_rollouts
-    algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
+    algorithm = _with_data_term(make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None), stage)
     trainer = open_trainer(stage)
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
@@ -98,6 +100,13 @@ def train(stage: Stage) -> Trained:
         )  # fmt: skip
         metrics = loop.run()
     return Trained(trainer.adapter, loop.step, metrics, loop.best)
+
+
+def _with_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
+    """Return the algorithm, with rows of SFT beside its samples where the recipe names some."""
+    if stage.recipe.train.train_policy.real_rows is None:
+        return algorithm
+    return WithDataTerm(algorithm, sft_rows(open_sequences(prepared_folder(stage), DATA_TERM), stage.recipe))
 
 
 def open_model(stage: Stage) -> ModelAdapter:
