@@ -13,7 +13,21 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import apart, colours, digits, distilled, fuzz, kills, load, page, ranks, rewards, seeds, tools
+from tests.acceptance import (
+    apart,
+    colours,
+    digits,
+    distilled,
+    fuzz,
+    kills,
+    load,
+    nodes,
+    page,
+    ranks,
+    rewards,
+    seeds,
+    tools,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +42,7 @@ PARTS = {
     "digits": digits.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
+    "nodes": nodes.prove,
     "rewards": rewards.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
