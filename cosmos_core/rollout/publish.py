@@ -104,7 +104,7 @@ class WeightPublisher:
 
     @property
     def _tolerance(self) -> float:
-        return max(_TOLERANCE[dtype] for dtype in (self.dtype, self.transfer_dtype) if dtype is not None)
+        return tolerance_of(self.dtype, self.transfer_dtype)
 
     def _probe(self, version: int) -> None:
         """Compare the log-probabilities of trainer and engine."""
@@ -123,6 +123,11 @@ class WeightPublisher:
                 f"weights"
             )
         logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
+
+
+def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
+    """Return the mean absolute difference of log-probabilities that rounding explains."""
+    return max(_TOLERANCE[each] for each in (dtype, transfer_dtype) if each is not None)
 
 
 def probe_tokens(vocab_size: int) -> list[int]:

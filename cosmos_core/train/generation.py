@@ -85,7 +85,7 @@ class Generation:
             self._probe_logprobs,
             getattr(torch, self._stage.recipe.train.param_dtype),
             whole=adapter.whole,
-            transfer_dtype=_transfer_dtype(self._stage.recipe.train),
+            transfer_dtype=transfer_dtype_of(self._stage.recipe.train),
             probe_interval=self._stage.recipe.rollout.probe_interval,
         )
 
@@ -119,7 +119,7 @@ class Generation:
         return row["logprobs"]
 
 
-def _transfer_dtype(train: TrainConfig) -> torch.dtype | None:
+def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
     """Return what weights are cast to on their way to an engine; None: they travel as they are trained."""
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 

@@ -55,6 +55,8 @@ class Loop:
     """Measures while the training goes on, in the place of `measure` but for the first and the last time."""
     average: MovingAverage | None = None
     """What is measured and, in the end, left in the model; None: the weights themselves."""
+    watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
+    """Judges the metrics of a train step, such as whether engines agree with the trainer; returns metrics about it."""
     utilization: Utilization | None = None
     """Counts the share of the devices' rate that train steps reach; None: not reported."""
     begin_from: Path | None = None
@@ -193,6 +195,7 @@ class Loop:
             if self.utilization:
                 self.utilization.add(update)
         metrics |= _over_updates(updates)
+        metrics |= self.watch(self.step + 1, metrics)
         if self.average:
             self.average.update(self.step)
         seconds = time.perf_counter() - began

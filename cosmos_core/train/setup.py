@@ -7,12 +7,13 @@ The hand-over is the model in full precision, proven to load, with its adapter m
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.data_term import WithDataTerm
@@ -28,6 +29,7 @@ from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.agreement import Agreement
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn, prepare_algorithm
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
@@ -45,7 +47,7 @@ from cosmos_core.train.feeds import (
     total_steps,
     training_sampling,
 )
-from cosmos_core.train.generation import Generation
+from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import (
     SAMPLES,
@@ -97,6 +99,7 @@ def train(stage: Stage) -> Trained:
             publish=generation.publish if has_rollouts else _publish_nothing,
             publish_every=recipe.train.sync_weight_interval,
             measure=measure,
+            watch=_watch(stage),
             average=MovingAverage(trainer.named, recipe.train) if recipe.train.ema_enable else None,
             utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
@@ -274,6 +277,14 @@ def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: St
 
 def _measure_nothing(step: int) -> dict[str, float]:
     return {}
+
+
+def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
+    """Return what judges whether engines agree with the trainer; of other trainings nothing."""
+    train = stage.recipe.train
+    if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
+        return lambda step, metrics: {}
+    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train)).alarm
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

@@ -385,13 +385,16 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
 
     def publish(step: int) -> dict[str, float]:
         published.append(step)
+        return {}
+
+    def watch(step: int, metrics: dict[str, float]) -> dict[str, float]:
         at.stop_requested = step == stop_after
         return {}
 
     assert at.data is not None
     feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
     loop = Loop(
-        at, open_trainer(at), feed, sft(), checkpointer, publish=publish, apart=apart,
+        at, open_trainer(at), feed, sft(), checkpointer, publish=publish, apart=apart, watch=watch,
         measure=lambda step: {"validation/reward": apart.values[step]},
     )  # fmt: skip
     try:
@@ -415,7 +418,7 @@ def test_the_training_goes_on_while_engines_validate_and_the_best_step_is_the_on
     assert train_apart(at, published, asked) == Best(2, "validation/reward", 0.9)
     assert asked == [2, 4]
     # Step 3 has no weights of its own in the engines, which still have those of step 2; likewise 5.
-    assert published == [0, 1, 2, 4, 4, 6, 6] or published == [0, 1, 2, 4, 6], published
+    assert published == [0, 1, 2, 4, 6]
     lines = read_metrics(at.path / "metrics.jsonl")
     found = [(line["step"], line["validation/reward"]) for line in lines if "validation/reward" in line]
     assert found == [(2, 0.9), (4, 0.5), (6, 0.1)]
@@ -427,7 +430,7 @@ def test_a_validation_that_a_stop_cut_off_is_made_again_and_told_once(inputs: Pa
     whole = apart_stage(tmp_path / "whole", inputs)
     train_apart(whole, [], [])
     at, asked = apart_stage(tmp_path / "rl", inputs), []
-    train_apart(at, [], asked, stop_after=2)
+    train_apart(at, [], asked, stop_after=3)
     train_apart(at, [], asked)
     assert asked == [2, 2, 4]
     lines, expected = ([{k: v for k, v in line.items() if k in {"step", "loss", "validation/reward"}}
