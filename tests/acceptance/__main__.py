@@ -23,6 +23,7 @@ from tests.acceptance import (
     kills,
     load,
     modes,
+    nodes,
     page,
     ranks,
     rewards,
@@ -44,6 +45,7 @@ PARTS = {
     "digits": digits.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
+    "nodes": nodes.prove,
     "rewards": rewards.prove,
     "digits_served": digits_served.prove,
 }
