@@ -13,7 +13,21 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import apart, colours, digits, distilled, fuzz, kills, load, page, ranks, rewards, seeds, tools
+from tests.acceptance import (
+    apart,
+    colours,
+    diffusion,
+    digits,
+    distilled,
+    fuzz,
+    kills,
+    load,
+    page,
+    ranks,
+    rewards,
+    seeds,
+    tools,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +40,7 @@ PARTS = {
     "tools": tools.prove,
     "colours": colours.prove,
     "digits": digits.prove,
+    "diffusion": diffusion.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
     "rewards": rewards.prove,
