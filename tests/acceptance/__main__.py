@@ -16,6 +16,7 @@ from cosmos_core.observe.logs import configure
 from tests.acceptance import (
     apart,
     colours,
+    diffusion,
     digits,
     digits_served,
     distilled,
@@ -43,6 +44,7 @@ PARTS = {
     "tools": tools.prove,
     "colours": colours.prove,
     "digits": digits.prove,
+    "diffusion": diffusion.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
     "nodes": nodes.prove,
