@@ -53,19 +53,16 @@ class Stored:
         Raises:
             ConfigError, UploadError: the store refuses, is not reached, or has lost something.
         """
-        if self._store is None:
-            return
         read = self._read()
         for name in self._stage.after:
             path = self._run.stage_path(name)
-            here, there = read_result(path), self._store.result(self._run.id, name)
+            here = read_result(path)
+            there = self._store.result(self._run.id, name) if self._store else None
             result = here if there is None or (here and here["digest"] == there["digest"]) else there
             if result is None:
                 continue
-            if result.get(STORED) and name in read and not _is_here(path, result):
-                self._store.fetch_outputs(result, path, self._files_here())
-                here = None  # its records are new
-            if result is not here:
+            was_fetched = name in read and self._fetched(result, path)
+            if was_fetched or result is not here:
                 _write(path, result)
 
     def existing(self, expected: Fingerprint) -> Result | None:
@@ -149,6 +146,7 @@ class Stored:
         if lease := getattr(self, "_lease", None):
             lease.check()
         if result.get(STORED) != self._store.url:
+            self._fetched(result, self._path)  # of another store
             self._store.put_outputs(self._path, result)
             if self._run.pipeline.kind_of(self._stage).is_reusable:
                 self._store.put_made(result)
@@ -209,6 +207,14 @@ class Stored:
             here = State()
         if there.attempt > here.attempt or not (self._path / "state.json").is_file():
             record.pull()
+
+    def _fetched(self, result: Result, path: Path) -> bool:
+        """Whether outputs that were missing here were fetched from the store that has them."""
+        url = result.get(STORED)
+        if not url or _is_here(path, result):
+            return False
+        ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._files_here())
+        return True
 
     def _record(self) -> StoredRecord:
         assert self._store is not None
