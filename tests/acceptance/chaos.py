@@ -70,7 +70,13 @@ class Chaos:
         self.orchestra.open()
         for pool in POOLS:
             self.orchestra.prefect("work-pool", "set-concurrency-limit", pool, "2")
-            self.orchestra.start_worker(pool)
+            self.start_worker(pool)
+
+    def start_worker(self, pool: str) -> None:
+        """Start the worker of a pool."""
+        found = self.orchestra.start_worker(pool)
+        if pool == "local":
+            self.orchestra.worker = found
 
     def pids(self, victim: str) -> list[int]:
         """Processes of that kind that run now."""
@@ -102,7 +108,7 @@ class Chaos:
         running = " ".join(processes_below(self.orchestra.folder).values())
         for pool in POOLS:
             if f"worker start --pool {pool}" not in running:
-                self.orchestra.start_worker(pool)
+                self.start_worker(pool)
 
     def disturbed(self, name: str, kills: int) -> Round:
         """A pipeline under so many kills, to its end."""
