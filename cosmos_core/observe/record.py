@@ -58,6 +58,21 @@ class Service(Document):
     """Responses by status, but for those that say scores or that they are not there yet."""
 
 
+class Branch(Document):
+    """A branch of a sweep."""
+
+    stages: list[str]
+    settings: dict[str, Any] = {}
+
+
+class Choice(Document):
+    """What a stage chooses among, and by what."""
+
+    metric: str
+    mode: str = "max"
+    branches: list[Branch] = []
+
+
 class Sample(Document):
     """A line of `samples.jsonl`: a completion."""
 
@@ -88,6 +103,8 @@ class StageRecord:
     state: State
     progress: Position | None
     result: Result | None
+    sweep: Choice | None = None
+    """What it chooses among; None: it is no choice."""
 
     @property
     def status(self) -> str:
@@ -239,6 +256,7 @@ def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, .
         state=read_state(path),
         progress=read_progress(path),
         result=result,
+        sweep=next(iter(parsed([entry["sweep"]], Choice)), None) if entry.get("sweep") else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves_svg
 from cosmos_core.observe.record import RunRecord, Sample, StageRecord, busy_seconds
+from cosmos_core.observe.sweeps import in_branches
 from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
 
@@ -33,9 +34,15 @@ class Condition(Document):
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
-    """Return the stages whose validation metrics are compared: those that only measure, else whichever have some."""
-    found = [stage for stage in run.stages if any(key.startswith("validation/") for key in stage.metrics)]
-    return [stage for stage in found if stage.kind.makes == "metrics"] or found
+    """Return the stages whose validation metrics are compared: those that only measure, else whichever have some. Of a
+    sweep that is the choice; its branches have a table of their own."""
+    branches = in_branches(run)
+    found = [
+        stage
+        for stage in run.stages
+        if stage.name not in branches and any(key.startswith("validation/") for key in stage.metrics)
+    ]
+    return [stage for stage in found if stage.kind.makes == "metrics" or stage.kind.chooses] or found
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:

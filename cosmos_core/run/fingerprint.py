@@ -145,6 +145,9 @@ def _said_of(stage: StageConfig) -> dict[str, Any]:
     for key in ("checkpoint", "require", "confidence"):
         if value := getattr(stage, key):
             found[key] = list(value) if isinstance(value, tuple) else value
+    if stage.sweep is not None:
+        branches = [list(branch.stages) for branch in stage.sweep.branches]
+        found["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
     return found
 
 

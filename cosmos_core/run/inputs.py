@@ -118,7 +118,9 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
             if media.media_path and media_folder(stage, recipe, kind) is None:
                 raise DataError(f"custom.dataset.media_path = {media.media_path!r}: no such folder")
-        named |= _of_table("validation.dataset", recipe)
+        for table in recipe.datasets:
+            if table != "train.train_policy.dataset":
+                named |= _of_table(table, recipe)
     found: list[Path | str] = []
     for key, name in named.items():
         if not name or source_of(name) is not None:
@@ -153,8 +155,7 @@ def data_code(recipe: Recipe, kind: StageKind) -> list[str]:
 
 def _of_table(table: str, recipe: Recipe) -> dict[str, str]:
     """Return the key of a data set's table that says where its rows are, and what it says."""
-    train = recipe.train.train_policy.dataset
-    dataset = train if table.startswith("train.") else recipe.validation.dataset
+    dataset = recipe.datasets[table]
     if dataset.local_dir:
         return {f"{table}.local_dir": dataset.local_dir}
     return {f"{table}.name": dataset.name}

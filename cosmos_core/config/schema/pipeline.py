@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
@@ -41,7 +42,7 @@ class StageConfig(Table):
     name: str
     """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
     kind: str
-    """prepare, sft, rl, validate, export, gate, upload, report or custom."""
+    """prepare, sft, rl, validate, export, select, gate, upload, report or custom."""
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
@@ -87,6 +88,9 @@ class StageConfig(Table):
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with
     the methods of `Target`."""
+
+    sweep: SweepConfig | None = None
+    """Run the stage once for each point of a grid, in parallel; stages behind it follow the best branch. None: once."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
@@ -157,6 +161,13 @@ class PipelineConfig(Table):
     """Most that one stage may take; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
     """In one machine, for `plan --estimate`."""
+    gpu_memory: Annotated[PositiveFloat, Unit("GiB"), NoResult] = 80.0
+    """Of one GPU; `plan --estimate` says whether a stage fits."""
+    gpu_tflops: Annotated[PositiveFloat, Unit("TFLOP/s"), NoResult] = 400.0
+    """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run; 400: about 40 % of an
+    H100 in bfloat16."""
+    gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
+    """Of one GPU for an hour, in any currency; `plan --estimate` says what a run costs. None: it does not."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
     python: Annotated[str, NoResult] = ""
