@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import worker
-from cosmos_core.launch.companion import companion
 from cosmos_core.launch.processes import start_time, sweep
 from cosmos_core.launch.slots import branch_slots, held
 from cosmos_core.registry import import_thing
@@ -55,6 +53,7 @@ from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_repor
 from tasks.credentials import lend_credentials
 from tasks.elsewhere import count_death, perform_elsewhere
 from tasks.layout import inputs_of, lay_out, make_room
+from tasks.reward_service import reward_service
 
 logger = logging.getLogger(__name__)
 
@@ -255,8 +254,7 @@ def _made_once(
             on_progress=on_progress,
             on_line=on_line,
         )
-        python, check = run.pipeline.config.python, partial(worker.sleep_unless_stopping, 0)
-        with sending(path, _saves_of(run, stage)), companion(stage.reward_service, path, python, check) as found:
+        with sending(path, _saves_of(run, stage)), reward_service(run, stage) as found:
             result = worker.run(replace(launch, environment=found, secrets=(*launch.secrets, *found)))
         _finish(run, stage, expected)
         return result, False

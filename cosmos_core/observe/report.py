@@ -66,6 +66,7 @@ def _environment() -> Environment:
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
         "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,
+        "services": sections.services,
     }  # fmt: skip
     environment.filters |= filters
     return environment

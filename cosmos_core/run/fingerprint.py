@@ -125,8 +125,8 @@ def fingerprint(
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
-    if stage.reward_service:
-        ingredients["reward_service"] = digests.of_file(reward_service_file(stage))
+    if service := reward_service_file(stage):
+        ingredients["reward_service"] = digests.of_file(service)
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it

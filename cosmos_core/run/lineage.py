@@ -103,8 +103,7 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
 def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """The rows that a stage reads from outside of the run, or makes itself."""
     recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-    tables = (recipe.train.train_policy.dataset, recipe.validation.dataset)
-    revisions = {table.name: table.revision for table in tables if table.revision}
+    revisions = {table.name: table.revision for table in recipe.datasets.values() if table.revision}
     found = []
     for source in data_sources(stage, recipe, kind):
         text = (

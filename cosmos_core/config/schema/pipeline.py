@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
@@ -20,6 +20,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 STAGE_NAME_LENGTH = 64
+BLOCK = "block:"
+"""Begins what names a block of Prefect."""
 
 
 def seconds(duration: str) -> float:
@@ -56,7 +58,11 @@ class StageConfig(Table):
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
     reward_service: Annotated[str, Where.PATH] = ""
     """Kinds rl, sft, validate and custom: the file of a reward service that is started beside the stage and stopped
-    after it (`cosmos reward-service`); empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
+    after it (`cosmos reward-service`), or `block:NAME` for one that runs already, whose address and token are in a
+    block of Prefect; empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
+    reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    """With the file of a reward service: the Prefect work pool that it is started on for the stage, through the
+    deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
     run. Empty: the machine of the flow."""
@@ -105,6 +111,14 @@ class StageConfig(Table):
                 "with a letter or digit"
             )
         return name
+
+    @field_validator("reward_service_pool")
+    @classmethod
+    def _has_a_file(cls, pool: str, info: ValidationInfo) -> str:
+        service = info.data.get("reward_service", "")
+        if pool and (not service or service.startswith(BLOCK)):
+            raise ValueError(f"reward_service_pool = {pool!r} needs the file of a service in reward_service")
+        return pool
 
     @field_validator("checkpoint")
     @classmethod
