@@ -18,10 +18,13 @@ from tests.acceptance import (
     colours,
     diffusion,
     digits,
+    digits_served,
     distilled,
     fuzz,
     kills,
     load,
+    modes,
+    nodes,
     page,
     ranks,
     rewards,
@@ -36,6 +39,7 @@ PARTS = {
     "kills": kills.prove,
     "ranks": ranks.prove,
     "load": load.prove,
+    "modes": modes.prove,
     "distilled": distilled.prove,
     "tools": tools.prove,
     "colours": colours.prove,
@@ -43,7 +47,9 @@ PARTS = {
     "diffusion": diffusion.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
+    "nodes": nodes.prove,
     "rewards": rewards.prove,
+    "digits_served": digits_served.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 
