@@ -1,7 +1,8 @@
 """How long it takes to score 20 completions of which 4 are slow: `python -m benchmarks.rewards`.
 
 The reward of a slow completion sleeps, within the deadline, so that the time is about waiting and not about the
-machine's cores. Also printed: what a quick reward costs, over 2,000 completions.
+machine's cores. Also printed: what a quick reward costs, and how many completions `boxed_math` judges in a second, each
+over 2,000 of them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ def main() -> None:
         began = time.monotonic()
         runner.score([{"to_be_evaluated": f"text #### {i}", "reference": f"#### {i}"} for i in range(2000)])
         console.print(f"one quick completion of 2,000: {(time.monotonic() - began) / 2:.3f} ms")
+    with RewardRunner({"boxed_math": 1.0}, timeout_seconds=10.0) as runner:
+        requests = [{"to_be_evaluated": _proof(i), "reference": f"\\frac{{{i}}}{{7}}"} for i in range(2000)]
+        runner.score(requests[:50])  # the processes import sympy first
+        began = time.monotonic()
+        scores = runner.score(requests)
+        console.print(f"boxed_math, completions per second: {2000 / (time.monotonic() - began):.0f}")
+    assert all(score.value == float(i % 2 == 0) for i, score in enumerate(scores))
+
+
+def _proof(i: int) -> str:
+    """A completion of about a hundred words, of which every other is wrong."""
+    steps = " ".join(f"Then $x_{{{k}}} = {i + k}$, because it grows by one." for k in range(12))
+    return f"{steps} So the answer is $\\boxed{{{i + i % 2}/7}}$."
 
 
 def _requests(seconds: list[float]) -> list[dict[str, str]]:

@@ -115,8 +115,6 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
         state: Any = post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True)
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
-    except Preempted:  # by a signal, from `_terminate`
-        raise
     except Exception as error:  # noqa: BLE001 - Prefect gave up: its server does not respond, or has no room either
         trouble = disk_full(error, run.path) or _probe(run.path) or error
         return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
@@ -138,7 +136,8 @@ def _probe(folder: Path) -> DiskFull | None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    raise Preempted("asked to stop")
+    """Stop as Ctrl-C does: no library that is being imported takes that for an error of its own and goes on."""
+    raise KeyboardInterrupt
 
 
 @contextmanager

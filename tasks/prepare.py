@@ -3,6 +3,8 @@
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
+ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
+"""What decides about the rows of a data term, of `train.train_policy.data_term`."""
 DECIDE_ROWS = (
     "train.train_policy.dataset",
     "train.train_policy.data_packer",
@@ -10,6 +12,7 @@ DECIDE_ROWS = (
     "train.train_policy.prompt_column_name",
     "train.train_policy.response_column_name",
     "train.train_policy.system_prompt",
+    *(f"train.train_policy.data_term.{name}" for name in ROWS_BESIDE),
     "validation.dataset",
 )
 """What is read here alone: stages behind this one see the rows that come of it."""

@@ -60,6 +60,10 @@ class RankFailed(StageFailed):
     """A rank died, or met an error that is none of ours."""
 
 
+class RanksAgain(RankFailed):
+    """What a program raises on every rank to be started again, from its newest checkpoint."""
+
+
 @dataclass(frozen=True)
 class WorkerGroup:
     """A group of `size` ranks on the accelerators there are, or on CPU with gloo."""
@@ -245,7 +249,8 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
             try:
                 return _followed(ray, members, calls, should_stop, actors)
             except RankFailed as error:
-                if actors is None or number == _MOST_RESTARTS or not _has_died(ray, calls):
+                is_wanted = isinstance(error, RanksAgain) or _has_died(ray, calls)
+                if actors is None or number == _MOST_RESTARTS or not is_wanted:
                     raise
                 logger.warning(
                     "%s; the ranks start again from their newest checkpoint, and those beside them stay", error

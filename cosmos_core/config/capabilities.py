@@ -57,9 +57,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_local_data(recipe: Recipe) -> Iterator[str]:
-    datasets = {"train.train_policy": recipe.train.train_policy.dataset, "validation": recipe.validation.dataset}
-    for table, dataset in datasets.items():
+    for table, dataset in recipe.datasets.items():
         for key in ("subset", "revision"):
             value = getattr(dataset, key)
             if value and existing(dataset.name, Path.cwd()):
-                yield f"{table}.dataset.{key} = {as_toml(value)} has no effect here: {dataset.name} is on this machine"
+                yield f"{table}.{key} = {as_toml(value)} has no effect here: {dataset.name} is on this machine"

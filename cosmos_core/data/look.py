@@ -42,6 +42,10 @@ def run(stage: Stage) -> Outcome:
         name, key = annotations, "custom.dataset.annotation_path"
     rows = load_rows(DatasetConfig(name=name), key) if name else load_rows(policy.dataset, "train.train_policy.dataset")
     _check(rows, _reader(recipe, is_held_out=False), policy.dataset.max_skipped_fraction)
+    if beside := policy.real_rows:
+        rows = load_rows(beside.dataset, "train.train_policy.data_term")
+        column, system_prompt = beside.conversation_column_name, getattr(policy, "system_prompt", "")
+        _check(rows, _conversations(column, system_prompt), beside.max_skipped_fraction)
     if held_out.name:
         rows = load_rows(held_out, "validation.dataset")
         _check(rows, _reader(recipe, is_held_out=True), held_out.max_skipped_fraction)
@@ -76,4 +80,8 @@ def _reader(recipe: Recipe, *, is_held_out: bool) -> Reader:
         return lambda row, where: read_preference(row, where, column, system_prompt)
     if is_held_out and recipe.validation.reward_function:
         return lambda row, where: read_held_out(row, where, column, system_prompt)
+    return _conversations(column, system_prompt)
+
+
+def _conversations(column: str, system_prompt: str) -> Reader:
     return lambda row, where: read_conversation(row, where, column, system_prompt, with_images=True)

@@ -22,7 +22,7 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     return np.argsort(draws, kind="stable").astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # a step asks for one epoch again and again; two, because an epoch's end may look ahead
+@lru_cache(maxsize=4)  # a step asks for one epoch of prompts and one of a data term; an epoch's end looks ahead
 def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
     order = shuffled(num_rows, seed, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)

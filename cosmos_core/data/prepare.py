@@ -1,6 +1,6 @@
 """The program of a `prepare` stage: rows in, token files out, so that training starts at once and reads no text.
 
-    <stage>/data/train.arrow  validation.arrow  statistics.json
+    <stage>/data/train.arrow  validation.arrow  data_term.arrow  statistics.json
 
 The same rows, tokenizer and settings give the same bytes, whatever the number of processes; a chunk of rows at a time
 is in memory. A row with nothing in it to learn, or one that cannot be read, is left out and counted; too many of the
@@ -34,7 +34,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
-from cosmos_core.data.prepared import MEDIA, split_path
+from cosmos_core.data.prepared import DATA_TERM, MEDIA, split_path
 from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
@@ -127,9 +127,17 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
 
 
 def _splits(stage: Stage) -> dict[str, Rows]:
-    """Return rows to train on, and held-out rows when there are any."""
+    """Return rows to train on, held-out rows when there are any, and those of a data term."""
+    policy, opener = stage.recipe.train.train_policy, _opener(stage)
+    beside = {}
+    if policy.real_rows is not None:
+        beside[DATA_TERM] = load_rows(policy.real_rows.dataset, "train.train_policy.data_term")
+    return {**_own_splits(stage, opener), **beside}
+
+
+def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    annotations, opener = media_of(stage.recipe).annotation_path, _opener(stage)
+    annotations = media_of(stage.recipe).annotation_path
     if stage.data is None and annotations:
         train = load_rows(DatasetConfig(name=annotations), "custom.dataset.annotation_path")
     elif stage.data is None:
@@ -154,7 +162,9 @@ def _opener(stage: Stage) -> Opener:
 
 def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
     """Return the table that a split's rows come from."""
-    held_out = recipe.validation.dataset
+    beside, held_out = recipe.train.train_policy.real_rows, recipe.validation.dataset
+    if split == DATA_TERM and beside is not None:
+        return beside.dataset
     return held_out if split == _VALIDATION and held_out.name else recipe.train.train_policy.dataset
 
 
@@ -174,6 +184,8 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
     kind = recipe.train.train_policy.rows
     if kind == "sequences" and split == _VALIDATION and validation.reward_function:
         kind = "prompts"
+    if split == DATA_TERM:
+        kind = "sequences"
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
@@ -195,7 +207,7 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks in the order of the rows, made in this process or in several."""
     model, revision = stage.model, job.recipe.policy.model_revision
-    pack = _opener(stage).packer()
+    pack = None if job.is_data_term else _opener(stage).packer()
     remaining = ((where, pack(row, where)) for where, row in rows) if pack else iter(rows)
     chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))

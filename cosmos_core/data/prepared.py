@@ -1,7 +1,7 @@
 """Reading what the `prepare` stage wrote: memory-mapped sequences to learn, pairs to compare, or prompts to complete.
 
-One Arrow IPC file per split, `train.arrow` and perhaps `validation.arrow`; the schema's metadata says which of these
-kinds of rows it holds. Making these files is `prepare.py`; batches and their order are elsewhere.
+One Arrow IPC file per split, `train.arrow` and perhaps `validation.arrow` and `data_term.arrow`; the schema's metadata
+says which of these kinds of rows it holds. Making these files is `prepare.py`; batches and their order are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef, Prompt
 
 RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
+DATA_TERM = "data_term"
+"""The split of the rows that are learned beside rollouts."""
 MEDIA: tuple[RowKind, ...] = ("media", "media_prompts")
 """The kinds of rows that are of diffusion models."""
 

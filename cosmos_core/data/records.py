@@ -80,9 +80,24 @@ class Job:
     @property
     def column(self) -> str:
         """Return the column of the conversation that the recipe names, where it names one; empty: it does not."""
-        policy = self.recipe.train.train_policy
-        name = policy.conversation_column_name if isinstance(policy, SupervisedConfig) else ""
+        name = self.conversation[0]
         return "" if name == _USUAL_COLUMN else name
+
+    @property
+    def conversation(self) -> tuple[str, str]:
+        """Return the column of conversations that are learned, and what is put before those without a system turn."""
+        policy = self.recipe.train.train_policy
+        if isinstance(policy, SupervisedConfig):
+            return policy.conversation_column_name, policy.system_prompt
+        beside = policy.real_rows if self.is_data_term else None
+        if beside is None or not isinstance(policy, RlConfig):
+            return "", ""
+        return beside.conversation_column_name, policy.system_prompt
+
+    @property
+    def is_data_term(self) -> bool:
+        """Return whether the rows are learned beside rollouts."""
+        return self.kind == "sequences" and self.recipe.train.train_policy.has_rollouts
 
     @property
     def schema(self) -> pa.Schema:
@@ -148,12 +163,9 @@ def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
 
 
 def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
-    policy = job.recipe.train.train_policy
-    assert isinstance(policy, SupervisedConfig)
     if TOKENS in row:
         return _tokenised_sequence(job, row, where)
-    column, system_prompt = policy.conversation_column_name, policy.system_prompt
-    conversation = read_conversation(row, where, column, system_prompt, with_images=job.root is not None)
+    conversation = read_conversation(row, where, *job.conversation, with_images=job.root is not None)
     _check_characters(conversation, where)
     if job.root is not None:
         if not isinstance(conversation, str):

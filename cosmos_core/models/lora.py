@@ -135,6 +135,37 @@ def adapted_layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
+def is_adapter_alone(model: nn.Module) -> bool:
+    """Return whether what is trained are the factors of an adapter on linear layers, and nothing else: whoever has the
+    base weights of the model's folder needs no others."""
+    if not is_adapted(model) or changes_base(model):
+        return False
+    config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
+    others = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    return not any(others) and all(
+        isinstance(layer.get_base_layer(), nn.Linear) and layer not in ends for layer in layers
+    )
+
+
+def add_adapter_like(model: Any, adapted: Any) -> None:
+    """Put an adapter of the settings that another model's has into a model, with values that are to be replaced."""
+    with torch.random.fork_rng():
+        peft.inject_adapter_in_model(copy.deepcopy(adapted.peft_config[_NAME]), model, _NAME)
+
+
+def scales_of(model: nn.Module) -> dict[str, float]:
+    """Return what the product B A of each adapted layer is multiplied by, by the layer's name."""
+    return {name: module.scaling[_NAME] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def factor_of(key: str) -> tuple[str, str]:
+    """Return the layer and `A` or `B` of a key of the state dict that is a factor of an adapter."""
+    layer, _, rest = key.rpartition(".lora_")
+    return layer, rest[0]
+
+
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter as PEFT does: `PeftModel.from_pretrained(base, folder)` loads it onto the untouched base."""
     config: Any = copy.deepcopy(model.peft_config[_NAME])

@@ -1,9 +1,9 @@
 """Several sequences as one row without padding, each attending to itself alone.
 
 Nothing is computed between sequences and nothing leaks: on CUDA one call of torch's `varlen_attn` per layer does it,
-elsewhere, and where that kernel cannot, attention runs over each sequence by itself. Positions restart, and the
-recurrent or chunked layers for which that is not enough are refused. A probe compares packed with separate sequences
-before the first use.
+elsewhere, and where that kernel cannot, attention runs over sequences of about the same length together. Positions
+restart, and the recurrent or chunked layers for which that is not enough are refused. A probe compares packed with
+separate sequences before the first use.
 
 Shape legend: P packed tokens, K heads, D head size.
 """
@@ -16,21 +16,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.models.scorer import has_no_data
-from cosmos_core.models.shapes import filled
+from cosmos_core.models.shapes import rounded_length
 from cosmos_core.parallel.mesh import any_on_ranks
 
 NAME = "packed_sdpa"
@@ -132,7 +131,7 @@ def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
 
 @cache
 def _log_once(reason: str) -> None:
-    logger.info("packed attention runs over each sequence by itself, because %s", reason)
+    logger.info("packed attention runs over groups of sequences, because %s", reason)
 
 
 def _autocast(state: Tensor) -> Tensor:
@@ -193,16 +192,25 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 
 
 def _each(bounds: np.ndarray | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Compute the attention of each sequence of a row: BPKD. `bounds` None: the row is one sequence."""
-    ends = [0, states[0].shape[2]] if bounds is None else bounds.tolist()
-    return torch.cat(
-        [_one(attend, *(state[:, :, start:stop] for state in states)) for start, stop in pairwise(ends)], dim=1
-    )
+    """Compute the attention of each sequence of a row: BPKD. `bounds` None: the row is one sequence.
 
-
-def _one(attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Compute the attention of one sequence, as long as kernels like it: no token sees what is behind it."""
-    return attend(*(filled(state, -2) for state in states))[:, : states[0].shape[2]]
+    Sequences of about the same length are computed together, filled up behind, where no token looks. The row is taken
+    apart by operations whose gradient is no larger than the part: that of a slice is as large as the row.
+    """
+    if bounds is None:
+        return attend(*states)
+    lengths = np.diff(bounds).tolist()
+    parts = [state.squeeze(0).split(lengths, dim=1) for state in states]  # K, tokens of the sequence, D
+    together: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        together.setdefault(rounded_length(length), []).append(index)
+    found: dict[int, Tensor] = {}
+    for length, indices in together.items():
+        batch = (
+            torch.stack([pad(part[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for part in parts
+        )
+        found |= zip(indices, attend(*batch).unbind(0), strict=True)
+    return torch.cat([found[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -13,12 +13,15 @@ from torch.nn.functional import pad
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return how long to make what is `length` long before it is computed in `dtype`: the next multiple of 32, and
-    above 512 of an eighth of the power of two below; `length` itself where shapes cost nothing."""
-    if device.type != "cpu" or dtype not in _HALF:
-        return length
+def rounded_length(length: int) -> int:
+    """Return the next multiple of 32, and above 512 of an eighth of the power of two below."""
     return length + -length % max(32, (1 << length.bit_length()) // 16)
+
+
+def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Return how long to make what is `length` long before it is computed in `dtype`: `rounded_length`, or `length`
+    itself where shapes cost nothing."""
+    return rounded_length(length) if device.type == "cpu" and dtype in _HALF else length
 
 
 def filled(tensor: Tensor, dim: int) -> Tensor:

@@ -25,9 +25,10 @@ Bucket = list[tuple[str, Tensor]]
 """Some of the weights, whole, by name. Their memory may be used again for the next bucket: an engine copies what it
 keeps."""
 
-WeightFormat = Literal["checkpoint", "module", "shared"]
-"""What an engine takes: weights under the names and in the shapes of a checkpoint, those of the transformers module, or
-none, because it computes with the trainer's own modules."""
+WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
+"""What an engine takes: weights under the names and in the shapes of a checkpoint, those of the transformers module,
+the factors of an adapter alone, because it has the base weights, or none, because it computes with the trainer's own
+modules."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Fleet:
         self.has_new = False
         """Whether the newest weights were the first of an engine."""
         self.version = -1
-        """Of the newest weights that were sent."""
+        """Of the oldest weights that an engine with any has."""
         if is_first():
             self._members.start()
         described: Any = broadcast_object(self._first_description() if is_first() else None)
@@ -62,9 +62,12 @@ class Fleet:
             raise StageFailed(described)
         self.name, self.weight_format = f"{described[0]}, in processes of their own", described[1]
 
-    def request(self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False) -> Future[Group]:
-        """Ask for one group, before all others or behind them; on the first rank, from any thread."""
-        return self._members.request(prompt, sampling, step, is_urgent=is_urgent)
+    def request(
+        self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
+    ) -> Future[Group]:
+        """Ask for one group, before all others or behind them; on the first rank, from any thread. `version`: see
+        `Members.request`; whoever asks for one loads no other before it is there."""
+        return self._members.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
 
     @property
     def is_stale(self) -> bool:
@@ -120,7 +123,8 @@ class Fleet:
                 loads = self._replied(loads, [member.handle.ask("bucket", shared=value) for member in loads])
         if is_first():
             self._end_load(version, loads, num_sent)
-        self.version, self.has_new = version, broadcast_object(has_new)
+        versions = [member.version for member in self._members.ready() if member.version is not None]
+        self.version, self.has_new = broadcast_object((min(versions, default=version), has_new))
         return Loaded(version, num_sent)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
+from cosmos_core.models.lora import add_adapter_like, is_adapter_alone
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
@@ -47,7 +48,8 @@ class HfEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         is_same = is_alone() and not settings.is_apart
-        self.weight_format: WeightFormat = "shared" if is_same else "module"
+        is_adapter = is_adapter_alone(settings.model)
+        self.weight_format: WeightFormat = "shared" if is_same else "adapter" if is_adapter else "module"
         self._model = settings.model if is_same else _replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
@@ -225,9 +227,12 @@ def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _replica(settings: EngineSettings) -> PreTrainedModel:
-    """Load a whole model beside a part of the trainer's: the plain model, into which adapters come merged."""
+    """Load a whole model beside a part of the trainer's. It has an adapter where nothing else is trained; otherwise it
+    is the plain model, into which adapters come merged."""
     trained = settings.model
     replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)
+    if is_adapter_alone(trained):
+        add_adapter_like(replica, trained)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
     return replica.requires_grad_(False)
 

@@ -34,6 +34,10 @@ _MOST_DEATHS = 3
 """Of one engine, with no group between them; more are no accident."""
 
 
+class LostWeights(StageFailed):
+    """No engine has the weights any more that a request asks for."""
+
+
 class Handle(Protocol):
     """How a replica is reached; see `Replica` for the methods."""
 
@@ -59,6 +63,8 @@ class _Request:
     sampling: Sampling
     step: int
     group: Future[Group] = field(compare=False)
+    version: int | None = None
+    """Of the weights that alone may generate it; None: any."""
 
 
 @dataclass
@@ -98,6 +104,8 @@ class Members:
         self._handles, self._most_groups, self._patience, self._beat = handles, most_groups, patience, beat
         self._session = uuid.uuid4().hex
         self._waiting: deque[_Request] = deque()
+        self._pinned: deque[_Request] = deque()
+        """Requests for one version of the weights, behind all others."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
         self.known: dict[Handle, Member] = {}
@@ -116,11 +124,17 @@ class Members:
         if self._problem is not None:
             raise self._problem
 
-    def request(self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool) -> Future[Group]:
-        """Ask for one group, before all others or behind them; from any thread."""
-        asked = _Request(prompt, sampling, step, Future())
+    def request(
+        self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
+    ) -> Future[Group]:
+        """Ask for one group, before all others or behind them; from any thread. `version`: of the weights that alone
+        may generate it; it is a `LostWeights` where no engine has them any more."""
+        asked = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
-            (self._waiting.appendleft if is_urgent else self._waiting.append)(asked)
+            if version is not None:
+                self._pinned.append(asked)
+            else:
+                (self._waiting.appendleft if is_urgent else self._waiting.append)(asked)
         return asked.group
 
     def opened(self) -> list[Member]:
@@ -184,7 +198,8 @@ class Members:
 
     def _put_back(self, member: Member) -> None:
         """Let others have what a member had in flight, before everything else."""
-        self._waiting.extendleft(reversed(member.in_flight))
+        self._waiting.extendleft(each for each in reversed(member.in_flight) if each.version is None)
+        self._pinned.extendleft(each for each in reversed(member.in_flight) if each.version is not None)
         member.in_flight = []
 
     def _listen(self, member: Member) -> None:
@@ -237,7 +252,8 @@ class Members:
 
     def _deliver(self, member: Member, group: Group) -> None:
         for i, request in enumerate(member.in_flight):
-            if (request.step, request.prompt) == (group.step, group.prompt):
+            is_it = (request.step, request.prompt) == (group.step, group.prompt)
+            if is_it and request.sampling.num_completions == len(group.completions):
                 del member.in_flight[i]
                 member.num_deaths = 0
                 request.group.set_result(group)
@@ -246,11 +262,24 @@ class Members:
     def _hand_out(self) -> None:
         """Give waiting prompts to the engines that have least to do."""
         ready = self.ready()
-        while self._waiting and ready:
+        self._hand_to(ready, self._waiting)
+        if not self._pinned or self.is_loading:
+            return
+        of_version = [member for member in ready if member.version == self._pinned[0].version]
+        self._hand_to(of_version, self._pinned)
+        # Where no engine has newer ones either, the next that opens gets these.
+        if not of_version and any((member.version or 0) > (self._pinned[0].version or 0) for member in ready):
+            while self._pinned:
+                lost = self._pinned.popleft()
+                lost.group.set_exception(LostWeights(f"the engines with the weights of step {lost.version} have died"))
+
+    def _hand_to(self, ready: Sequence[Member], queue: deque[_Request]) -> None:
+        while queue and ready:
             member = min(ready, key=lambda member: len(member.in_flight))
             if len(member.in_flight) >= self._most_groups:
                 return
-            batch = self._batch(min(self._most_groups - len(member.in_flight), -(-len(self._waiting) // len(ready))))
+            most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))
+            batch = _batch(queue, most)
             if not member.in_flight:
                 member.moved = time.monotonic()
             member.in_flight += batch
@@ -258,15 +287,16 @@ class Members:
             refused = member.handle.ask("submit", self._session, prompts, sampling, step)
             refused.add_done_callback(partial(_refuse, batch))
 
-    def _batch(self, most: int) -> list[_Request]:
-        """Take requests that can be submitted together: some engines generate together what they get together."""
-        batch = [self._waiting.popleft()]
-        while self._waiting and len(batch) < most:
-            following = self._waiting[0]
-            if (following.step, following.sampling) != (batch[0].step, batch[0].sampling):
-                break
-            batch.append(self._waiting.popleft())
-        return batch
+
+def _batch(queue: deque[_Request], most: int) -> list[_Request]:
+    """Take requests that can be submitted together: some engines generate together what they get together."""
+    batch = [queue.popleft()]
+    while queue and len(batch) < most:
+        following = queue[0]
+        if (following.step, following.sampling) != (batch[0].step, batch[0].sampling):
+            break
+        batch.append(queue.popleft())
+    return batch
 
 
 def _refuse(batch: Sequence[_Request], reply: Future[Any]) -> None:

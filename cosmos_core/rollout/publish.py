@@ -72,7 +72,7 @@ class WeightPublisher:
         def counted() -> Iterator[Bucket]:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
-            for bucket in self._weights.buckets(self.engine.weight_format):
+            for bucket in self._weights.buckets():
                 cast = [(name, self._cast(tensor)) for name, tensor in bucket]
                 num_sent += len(cast)
                 num_bytes += sum(tensor.nbytes for _, tensor in cast)
@@ -82,7 +82,8 @@ class WeightPublisher:
             self.engine.load_weights(version, ())
             seconds = time.perf_counter() - began
             return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
-        self._weights = self._weights or _Weights(self.model, self.whole, self.bucket_bytes)
+        if self._weights is None:
+            self._weights = _Weights(self.model, self.whole, self.engine.weight_format, self.bucket_bytes)
         loaded = self.engine.load_weights(version, counted())
         if (loaded.version, loaded.num_tensors) != (version, num_sent):
             raise StageFailed(
@@ -103,7 +104,7 @@ class WeightPublisher:
 
     @property
     def _tolerance(self) -> float:
-        return max(_TOLERANCE[dtype] for dtype in (self.dtype, self.transfer_dtype) if dtype is not None)
+        return tolerance_of(self.dtype, self.transfer_dtype)
 
     def _probe(self, version: int) -> None:
         """Compare the log-probabilities of trainer and engine."""
@@ -122,6 +123,11 @@ class WeightPublisher:
                 f"weights"
             )
         logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
+
+
+def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
+    """Return the mean absolute difference of log-probabilities that rounding explains."""
+    return max(_TOLERANCE[each] for each in (dtype, transfer_dtype) if each is not None)
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
@@ -152,23 +158,27 @@ class _Unit:
 class _Weights:
     """The weights of a model in buckets, under the names that engines know."""
 
-    def __init__(self, model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int) -> None:
-        self._model = model
+    def __init__(
+        self, model: PreTrainedModel, whole: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
+    ) -> None:
+        self._model, self._form = model, form
+        units = _factors(whole or model) if form == "adapter" else _units(whole or model)
         # Of a mesh, one half of a bucket is read while the other is gathered.
-        self._units = _packed(_units(whole or model), bucket_bytes if whole is None else bucket_bytes // 2)
+        self._units = _packed(units, bucket_bytes if whole is None else bucket_bytes // 2)
         most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
 
-    def buckets(self, form: WeightFormat) -> Iterator[Bucket]:
-        """Yield all weights; a bucket is made when it is asked for, and its memory is used again after that."""
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield all weights that the engine takes; a bucket is made when it is asked for, and its memory is used again
+        after that."""
         state = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state
         for units in self._units:
-            yield self._bucket(units, state, form)
+            yield self._bucket(units, state)
 
     @torch.no_grad()
-    def _bucket(self, units: Sequence[_Unit], state: dict[str, Tensor], form: WeightFormat) -> Bucket:
+    def _bucket(self, units: Sequence[_Unit], state: dict[str, Tensor]) -> Bucket:
         wanted = {key: full for unit in units for key, full in unit.tensors.items()}
         full = {key: state[key].detach() for key in wanted} if self._gatherer is None else self._gatherer.full(wanted)
         found: dict[str, Tensor] = {}
@@ -176,7 +186,7 @@ class _Weights:
             for name, layer in unit.adapted.items():
                 full |= _merged(name, layer, None if self._gatherer is None else full)
             found |= {name: full[key] for name, key in unit.plain.items()}
-        return list((revert_weight_conversion(self._model, found) if form == "checkpoint" else found).items())
+        return list((revert_weight_conversion(self._model, found) if self._form == "checkpoint" else found).items())
 
 
 def _units(whole: PreTrainedModel) -> list[_Unit]:
@@ -200,6 +210,13 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
         if name:
             unit.plain[name] = first
     return list(units.values())
+
+
+def _factors(whole: PreTrainedModel) -> list[_Unit]:
+    """The factors of the adapter, under their keys in the state dict."""
+    state, names = whole.state_dict(keep_vars=True), plain_names(whole)
+    factors = [key for key, name in names.items() if not name]
+    return [_Unit({key: Full(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
 
 
 def _parent(name: str) -> str:

@@ -35,6 +35,7 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
+from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _ENVIRONMENT = {
@@ -68,7 +69,6 @@ class VllmEngine:
     """One vLLM `LLM`, with one request per completion, so that each has a seed of its own."""
 
     name = "vllm"
-    weight_format: WeightFormat = "checkpoint"
 
     def __init__(self, settings: EngineSettings) -> None:
         self.ranks_per_engine = settings.rollout.parallelism.tp_size
@@ -81,13 +81,18 @@ class VllmEngine:
         self._receiver = Receiver()
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
         self._ended_aside: list[Group] = []
+        self.weight_format: WeightFormat = "checkpoint"
         self._owns_process_group = not torch.distributed.is_initialized()
         _set_environment()
         with _process_kept():
             self._vllm = _import_vllm()
             _check_head_size(settings.model, settings.folder)
+            self._adapter = adapter_of(settings)
+            if self._adapter is not None:
+                self.weight_format = "adapter"
             try:
-                self._llm = self._vllm.LLM(**_engine_arguments(settings))
+                arguments = self._adapter.arguments if self._adapter else {}
+                self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
                 raise ConfigError(
@@ -107,7 +112,7 @@ class VllmEngine:
         with _process_kept():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # what was asked before must not decide which kernels run now
-            ids = self._llm.enqueue(tokens, parameters, use_tqdm=False)
+            ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
         # What comes back has the number of the request alone; vLLM appends random characters to it inside.
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
 
@@ -141,7 +146,10 @@ class VllmEngine:
         self.wake()
         with _process_kept():
             weights = self._receiver.tensors(buckets)
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._adapter is None:
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            else:
+                self._adapter.load(self._llm, weights)
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[state.external_req_id]
@@ -154,7 +162,7 @@ class VllmEngine:
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with _process_kept():
-            [probe] = self._llm.enqueue([prompt], parameters, use_tqdm=False)
+            [probe] = self._llm.enqueue([prompt], parameters, lora_request=self._request, use_tqdm=False)
             request: Any = None
             while request is None:
                 for output in self._llm.llm_engine.step():
@@ -166,9 +174,10 @@ class VllmEngine:
         return [logprobs[token].logprob for token, logprobs in scored]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`; level 1 moves the weights to the host, and the CPU build has nothing to give back."""
+        """See `Engine.sleep`; level 1 moves the weights to the host, and the CPU build has nothing to give back. Base
+        weights below an adapter do not come again, so they are kept."""
         if torch.cuda.is_available() and not self._is_asleep:
-            self._llm.sleep(level=level)
+            self._llm.sleep(level=level if self._adapter is None else 1)
             self._is_asleep = True
 
     def wake(self) -> None:
@@ -182,6 +191,11 @@ class VllmEngine:
         with nullcontext() if self._owns_process_group else _process_group_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
+
+    @property
+    def _request(self) -> Any:
+        """What requests are told of the adapter; None: there is none."""
+        return self._adapter.request if self._adapter else None
 
     def _ended(self, request: Any) -> Iterator[Group]:
         """Take the completion of a request that has ended, and give its group if that was the last of it."""

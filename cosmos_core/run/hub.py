@@ -48,11 +48,7 @@ def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[R
     if isinstance(teacher, str) and source_of(teacher) is None and not is_remote(teacher):
         revision = recipe.distillation.model_revision or _NEWEST
         repositories["distillation.model_revision"] = ("model", teacher, revision)
-    datasets = {
-        "train.train_policy.dataset": recipe.train.train_policy.dataset,
-        "validation.dataset": recipe.validation.dataset,
-    }
-    for key, dataset in datasets.items():
+    for key, dataset in recipe.datasets.items():
         if dataset.name in data and not is_remote(dataset.name):
             repositories[f"{key}.revision"] = ("dataset", dataset.name, dataset.revision or _NEWEST)
     for key, repository in repositories.items():

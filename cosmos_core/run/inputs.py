@@ -13,7 +13,7 @@ from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.media import media_of
 from cosmos_core.config.prompt_sets import named_set
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
-from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
@@ -118,7 +118,9 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
             if media.media_path and media_folder(stage, recipe, kind) is None:
                 raise DataError(f"custom.dataset.media_path = {media.media_path!r}: no such folder")
-        named |= _of_table("validation.dataset", recipe)
+        for table in recipe.datasets:
+            if table != "train.train_policy.dataset":
+                named |= _of_table(table, recipe)
     found: list[Path | str] = []
     for key, name in named.items():
         if not name or source_of(name) is not None:
@@ -153,8 +155,7 @@ def data_code(recipe: Recipe, kind: StageKind) -> list[str]:
 
 def _of_table(table: str, recipe: Recipe) -> dict[str, str]:
     """Return the key of a data set's table that says where its rows are, and what it says."""
-    train = recipe.train.train_policy.dataset
-    dataset = train if table.startswith("train.") else recipe.validation.dataset
+    dataset = recipe.datasets[table]
     if dataset.local_dir:
         return {f"{table}.local_dir": dataset.local_dir}
     return {f"{table}.name": dataset.name}
@@ -234,12 +235,14 @@ def chat_template_source(recipe: Recipe) -> Path | None:
     return file
 
 
-def reward_service_file(stage: StageConfig) -> Path:
-    """Return the configuration of the reward service that is started beside a stage.
+def reward_service_file(stage: StageConfig) -> Path | None:
+    """Return the configuration of the reward service that is started beside a stage; None: it runs already.
 
     Raises:
         ConfigError: there is no such file.
     """
+    if not stage.reward_service or stage.reward_service.startswith(BLOCK):
+        return None
     file = existing(stage.reward_service, Path.cwd())
     if file is None or not file.is_file():
         raise ConfigError(f"reward_service = {stage.reward_service!r}: no such file; see docs/reward-service.md")

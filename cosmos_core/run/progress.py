@@ -120,11 +120,14 @@ class Metrics:
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def cut_back(self, step: int) -> None:
-        """Forget what was logged after `step`, or all of it for step 0: it is about to be measured again."""
+    def cut_back(self, step: int, again: str = "") -> None:
+        """Forget what was logged after `step`, or all of it for step 0: it is about to be measured again. `again`: and
+        lines of that step with a metric that begins so."""
         if not self.path.exists():
             return
         kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
+        if again:
+            kept = [e for e in kept if e["step"] < step or not any(name.startswith(again) for name in e)]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
 

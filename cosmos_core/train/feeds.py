@@ -6,13 +6,14 @@ state of the group source: a resumed run goes on with the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.base import Algorithm, Update
+from cosmos_core.algorithms.data_term import sft_term
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
@@ -20,13 +21,15 @@ from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
 from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Pairs, Sequences
-from cosmos_core.data.sample import Sample
-from cosmos_core.errors import StageFailed
+from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync
 from cosmos_core.types import Prompt, Sampling
 
+_DATA_TERM = 0x64617461
+"""Keeps the order of a data term apart from that of the prompts."""
 _HELD_OUT = -1
 """Stands for the step in the seeds of held-out rows."""
 
@@ -302,6 +305,29 @@ def in_turns(sync: Sync, order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return what generates when it is asked, with others in place of groups that are dropped."""
     chosen = group_filter(recipe)
     return sync if chosen is None else Dynamic(sync, order.take, rows_per_step(recipe), chosen)
+
+
+def sft_rows(rows: Sequences, recipe: Recipe) -> Callable[[int], Update]:
+    """Return what gives the data term of an optimizer step: rows in an order of their own, a function of the seed.
+
+    Raises:
+        DataError: there are fewer rows than a step has.
+    """
+    train, term = recipe.train, recipe.train.train_policy.real_rows
+    assert term is not None
+    if len(rows) < term.batch_size:
+        raise DataError(
+            f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {term.batch_size}; lower it, "
+            f"or give more rows"
+        )
+    most_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
+
+    def update(number: int) -> Update:
+        positions = batch_positions(train.order_seed + _DATA_TERM, number, term.batch_size, len(rows), shuffle=True)
+        samples = [sequence_sample(rows, int(i)) for i in positions]
+        return sft_term(within_budget(samples, most_tokens), term.weight)
+
+    return update
 
 
 def draws_of(rows: MediaRows, recipe: Recipe, adapter: Any) -> Draws:

@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import hide
+from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_generation_config, load_tokenizer, model_without_weights
+from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.open_causal_lm import open_vision
 from cosmos_core.models.processor import Vision
 from cosmos_core.observe.logs import configure
 from cosmos_core.rewards.runner import ScoreGroups
-from cosmos_core.rollout.base import Engine, EngineSettings
+from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
@@ -34,6 +36,9 @@ from cosmos_core.train.measure import Rewards, open_rewards, shared
 from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+_ALL_WEIGHTS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
 class Generation:
@@ -58,6 +63,11 @@ class Generation:
             engine = make_engine(settings)
         self._stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
+        if stage.kind.feed == "rollouts" and is_adapted(adapter.model) and engine.weight_format in _ALL_WEIGHTS:
+            logger.warning(
+                "policy.lora: the adapter travels merged, with all weights, because this engine does not take an "
+                "adapter of this model alone"
+            )
         return engine
 
     @property
@@ -75,7 +85,7 @@ class Generation:
             self._probe_logprobs,
             getattr(torch, self._stage.recipe.train.param_dtype),
             whole=adapter.whole,
-            transfer_dtype=_transfer_dtype(self._stage.recipe.train),
+            transfer_dtype=transfer_dtype_of(self._stage.recipe.train),
             probe_interval=self._stage.recipe.rollout.probe_interval,
         )
 
@@ -109,7 +119,7 @@ class Generation:
         return row["logprobs"]
 
 
-def _transfer_dtype(train: TrainConfig) -> torch.dtype | None:
+def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
     """Return what weights are cast to on their way to an engine; None: they travel as they are trained."""
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
@@ -157,5 +167,7 @@ def _open_apart(path: Path) -> Engine:
         model = model_without_weights(
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
         )
+    if stage.kind.trains:
+        choose_trained(model, policy)  # an engine that has the adapter's shapes gets the adapter alone
     model.generation_config = load_generation_config(stage.model, policy.model_revision)
     return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

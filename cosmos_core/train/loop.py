@@ -24,10 +24,12 @@ from cosmos_core.train.ema import NAME as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
+from cosmos_core.train.measure import PREFIX
 from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopAsked, check_stop
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.validation_apart import Ended, ValidationApart
 from cosmos_core.types import JsonValue
 
 Measure = Callable[[int], dict[str, float]]
@@ -49,8 +51,12 @@ class Loop:
     """Train steps between two of them; a training that begins or goes on begins with one."""
     measure: Measure | None = None
     """None: no validation during training."""
+    apart: ValidationApart | None = None
+    """Measures while the training goes on, in the place of `measure` but for the first and the last time."""
     average: MovingAverage | None = None
     """What is measured and, in the end, left in the model; None: the weights themselves."""
+    watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
+    """Judges the metrics of a train step, such as whether engines agree with the trainer; returns metrics about it."""
     utilization: Utilization | None = None
     """Counts the share of the devices' rate that train steps reach; None: not reported."""
     begin_from: Path | None = None
@@ -60,12 +66,16 @@ class Loop:
     step: int = 0
     """Train steps that are complete."""
     _hooks: Hooks = field(init=False)
+    _is_held: bool = False
+    """Weights were not published, because engines still measure those of another step."""
     _last: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, `..._max` of all steps; in every checkpoint, so that a run killed after its last
     step reports the same."""
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
+        if self.apart is not None:
+            self.apart.on_end = self._validated
 
     def run(self) -> dict[str, float]:
         """Train to the end; return the metrics of the last step and its validation, of all steps for `..._max`.
@@ -74,15 +84,18 @@ class Loop:
             Preempted: a signal asked to stop.
         """
         self.trainer.adapter.prove()
-        hooks, start = self._hooks, self._restore()
+        hooks, (start, is_unmeasured) = self._hooks, self._restore()
         hooks("pre_training_hook", start_step=start, total_steps=self.feed.total_steps)
         self.publish(start)
+        if is_unmeasured:
+            self._begin_validation()
         if self.measure and self.stage.recipe.validation.val_before_train and start == 0:
             self._log(0, self._measured(0))
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)
+        is_told = self._settle()
         self.checkpointer.wait()
-        if self.checkpointer.latest() != self.step:
+        if is_told or self.checkpointer.latest() != self.step:
             self._save()
             self.checkpointer.wait()
         if self.average:
@@ -97,12 +110,20 @@ class Loop:
         while (metrics := self._next()) is not None:
             profiler.step(self.step)
             is_last, best_before = self.step == self.feed.total_steps, self.best
-            if self.measure and (self.step % validation.freq == 0 or is_last):
+            is_due = self.measure is not None and (self.step % validation.freq == 0 or is_last)
+            saves = self.step % save_freq == 0
+            if (is_due or saves) and self._settle():
+                best_before = self.best  # what a checkpoint has is known when it is saved
+            if is_due and self.apart and not is_last:
+                saves = True  # it may be the best, which will be known when its weights are gone
+            elif is_due:
                 measured = self._measured(self.step)
                 metrics |= measured
                 self.best = best_of(self.best, self.step, measured)
             self._log(self.step, metrics)
-            if train.ckpt.enable_checkpoint and (self.step % save_freq == 0 or self.best != best_before):
+            if is_due and self.apart and not is_last:
+                self._begin_validation()
+            if train.ckpt.enable_checkpoint and (saves or self.best != best_before):
                 self._save()
 
     def _next(self) -> dict[str, float] | None:
@@ -117,10 +138,47 @@ class Loop:
             return None
         self.step += 1
         if self.step % self.publish_every == 0:
-            metrics |= self.publish(self.step)
+            metrics |= self._published()
         metrics["time/step"] = time.perf_counter() - began
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
+
+    def _published(self) -> dict[str, float]:
+        """Publish the present weights, unless engines still measure others."""
+        self._is_held = False
+        if self.apart is not None:
+            self.apart.check()
+            self._is_held = self.apart.step is not None
+        return {} if self._is_held else self.publish(self.step)
+
+    def _begin_validation(self) -> None:
+        """Have the present weights measured while the training goes on."""
+        assert self.apart is not None
+        self._hooks("pre_validation_hook", current_step=self.step)
+        if self.step % self.publish_every:
+            self.publish(self.step)
+        self.apart.begin(self.step)
+
+    def _validated(self, ended: Ended) -> None:
+        """Take what was measured of an earlier step."""
+        self._hooks("post_validation_hook", current_step=ended.step, **ended.metrics)
+        self.best = best_of(self.best, ended.step, ended.metrics)
+        self._last |= ended.metrics
+        self.stage.metrics.log(ended.step, ended.metrics)
+        if self._is_held:
+            self._is_held = False
+            self.publish(self.step)
+
+    def _settle(self) -> bool:
+        """Wait for the validation of an earlier step; return whether there was one."""
+        if self.apart is None or self.apart.step is None:
+            return False
+        self.stage.progress.phase("validate")
+        try:
+            self.apart.wait(lambda: check_stop(self.stage))
+        except StopAsked:
+            raise self._preempted() from None
+        return True
 
     def _step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
@@ -137,6 +195,7 @@ class Loop:
             if self.utilization:
                 self.utilization.add(update)
         metrics |= _over_updates(updates)
+        metrics |= self.watch(self.step + 1, metrics)
         if self.average:
             self.average.update(self.step)
         seconds = time.perf_counter() - began
@@ -156,13 +215,17 @@ class Loop:
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{done}; nothing saved")
         self.checkpointer.wait()
+        if self.apart and self.apart.step is not None and self.apart.step != self.step:
+            saved = self.checkpointer.latest()  # of the step that is being measured, to be measured again
+            return Preempted(f"{done}, while step {self.apart.step} was validated; the checkpoint is of step {saved}")
         if self.checkpointer.latest() != self.step:
             self._save()
             self.checkpointer.wait()
         return Preempted(f"{done}; checkpoint saved")
 
-    def _restore(self) -> int:
-        """Continue from the newest whole checkpoint; return its number of steps.
+    def _restore(self) -> tuple[int, bool]:
+        """Continue from the newest whole checkpoint; return its number of steps, and whether its weights were still
+        being measured.
 
         Raises:
             ConfigError: the checkpoint of another run has as many steps as this training, or more.
@@ -180,6 +243,8 @@ class Loop:
             self.algorithm.load_state_dict(state.algorithm)
             # Last of all set-up: starting an engine draws from and reseeds every generator.
             self._restore_rng(start, state.extra["rng"])
+        else:  # opening the model has seeded those of torch
+            seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
         if own:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
@@ -187,17 +252,23 @@ class Loop:
         if start:
             self._hooks("load_checkpoint_hook", step=start)
         self.checkpointer.name_best(self._kept)
-        self.stage.metrics.cut_back(start)
+        is_unmeasured = bool(own and state.extra.get("is_unmeasured"))
+        self.stage.metrics.cut_back(start, again=PREFIX if is_unmeasured else "")
         self.stage.progress.step(start, total)
         self.step = start
-        return start
+        return start, is_unmeasured and self.apart is not None
 
     def _restore_rng(self, step: int, saved: JsonValue) -> None:
         if saved is not None:
             restore_rng(_table(saved))
-        else:  # ranks that share a sample draw alike
-            mesh = self.trainer.adapter.mesh
-            seed_rng(self.stage.seed, step, mesh.data.get_local_rank() if mesh else 0)
+        else:
+            seed_rng(self.stage.seed, step, self._data_rank)
+
+    @property
+    def _data_rank(self) -> int:
+        """The number of this rank in seeds: ranks that share a sample draw alike."""
+        mesh = self.trainer.adapter.mesh
+        return mesh.data.get_local_rank() if mesh else 0
 
     def _save(self) -> None:
         self.stage.progress.phase("save")
@@ -207,6 +278,7 @@ class Loop:
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
             "best": asdict(self.best) if self.best else None,
+            "is_unmeasured": self.apart is not None and self.apart.step == self.step,
         }  # fmt: skip
         self.stage.metrics.sync()
         self.checkpointer.save(self.step, state, self._kept)

@@ -165,6 +165,19 @@ class Completions:
             made = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
             groups += self._score(made)
         self._engine.sleep()
+        return self.told(step, groups)
+
+    @property
+    def asked(self) -> tuple[Sequence[Prompt], Sampling, int]:
+        """Return the prompts, how each is completed, and what stands for the step in their seeds."""
+        return self._prompts, self._sampling, _SEED_STEP
+
+    def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Return the groups with their scores."""
+        return self._score(groups)
+
+    def told(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Return metrics of scored groups; the first rank adds some of them to `samples.jsonl`."""
         if is_first():
             add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
         if isinstance(self._prompts, Prompts):

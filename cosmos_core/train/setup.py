@@ -7,19 +7,21 @@ The hand-over is the model in full precision, proven to load, with its adapter m
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.data_term import WithDataTerm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.data.media_rows import MediaRows, open_media
-from cosmos_core.data.prepared import Pairs, Prompts, open_pairs, open_prompts, open_sequences
+from cosmos_core.data.prepared import DATA_TERM, Pairs, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
@@ -27,6 +29,7 @@ from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.agreement import Agreement
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn, prepare_algorithm
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
@@ -40,10 +43,11 @@ from cosmos_core.train.feeds import (
     group_filter,
     in_turns,
     rows_per_step,
+    sft_rows,
     total_steps,
     training_sampling,
 )
-from cosmos_core.train.generation import Generation
+from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import (
     SAMPLES,
@@ -59,6 +63,7 @@ from cosmos_core.train.reference import NAME as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.validation_apart import ValidationApart, is_possible
 from cosmos_core.types import JsonValue, Outcome, Prompt
 
 
@@ -81,23 +86,33 @@ def train(stage: Stage) -> Trained:
     """Train the model of a stage to its last step."""
     recipe, policy = stage.recipe, stage.recipe.train.train_policy
     has_rollouts = policy.has_rollouts
-    algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
+    algorithm = _with_data_term(make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None), stage)
     trainer = open_trainer(stage)
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
-        feed = _feed(stage, trainer, algorithm, generation)
+        apart = _apart(stage, generation)
+        feed = _feed(stage, trainer, algorithm, generation, apart)
         measure = _measure(stage, trainer, algorithm, generation)
         loop = Loop(
             stage, trainer, feed, algorithm, _checkpointer(stage, stack),
+            apart=apart,
             publish=generation.publish if has_rollouts else _publish_nothing,
             publish_every=recipe.train.sync_weight_interval,
             measure=measure,
+            watch=_watch(stage),
             average=MovingAverage(trainer.named, recipe.train) if recipe.train.ema_enable else None,
             utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
     return Trained(trainer.adapter, loop.step, metrics, loop.best)
+
+
+def _with_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
+    """Return the algorithm, with rows of SFT beside its samples where the recipe names some."""
+    if stage.recipe.train.train_policy.real_rows is None:
+        return algorithm
+    return WithDataTerm(algorithm, sft_rows(open_sequences(prepared_folder(stage), DATA_TERM), stage.recipe))
 
 
 def open_model(stage: Stage) -> ModelAdapter:
@@ -138,7 +153,9 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     return Outcome(outputs=(folder, *others), metrics=trained.metrics, info=info)
 
 
-def _feed(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> Feed:
+def _feed(
+    stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation, apart: ValidationApart | None
+) -> Feed:
     """Return what the stage trains on; the weights are those that it starts from."""
     recipe, folder = stage.recipe, prepared_folder(stage)
     policy = recipe.train.train_policy
@@ -158,11 +175,15 @@ def _feed(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Gene
     else:
         prompts = open_prompts(folder, "train")
     order = PromptOrder(prompts, recipe)
-    make_source = _ahead if recipe.engines_apart else _in_turns
-    return RolloutFeed(prompts, make_source(stage, prompts, order, generation), algorithm, recipe)
+    source: GroupSource
+    if recipe.engines_apart:
+        source = _ahead(stage, prompts, order, generation, apart)
+    else:
+        source = _in_turns(stage, order, generation)
+    return RolloutFeed(prompts, source, algorithm, recipe)
 
 
-def _in_turns(stage: Stage, prompts: Sequence[Prompt], order: PromptOrder, generation: Generation) -> GroupSource:
+def _in_turns(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:
     """Return a source of groups that are generated by the ranks, when they are asked for."""
     recipe = stage.recipe
     sync = Sync(
@@ -172,8 +193,20 @@ def _in_turns(stage: Stage, prompts: Sequence[Prompt], order: PromptOrder, gener
     return in_turns(sync, order, recipe)
 
 
-def _ahead(stage: Stage, prompts: Sequence[Prompt], order: PromptOrder, generation: Generation) -> GroupSource:
+def _ahead(
+    stage: Stage,
+    prompts: Sequence[Prompt],
+    order: PromptOrder,
+    generation: Generation,
+    apart: ValidationApart | None,
+) -> GroupSource:
     """Return a source of groups that engines of their own generate while the ranks train."""
+
+    def between(step: int) -> None:
+        check_stop(stage)
+        if apart is not None:
+            apart.check()
+
     recipe, policy, size = stage.recipe, stage.recipe.train.train_policy, rows_per_step(stage.recipe)
     chosen, allowed, beyond, most_steps = group_filter(recipe), *policy.lookahead
     num_steps = total_steps(recipe, size, len(prompts))
@@ -186,7 +219,7 @@ def _ahead(stage: Stage, prompts: Sequence[Prompt], order: PromptOrder, generati
         num_groups=size,
         allowed=allowed if recipe.mode == "disaggregated" else 0,
         resync=generation.resync,
-        between=lambda step: check_stop(stage),
+        between=between,
         beyond=beyond,
         most_steps=most_steps,
         filter=chosen,
@@ -218,6 +251,17 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     }
 
 
+def _apart(stage: Stage, generation: Generation) -> ValidationApart | None:
+    """Return what measures while the training goes on; None: the training waits for each validation."""
+    if not (stage.recipe.validation.enable and is_possible(stage.recipe)):
+        return None
+    rows = held_out(prepared_folder(stage))
+    assert isinstance(rows, Prompts)
+    score = generation.score_here(reward_weights(stage.recipe))
+    completions = Completions(rows, generation.fleet, score, stage)
+    return ValidationApart(completions, generation.fleet, stage.progress.beat)
+
+
 def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:
     """Return what measures completions of held-out prompts."""
     completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
@@ -233,6 +277,14 @@ def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: St
 
 def _measure_nothing(step: int) -> dict[str, float]:
     return {}
+
+
+def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
+    """Return what judges whether engines agree with the trainer; of other trainings nothing."""
+    train = stage.recipe.train
+    if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
+        return lambda step, metrics: {}
+    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train)).alarm
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

@@ -76,11 +76,13 @@ class Trainer:
         """
         self.adapter.runner.train(True)
         self.optimizer.zero_grad(set_to_none=True)
-        losses = self._backward(update)
+        samples = [*update.samples, *(update.data.samples if update.data else ())]
+        num_tokens = sum(self.adapter.cost(sample) for sample in samples)
+        losses = self._backward(update, num_tokens)
         if update.data is not None:
             if self.adapter.mesh and self.adapter.mesh.pipeline:
                 raise ConfigError("policy.parallelism.pp_size excludes a data term; set it to 1")
-            losses += self._backward(update.data)
+            losses += self._backward(update.data, num_tokens)
         loss, total, values = self._over_ranks(losses)
         norm = self._clipped()
         if not torch.isfinite(torch.tensor([loss, norm])).all():
@@ -150,12 +152,12 @@ class Trainer:
         self.adapter.runner.train(True)
         return found
 
-    def _backward(self, update: Update) -> list[Loss]:
-        """Add the gradient of an update; return the loss of each micro-batch of this rank."""
+    def _backward(self, update: Update, num_tokens: int) -> list[Loss]:
+        """Add the gradient of an update; return the loss of each micro-batch of this rank. What the model adds to the
+        loss is divided by the tokens of the whole optimizer step, those of a data term too."""
         losses: list[Loss] = []
         unmoved = self._unmoved(update.compares)
         compared = self._compared(update, [name for name in update.compares if name not in unmoved])
-        num_tokens = sum(self.adapter.cost(sample) for sample in update.samples)
 
         def learn(micro: MicroBatch) -> Tensor:
             if update.compares:

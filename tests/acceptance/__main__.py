@@ -13,7 +13,24 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.observe.logs import configure
-from tests.acceptance import apart, colours, digits, distilled, fuzz, kills, load, page, ranks, rewards, seeds, tools
+from tests.acceptance import (
+    apart,
+    colours,
+    diffusion,
+    digits,
+    digits_served,
+    distilled,
+    fuzz,
+    kills,
+    load,
+    modes,
+    nodes,
+    page,
+    ranks,
+    rewards,
+    seeds,
+    tools,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +39,17 @@ PARTS = {
     "kills": kills.prove,
     "ranks": ranks.prove,
     "load": load.prove,
+    "modes": modes.prove,
     "distilled": distilled.prove,
     "tools": tools.prove,
     "colours": colours.prove,
     "digits": digits.prove,
+    "diffusion": diffusion.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
+    "nodes": nodes.prove,
     "rewards": rewards.prove,
+    "digits_served": digits_served.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

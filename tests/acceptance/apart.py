@@ -19,7 +19,7 @@ from cosmos_core.run.files import sha256
 from cosmos_core.run.stage import Stage
 from tests.acceptance.page import Proof, table
 from tests.distributed import test_fleet as fleet
-from tests.distributed.test_fleet import STEPS, actors, metrics, recipe, rl
+from tests.distributed.test_fleet import STEPS, actors, metrics, recipe, rl, steps, validated
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,10 @@ def prove(folder: Path) -> Proof:
             at = time.monotonic()
             attempts, left = _run(stage, victims, generator.randrange(1, STEPS), generator.uniform(0, 0.5))
             seconds.append(time.monotonic() - at)
-            if [m["step"] for m in metrics(stage)] != list(range(1, STEPS + 1)) or _digest(stage) != expected:
+            if [m["step"] for m in steps(stage)] != list(range(1, STEPS + 1)) or _digest(stage) != expected:
                 problems.append(f"{number}: another result")
+            if validated(stage) != validated(undisturbed):
+                problems.append(f"{number}: another validation")
             if left:
                 problems.append(f"{number}: {left} processes left")
         met = met and not problems

@@ -11,14 +11,17 @@ import argparse
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from threading import Lock
 
 from cosmos_core.errors import EXIT_OK, EXIT_USAGE
 from cosmos_core.observe.logs import configure
@@ -61,20 +64,24 @@ class Storms:
         self.world = pipelines.make_world(folder / "world")
         self._expected: dict[str, Digests] = {}
         self._count = 0
+        self._lock = Lock()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's commands would ignore it
 
     def weather(self, seed: int, trunk: str = "") -> Storm:
         """One storm; its folder is kept when something does not hold."""
         random = Random(seed)
         pipeline = pipelines.draw(random, trunk)
-        expected = self._undisturbed(pipeline)
+        with self._lock:
+            expected = self._undisturbed(pipeline)
+            self._count += 1
+            name = f"{self._count}s"  # short, for the sockets of Ray are below it; and the beginning of no other
+            shim = Shim(self.folder / f"{name}-control", self.folder / name)
         storm = Storm(seed, pipeline.trunk)
-        self._count += 1
-        workspace = Workspace(self.folder / str(self._count))  # a short path: the sockets of Ray are below it
+        workspace = Workspace(self.folder / name)
         pipeline.write(workspace, self.world)
-        temporary, outputs = workspace.path / "t", self.folder / f"{self._count}-said"
+        temporary, outputs = workspace.path / "t", self.folder / f"{name}-said"
         temporary.mkdir()
         outputs.mkdir()
-        shim = Shim(self.folder / f"{self._count}-control", workspace.path)
         commands = Commands(workspace, outputs, shim.environment | {"TMPDIR": str(temporary)})
         scene = Scene(workspace, commands, shim, random, {})
         began = time.monotonic()
@@ -148,19 +155,31 @@ def _is_complete(run: Path, pipeline: StormPipeline) -> bool:
     return all((run / "stages" / name / "result.json").is_file() for name in (*pipeline.trained, *pipeline.ways))
 
 
-def rage(storms: Storms, seed: int, may_begin: Callable[[int], bool], trunk: str = "") -> list[Storm]:
-    """Storms one after the other, with the seeds `seed`, `seed + 1` and so on, while another may begin."""
-    done: list[Storm] = []
-    while may_begin(len(done)):
-        storm = storms.weather(seed + len(done), trunk)
-        done.append(storm)
-        logger.info("storm %d (%.0f s) %s: %s", len(done), storm.seconds, "FAILED" if storm.problems else "held", storm)
-        for problem in storm.problems:
-            logger.error("seed %d: %s", storm.seed, problem)
+def rage(storms: Storms, seed: int, may_begin: Callable[[int], bool], trunk: str = "", at_once: int = 1) -> list[Storm]:
+    """Storms with the seeds `seed`, `seed + 1` and so on, some of them at the same time, while another may begin."""
+    begun, lock, done = 0, Lock(), list[Storm]()
+
+    def one_after_the_other() -> None:
+        nonlocal begun
+        while True:
+            with lock:
+                if not may_begin(begun):
+                    return
+                number, begun = begun, begun + 1
+            storm = storms.weather(seed + number, trunk)
+            done.append(storm)
+            held = "FAILED" if storm.problems else "held"
+            logger.info("storm %d (%.0f s) %s: %s", len(done), storm.seconds, held, storm)
+            for problem in storm.problems:
+                logger.error("seed %d: %s", storm.seed, problem)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for each in [pool.submit(one_after_the_other) for _ in range(at_once)]:
+            each.result()
     return done
 
 
-def proof(done: list[Storm], seed: int, seconds: float) -> page.Proof:
+def proof(done: list[Storm], seed: int, seconds: float, at_once: int) -> page.Proof:
     """The section of `docs/acceptance.md`."""
     failed = [storm for storm in done if storm.problems]
     what = Counter(words for storm in done for words in map(_kind, storm.happened) if words)
@@ -187,7 +206,7 @@ def proof(done: list[Storm], seed: int, seconds: float) -> page.Proof:
             "of every stage have the sha256 of an undisturbed run's, no process, lock or temporary file is left, no "
             "command shows a traceback, and none gains nothing for two minutes."
         ),
-        commands=[f"python -m tests.acceptance.storm --seed {seed} --minutes {seconds / 60:.0f}"],
+        commands=[f"python -m tests.acceptance.storm --seed {seed} --minutes {seconds / 60:.0f} --at-once {at_once}"],
         body=body,
         seconds=seconds,
     )
@@ -220,6 +239,7 @@ def main() -> int:
     parser.add_argument("--storms", type=int, default=sys.maxsize, help="at most so many")
     parser.add_argument("--seed", type=int, default=None, help="of the first storm; none: drawn and printed")
     parser.add_argument("--trunk", choices=sorted(pipelines.TRUNKS), default="", help="pipelines of this kind alone")
+    parser.add_argument("--at-once", type=int, default=2, help="storms at the same time, each on pipelines of its own")
     parser.add_argument("--write", action="store_true", help="write docs/acceptance.md")
     arguments = parser.parse_args()
     configure()
@@ -233,12 +253,12 @@ def main() -> int:
         done = rage(
             Storms(folder), seed,
             lambda count: count < arguments.storms and time.monotonic() - began < 60 * arguments.minutes,
-            arguments.trunk,
+            arguments.trunk, arguments.at_once,
         )  # fmt: skip
     finally:
         remove_library()
     if arguments.write:
-        page.put(PAGE, proof(done, seed, time.monotonic() - began))
+        page.put(PAGE, proof(done, seed, time.monotonic() - began, arguments.at_once))
     failed = [storm for storm in done if storm.problems]
     logger.info("%d storms, %d failed", len(done), len(failed))
     for storm in failed:

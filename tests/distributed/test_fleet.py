@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
-from cosmos_core.run.files import write_json
+from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import ENGINES, Stage, load_stage
 from cosmos_core.train.setup import run
@@ -45,6 +45,7 @@ def recipe(engines: int, *, ranks: int = 1, **policy: Any) -> Recipe:
                 "backend": "hf", "n_generation": 4, "batch_size": 2, "max_response_length": 5,
                 "parallelism": {"n_init_replicas": max(1, engines)},
             },
+            "validation": {"enable": True, "freq": 2, "val_before_train": True, "n_generation": 2, "temperature": 1.0},
         }
     )  # fmt: skip
 
@@ -126,6 +127,17 @@ def kill(name: str) -> Callable[[psutil.Process], None]:
     return lambda tree: os.kill(actors(tree, name)[0].pid, signal.SIGKILL)
 
 
+def steps(stage: Stage) -> list[dict[str, Any]]:
+    """The lines about train steps."""
+    return [line for line in metrics(stage) if "loss" in line]
+
+
+def validated(stage: Stage) -> list[tuple[int, dict[str, float]]]:
+    """What was measured on held-out prompts, by step, in the order in which it was told."""
+    lines = [(line["step"], {k: v for k, v in line.items() if k.startswith("validation/")}) for line in metrics(stage)]
+    return [(step, line) for step, line in lines if line]
+
+
 def trained(stage: Stage) -> dict[str, Any]:
     return load_file(stage.path / f"safetensors/step_{STEPS}/model.safetensors")
 
@@ -151,13 +163,19 @@ def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_w
     expected, found = trained(alone), trained(stage)
     assert all((expected[name] == found[name]).all() for name in expected)
     same = ("step", "loss", "reward/mean", "tokens")
-    assert [[m[k] for k in same] for m in metrics(stage)] == [[m[k] for k in same] for m in metrics(alone)]
+    assert [[m[k] for k in same] for m in steps(stage)] == [[m[k] for k in same] for m in steps(alone)]
+    # The training went on while engines measured; what they found is what they find when it waits for them.
+    assert [step for step, _ in validated(alone)] == [0, 2, 4, 6]
+    assert validated(stage) == validated(alone)
+    assert [line["step"] for line in metrics(stage) if "validation/reward" in line and "loss" not in line] == [0, 2, 4]
+    assert read_json(stage.path / "best.json") == read_json(alone.path / "best.json")
 
 
 def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: Path, tmp_path: Path) -> None:
     stage = rl(task, tmp_path / "rl", recipe(2, ranks=2, allowed_outdated_steps=2))
     worker(stage, {2: kill("RolloutEngine")})
-    found = metrics(stage)
+    found = steps(stage)
     assert [m["step"] for m in found] == list(range(1, STEPS + 1))
+    assert [step for step, _ in validated(stage)] == [0, 2, 4, 6]
     assert {m["rollout/version_lag"] for m in found} <= {0.0, 1.0, 2.0} and found[-1]["rollout/version_lag"] > 0
     assert all(m["rollout/outdated"] == 0 for m in found)

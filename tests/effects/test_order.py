@@ -7,11 +7,16 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.train.feeds import SequenceFeed
-from tests.effects.change import SFT, Change, Settings, changes
+from cosmos_core.train.feeds import SequenceFeed, sft_rows
+from tests.effects.change import GRPO, SFT, Change, Settings, changes
+from tests.unit.trainers import micro_batch
 
+TERM = "train.train_policy.data_term"
+BESIDE = {**GRPO, f"{TERM}.name": "rows", f"{TERM}.weight": 0.1, f"{TERM}.batch_size": 4}
 SMALL = {**SFT, "train.train_batch_per_replica": 4}
 IN_FILE = {**SMALL, "train.train_policy.dataloader_shuffle": False}
 
@@ -89,3 +94,19 @@ def test_it_changes_the_order_of_the_rows(change: Change) -> None:
     before, after = steps(change.before), steps(change.after)
     assert before != after
     assert sorted(chain(*before)) == sorted(chain(*after)) == list(range(10))
+
+
+@changes(
+    (Change(f"{TERM}.batch_size", 5, BESIDE), (5, 1.0)),
+    (Change(f"{TERM}.weight", 0.3, BESIDE), (4, 3.0)),
+)
+def test_it_changes_what_is_learned_beside_rollouts(change: Change, expected: tuple[int, float]) -> None:
+    rows: Any = Rows((2,) * 10)
+    found = []
+    for recipe in (change.before, change.after):
+        update = sft_rows(rows, recipe)(0)
+        logprobs_BS = torch.full((len(update.samples), 1), -2.0)
+        micro = micro_batch(update.samples, logprobs_BS, torch.ones_like(logprobs_BS))
+        found.append((len(update.samples), update.loss(micro).value.item()))
+    assert found[0] == (4, pytest.approx(0.2))
+    assert found[1] == (expected[0], pytest.approx(0.2 * expected[1]))

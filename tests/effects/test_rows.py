@@ -33,6 +33,9 @@ OPEN = {
     **CHAT_ROWS, f"{TURNS}.add_generation_prompt": False, "train.train_policy.prompt_column_name": "conversations",
 }  # fmt: skip
 ON_HUB = {**SFT, "train.train_policy.dataset.name": "org/rows"}
+TERM = "train.train_policy.data_term"
+BESIDE = {**GRPO_ROWS, f"{TERM}.weight": 0.1, f"{TERM}.name": "rows"}
+BESIDE_ON_HUB = {**BESIDE, f"{TERM}.name": "org/rows"}
 HELD_OUT_ON_HUB = {**SFT_ROWS, "validation.dataset.name": "org/rows"}
 
 
@@ -73,7 +76,7 @@ def prepared(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
     prepare.run(stage)
     data, tokenizer = stage.path / "data", load_tokenizer(str(folder / "model"))
     found = {}
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "data_term"):
         if not has_split(data, split):
             continue
         if rows_kind(data, split) == "prompts":
@@ -118,6 +121,9 @@ def asked(question: str, reference: str) -> str:
      ("train", 8, "<|im_start|>user\nrows/train q 0<|im_end|>\n<|im_start|>assistant\na 0|a 0")),
     (Change("validation.dataset.name", "other.jsonl", SFT_ROWS), ("validation", 8, talk("other q 0", "a 0"))),
     (Change("validation.dataset.split", "dev", HELD_OUT), ("validation", 8, talk("rows/dev q 0", "a 0"))),
+    (Change(f"{TERM}.name", "other.jsonl", BESIDE), ("data_term", 8, talk("other q 0", "a 0"))),
+    (Change(f"{TERM}.split", ["dev", "train"], BESIDE), ("data_term", 16, talk("rows/dev q 0", "a 0"))),
+    (Change(f"{TERM}.conversation_column_name", "talk", BESIDE), ("data_term", 8, talk("rows/train q2 0", "a2 0"))),
 )  # fmt: skip
 def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | None], folder: Path) -> None:
     before, after = prepared(change.before, folder), prepared(change.after, folder)
@@ -132,6 +138,8 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
     (Change("train.train_policy.dataset.revision", "v2", ON_HUB), ("train", "org/rows None v2 train")),
     (Change("validation.dataset.subset", "hard", HELD_OUT_ON_HUB), ("validation", "org/rows hard None train")),
     (Change("validation.dataset.revision", "v2", HELD_OUT_ON_HUB), ("validation", "org/rows None v2 train")),
+    (Change(f"{TERM}.subset", "hard", BESIDE_ON_HUB), ("data_term", "org/rows hard None train")),
+    (Change(f"{TERM}.revision", "v2", BESIDE_ON_HUB), ("data_term", "org/rows None v2 train")),
 )
 def test_it_changes_what_is_asked_of_the_hub(
     change: Change, expected: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,6 +158,7 @@ def test_it_changes_what_is_asked_of_the_hub(
         "train.train_policy.dataset.max_skipped_fraction", 0.5, {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
     ),
     Change("validation.dataset.max_skipped_fraction", 0.5, {**SFT_ROWS, "validation.dataset.name": "bad.jsonl"}),
+    Change(f"{TERM}.max_skipped_fraction", 0.5, {**BESIDE, f"{TERM}.name": "bad.jsonl"}),
 )
 def test_it_bounds_the_rows_that_are_left_out(change: Change, folder: Path) -> None:
     good = json.dumps(row("x", 0))

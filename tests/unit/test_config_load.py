@@ -289,7 +289,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
              if status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
-        "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
+        "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name", "DataTermConfig.name",
         "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path",
         "PolicyConfig.model_safetensor_path", "LoraConfig.lora_path",
         "DistillationConfig.model_name_or_path",

@@ -272,7 +272,7 @@ def test_what_the_kernel_cannot_is_named(
     assert found.endswith(reason) and bool(found) is bool(reason)
 
 
-def test_what_the_kernel_cannot_runs_over_each_sequence_and_says_why_once(
+def test_what_the_kernel_cannot_runs_over_groups_of_sequences_and_says_why_once(
     varlen: FakeVarlen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.bfloat16})
@@ -282,7 +282,7 @@ def test_what_the_kernel_cannot_runs_over_each_sequence_and_says_why_once(
         assert enable_packing(model) == ""
         packed_logits(model, rows())
     assert varlen.calls == []
-    said = "packed attention runs over each sequence by itself, because its kernel takes half precision, and this is"
+    said = "packed attention runs over groups of sequences, because its kernel takes half precision, and this is"
     assert [record.getMessage() for record in caplog.records] == [f"{said} float64"]
 
 

@@ -1,6 +1,8 @@
 """The rule of each reward that comes with us, as accepted and refused answers with their values."""
 
+import json
 import math
+import re
 
 import pytest
 
@@ -69,6 +71,15 @@ def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(an
 )
 def test_gsm8k_compares_the_first_marked_numbers_as_strings(answer, reference, value):
     assert score("gsm8k", answer, reference) == value
+
+
+def test_the_test_answers_of_gsm8k_are_right_by_themselves_and_wrong_with_another_number(test_data):
+    lines = (test_data / "gsm8k" / "test.jsonl").read_text().splitlines()
+    references = [json.loads(line)["answer"] for line in lines]
+    assert len(references) == 1319
+    changed = [re.sub(r"#### (-?[\d,.]+)", lambda found: f"#### 1{found[1].lstrip('-')}", each) for each in references]
+    assert {score("gsm8k", each, each) for each in references} == {1}
+    assert {score("gsm8k", one, each) for one, each in zip(changed, references, strict=True)} == {0}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.rollout import members
 from cosmos_core.rollout.base import Bucket, Loaded, generate
 from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.members import LostWeights
 from cosmos_core.rollout.replica import packed, unpacked
 from cosmos_core.types import Group, Prompt
 from tests.unit.replicas import (
@@ -174,3 +175,31 @@ def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
             fleet.load_weights(2, weights(2))
             assert {group.version for group in fleet.completed()} == versions, swap
             assert handle.engine.version == 2
+
+
+def test_requests_for_one_version_come_behind_all_others_and_are_made_by_engines_that_have_it() -> None:
+    handles = [Threaded(), Threaded()]
+    with fleet_of(*handles, most_groups=1) as fleet:
+        while not all(handle.engine for handle in handles) or len(fleet._members.opened()) < 2:
+            time.sleep(0.01)
+        fleet.load_weights(3, weights(3))
+        handles[1].engine.hangs.set()
+        held_out = [fleet.request(prompt, SAMPLING, 0, version=3) for prompt in PROMPTS[:4]]
+        others = [fleet.request(prompt, SAMPLING, 5) for prompt in PROMPTS[10:14]]
+        handles[1].kill()  # what it had goes to the other, which alone has these weights
+        while not fleet.is_stale:
+            time.sleep(0.01)
+        with fleet.only_new():
+            fleet.load_weights(4, weights(4))
+        assert fleet.version == 3, "prompts are given to engines that are old enough for them"
+        assert [group.result(20).version for group in held_out] == [3] * 4
+        assert {group.result(20).version for group in others} <= {3, 4}
+
+
+def test_a_request_for_weights_that_no_engine_has_any_more_is_told_so() -> None:
+    with fleet_of(Threaded()) as fleet:
+        fleet.load_weights(1, weights(1))
+        fleet.load_weights(2, weights(2))
+        with pytest.raises(LostWeights, match="the engines with the weights of step 1 have died"):
+            fleet.request(PROMPTS[0], SAMPLING, 0, version=1).result(20)
+        assert fleet.request(PROMPTS[0], SAMPLING, 0, version=2).result(20).version == 2

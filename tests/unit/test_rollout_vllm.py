@@ -87,6 +87,19 @@ def test_completions_in_flight_go_on_with_new_weights_and_every_token_is_of_the_
     assert swapped["aborted"] == 0 and swapped["again"]
 
 
+def test_an_adapter_comes_alone_and_the_engine_computes_what_the_trainer_does(found: dict[str, Any]) -> None:
+    if "adapted" not in found:
+        pytest.skip("once is enough")
+    adapted = found["adapted"]
+    assert adapted["format"] == "adapter" and adapted["quantised"]
+    assert [metrics["sync/bytes"] for metrics in adapted["metrics"]] == [adapted["bytes"]] * 3
+    assert adapted["base"] == found["sampled"]["tokens"]  # a new adapter changes nothing
+    assert adapted["difference"] < 1e-4 and adapted["second"][0] < 1e-4
+    assert adapted["second"][1] != adapted["tokens"]
+    assert [1, 2] in adapted["versions"]
+    assert adapted["partial"].startswith("StageFailed: weight sync: 1 tensors did not come, such as model.layers.0")
+
+
 def test_an_engine_started_anew_gives_the_same_tokens(found: dict[str, Any]) -> None:
     assert found["closed"] and found["second"] == found["synced"]["last"]
 

@@ -58,7 +58,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")
     stage = make_stage(folder / "task", "custom", recipe(SFT))
     arithmetic.make(stage, train_rows=64, heldout_rows=16, hidden_size=64, layers=1)
-    for name, policy in (("sft-data", SFT), ("rl-data", GRPO)):
+    beside = {"name": str(folder / "task/data"), "weight": 0.1, "conversation_column_name": "messages"}
+    for name, policy in (("sft-data", SFT), ("rl-data", {**GRPO, "data_term": beside})):
         prepare.run(make_stage(folder / name, "prepare", recipe(policy), folder / "task/model", folder / "task/data"))
     tokenizer = arithmetic.make_tokenizer()
     for part in (tokenizer, arithmetic.make_model(tokenizer, 32, 2, seed=1)):
@@ -209,7 +210,10 @@ GSPO = {
     "type": "grpo", "variant": "gspo", "algo": "rloo", "reward_function": "reward.py:variety", "mu_iterations": 2,
     "use_decoupled_loss": True, "off_policy_masking_delta": 0.5, "max_token_len_per_mini_batch": 64,
 }  # fmt: skip
-AIPO = {"type": "grpo", "aipo_rho": 2.0, "reward_function": "reward.py:variety", "algo": "reinforce++-baseline"}
+AIPO = {
+    "type": "grpo", "aipo_rho": 2.0, "reward_function": "reward.py:variety", "algo": "reinforce++-baseline",
+    "batch_size_per_optimize": 8, "mini_batch": 8, "data_term": {"name": "rows", "weight": 0.1, "batch_size": 6},
+}  # fmt: skip
 TEACHER = {"enable": True, "model_name_or_path": "teacher", "param_dtype": "float32", "mini_batch": 4}
 BY_TOKEN = {**TEACHER, "kl_discount_factor": 0.9, "max_token_len_per_mini_batch": 48}
 BY_TOP_K = {**TEACHER, "top_k": 8, "jsd_beta": 0.5, "include_prompt": True, "sequence_packing": True}
@@ -219,7 +223,7 @@ TRAININGS = {
     "grpo": ("rl", recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})),
     "dapo": ("rl", recipe(DAPO, train_batch_per_replica=16, max_num_steps=5, ckpt=SAVED)),
     "gspo": ("rl", recipe(GSPO, train_batch_per_replica=16, max_num_steps=5)),
-    "aipo": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=5)),
+    "aipo with a data term": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=5)),
     "distilled by token": ("rl", recipe(TAUGHT, distillation=BY_TOKEN, train_batch_per_replica=16, max_num_steps=5)),
     "distilled by top k": ("rl", recipe(TAUGHT, distillation=BY_TOP_K, train_batch_per_replica=16, max_num_steps=5)),
 }

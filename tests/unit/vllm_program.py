@@ -20,12 +20,15 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
+from cosmos_core.models.lora import add_adapter
 from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, generate
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
+from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.unit.trainers import sequence_logprobs
 
@@ -170,6 +173,45 @@ def swapped(engine: Any, model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def adapted(folder: str, tokenizer: Any) -> dict[str, Any]:
+    """An engine that gets an adapter alone, twice, the second time while completions are in flight."""
+    model = load_model(folder, dtype=torch.float32)
+    lora = LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", r_pattern={"v_proj": 6}, use_rslora=True)
+    add_adapter(model, lora)
+    engine: Any = make_engine(EngineSettings(model, tokenizer, folder, RolloutConfig(), 256, torch.float32))
+    factors = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    publisher = publisher_of(engine, model)
+    found: dict[str, Any] = {"format": engine.weight_format, "bytes": sum(p.nbytes for p in factors.values())}
+    found["metrics"] = [publisher.publish(0)]
+    found["base"] = tokens(generate(engine, PROMPTS, sampling(1.0), 4))
+    disturb(factors.values())
+    found["metrics"].append(publisher.publish(1))
+    groups = generate(engine, PROMPTS, sampling(0.7), 4)
+    found["difference"], found["tokens"] = difference(model, groups, 0.7), tokens(groups)
+    engine.submit(PROMPTS[:2], sampling(1.0, max_tokens=20), 4)
+    for _ in range(6):
+        engine.step()
+    disturb(factors.values())
+    found["metrics"].append(publisher.publish(2))
+    groups = []
+    while done := engine.completed():
+        groups += done
+    found["versions"] = sorted({tuple(s.version for s in c.segments) for g in groups for c in g.completions})
+    last = generate(engine, PROMPTS, sampling(0.7), 4)
+    found["second"] = [difference(model, last, 0.7), tokens(last)]
+    found["partial"] = message(lambda: engine.load_weights(3, [list(factors.items())[1:]]))
+    merged = EngineSettings(model, tokenizer, folder, RolloutConfig(quantization="fp8"), 256, torch.float32)
+    found["quantised"] = adapter_of(merged) is None
+    engine.close()
+    return found
+
+
+def disturb(factors: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for factor in factors:
+            factor.add_(torch.randn_like(factor) * 0.2)
+
+
 def publisher_of(engine: Engine, model: PreTrainedModel) -> WeightPublisher:
     def logprobs(token_ids: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(token_ids)])
@@ -237,6 +279,8 @@ def main(folder: str, out: str) -> None:
     publisher_of(second, model).publish(9)
     found["second"] = tokens(generate(second, PROMPTS, sampling(1.0), 4))
     second.close()
+    if model.config.tie_word_embeddings:
+        found["adapted"] = adapted(folder, tokenizer)
     Path(out).write_text(json.dumps(found))
 
 

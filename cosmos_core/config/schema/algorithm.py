@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
@@ -75,6 +76,11 @@ class AlgorithmConfig(Table):
     def balances_tokens(self) -> bool:
         """Return whether micro-batches are filled to a budget of tokens."""
         return False
+
+    @property
+    def real_rows(self) -> DataTermConfig | None:
+        """Return what is said of rows that are learned beside rollouts of text; None: there are none."""
+        return None
 
     @property
     def rewards(self) -> dict[str, float]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.marks import Needs, Only, Where
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import say
+from cosmos_core.config.schema.table import InStage, say
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, Steps, Thing, Tokens
+from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl"]
 RolloutCorrection = Literal["", "truncate", "mask", "sequence-truncate", "sequence-mask"]
@@ -93,6 +96,9 @@ class GrpoConfig(RlConfig):
     geometric_mask: PositiveFloat | None = None
     """Leave out sequences whose geometric mean of w is further from 1 than this, such as 0.01; None: none."""
 
+    data_term: DataTermConfig = DataTermConfig()
+    """Rows that are learned beside rollouts."""
+
     @field_validator("lower_bound_ratio")
     @classmethod
     def _dual_clip_above_one(cls, ratio: float) -> float:
@@ -147,6 +153,24 @@ class GrpoConfig(RlConfig):
         if isinstance(values, dict) and values.get("use_rollout_logprobs_for_loss") is True:
             return values | {"collect_rollout_logprobs": True}
         return values
+
+    @property
+    def real_rows(self) -> DataTermConfig | None:
+        """See `AlgorithmConfig.real_rows`."""
+        return self.data_term if self.data_term.name else None
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        yield from super().refusals(stage)
+        term, key = self.data_term, "train.train_policy.data_term"
+        if term.weight and not term.name:
+            yield f"{key}.weight = {term.weight} names no rows: set {key}.name, or leave it out"
+        if term.name and not term.weight:
+            yield f"{key}.weight = 0 leaves out the rows of {key}.name; set it to about 0.1"
+        if is_code(term.name):
+            yield f"{key}.name = {term.name!r}: a data set class of your own gives prompts; write the rows to a file"
+        if term.name and stage.recipe.policy.parallelism.pp_size > 1:
+            yield f"policy.parallelism.pp_size excludes {key}; set it to 1"
 
     @property
     def named_weights(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.logging import LoggingConfig
@@ -59,6 +60,13 @@ class Recipe(Table):
     def engines_apart(self) -> int:
         """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
+
+    @property
+    def datasets(self) -> dict[str, DatasetConfig]:
+        """Return what names rows, by the key of its table."""
+        policy = self.train.train_policy
+        beside = {"train.train_policy.data_term": policy.real_rows.dataset} if policy.real_rows else {}
+        return {"train.train_policy.dataset": policy.dataset, **beside, "validation.dataset": self.validation.dataset}
 
     @property
     def teacher(self) -> DistillationConfig | None:

@@ -46,11 +46,16 @@ class WandbSink:
                 x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
             ),
         )  # fmt: skip
+        self._newest = 0
         self.starting_step = int(self._run.starting_step)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Take one line of `metrics.jsonl`."""
-        self._run.log({**numbers(line), **self._drawings(line["step"])}, step=line["step"])
+        """Take one line of `metrics.jsonl`. wandb takes no step before another: what validation measured of an earlier
+        one stands at the newest, with its own as `validation/step`."""
+        step = line["step"]
+        earlier = {"validation/step": step} if step < self._newest else {}
+        self._newest = max(self._newest, step)
+        self._run.log({**numbers(line), **earlier, **self._drawings(step)}, step=self._newest)
 
     def _drawings(self, step: int) -> dict[str, Any]:
         """Return what was drawn of held-out prompts after a step, where anything was."""

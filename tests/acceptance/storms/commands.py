@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -99,7 +98,6 @@ class Commands:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cosmos_core", *words],
                 cwd=self._workspace.path, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
             )  # fmt: skip
         self.all.append(Command(words, process, output))
         return self.all[-1]

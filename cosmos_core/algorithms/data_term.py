@@ -1,0 +1,64 @@
+"""A data term for rollouts of text: the loss of SFT on rows of a data set, in every optimizer step of any algorithm.
+
+Which rows a step learns is a function of its number, which is all that a checkpoint has to keep. The data term of
+diffusion models is `train.drawing.data_term`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cosmos_core.algorithms.aggregate import denominator
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.algorithms.sft import sft_loss
+from cosmos_core.data.sample import Sample
+from cosmos_core.models.base import MicroBatch
+from cosmos_core.types import ScoredGroup
+
+
+def sft_term(samples: Sequence[Sample], weight: float) -> Update:
+    """Return `weight` times the token mean of -log p over all learned tokens of the samples; the metric `data/nll` is
+    without the weight."""
+    total = denominator("token-mean", [sample.num_learned for sample in samples])
+
+    def loss(micro: MicroBatch) -> Loss:
+        value, metrics = sft_loss(micro.logprobs_BS, micro.mask_BS, total)
+        return Loss(weight * value, {f"data/{name}": metric for name, metric in metrics.items()})
+
+    return Update(samples, loss, has_constant_gradient=True)
+
+
+class WithDataTerm(Algorithm):
+    """Another algorithm, each of whose optimizer steps learns rows beside its samples."""
+
+    def __init__(self, algorithm: Algorithm, term: Callable[[int], Update]) -> None:
+        """`term` gives the data term of an optimizer step by its number, counted from 0 over all train steps."""
+        super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
+        self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
+        self._algorithm, self._term = algorithm, term
+        self._num_updates = 0
+
+    def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
+        """See `Algorithm.credit`."""
+        return self._algorithm.credit(groups)
+
+    def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
+        """Yield the optimizer steps of the algorithm, with the rows of each."""
+        for update in self._algorithm.updates(samples, view):
+            number, self._num_updates = self._num_updates, self._num_updates + 1
+            yield replace(update, data=self._term(number))
+
+    def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
+        """See `Algorithm.measure`."""
+        return self._algorithm.measure(chunks, view, size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.state_dict`."""
+        return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`; the checkpoint may be of a training without a data term."""
+        self._algorithm.load_state_dict(state.get("algorithm", state))
+        self._num_updates = int(state.get("num_updates", 0))

@@ -1,0 +1,52 @@
+"""`[train.train_policy.data_term]`: rows of supervised fine-tuning that are learned beside rollouts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import field_validator
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Fraction, Names, NonNegativeFloat, Rows
+
+
+class DataTermConfig(Table):
+    """`[train.train_policy.data_term]`: conversations whose SFT loss is added to every optimizer step of RL, with any
+    algorithm and variant; their rows are a function of the seed and the number of the step, so a resumed run goes on
+    with the same ones."""
+
+    name: Annotated[str, NoResult, Where.PATH] = ""
+    """Rows of conversations, or of text: a path, a URL or a Hub id, as `dataset.name` takes them; empty: none."""
+    subset: str = ""
+    """Configuration name on the Hub; empty: the default one."""
+    revision: str = ""
+    """Commit, tag or branch on the Hub; empty: the newest."""
+    split: Names = ("train",)
+    """Split or list of splits, concatenated in this order."""
+    max_skipped_fraction: Fraction = 0.01
+    """Most rows that may be left out because they cannot be read or the chat template refuses them."""
+    conversation_column_name: str = "conversations"
+    """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
+    `response`. `system_prompt` is put before those that have no system turn."""
+    weight: NonNegativeFloat = 0.0
+    """Weight of their mean loss per token, beside that of the rollouts; 0: none."""
+    batch_size: Rows = 8
+    """Rows of each optimizer step; every row comes once before any comes again."""
+
+    @field_validator("split")
+    @classmethod
+    def _train_if_empty(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name) or ("train",)
+
+    @property
+    def dataset(self) -> DatasetConfig:
+        """Return where the rows come from."""
+        return DatasetConfig(
+            name=self.name,
+            subset=self.subset,
+            revision=self.revision,
+            split=self.split,
+            max_skipped_fraction=self.max_skipped_fraction,
+        )

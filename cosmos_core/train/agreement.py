@@ -1,0 +1,45 @@
+"""Whether the engines still compute what the trainer computes, judged by the completions that are trained on.
+
+A load of weights is probed (`rollout.publish`); this sees what goes wrong between two probes, such as memory that was
+overwritten, on every step and at no cost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from cosmos_core.rollout.publish import tolerance_of
+
+logger = logging.getLogger(__name__)
+
+_DIFFERENCE, _LAG = "rollout/logprob_difference_mean", "rollout/version_lag"
+_OUTDATED = 1.0
+"""Nats per token between weights some steps apart that training does not explain; a wrong tensor costs more."""
+
+
+class Agreement:
+    """Compares the log-probabilities of a train step's completions, by the engines and by the trainer."""
+
+    def __init__(self, dtype: torch.dtype, transfer_dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what engines compute in; `transfer_dtype`: what weights are cast to on their way, None: nothing."""
+        self._tolerance = tolerance_of(dtype, transfer_dtype)
+        self._is_told = False
+
+    def alarm(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return `watch/alarm`, 1 where they differ by more than rounding explains; nothing if none was compared."""
+        difference = metrics.get(_DIFFERENCE)
+        if difference is None:
+            return {}
+        most = self._tolerance if metrics.get(_LAG, 0.0) == 0 else max(self._tolerance, _OUTDATED)
+        is_wrong = not difference <= most  # written so that NaN is wrong too
+        if is_wrong and not self._is_told:
+            logger.warning(
+                "step %d: engines and trainer differ by %.3g nats per token on the same weights, more than %g; see "
+                "rollout/logprob_difference in metrics.jsonl",
+                step, difference, most,
+            )  # fmt: skip
+        self._is_told = is_wrong
+        return {"watch/alarm": float(is_wrong)}

@@ -1,0 +1,65 @@
+"""An alarm where engines do not compute what the trainer computes, from what is trained on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_core.rollout import hf
+from cosmos_core.rollout.base import EngineSettings
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.train.agreement import Agreement
+from cosmos_core.train.setup import train
+from tests.unit.test_train import GRPO, make_stage, recipe, task  # noqa: F401 - a fixture
+
+
+@pytest.mark.parametrize(
+    ("difference", "lag", "alarm"),
+    [(1e-5, 0, 0.0), (0.01, 0, 1.0), (0.01, 2, 0.0), (1.5, 2, 1.0), (math.nan, 0, 1.0)],
+)
+def test_what_rounding_or_staleness_does_not_explain_is_an_alarm(difference: float, lag: int, alarm: float) -> None:
+    metrics = {"rollout/logprob_difference_mean": difference, "rollout/version_lag": float(lag)}
+    assert Agreement(torch.float32).alarm(1, metrics) == {"watch/alarm": alarm}
+
+
+def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> None:
+    metrics = {"rollout/logprob_difference_mean": 0.2}
+    assert Agreement(torch.bfloat16).alarm(1, metrics) == {"watch/alarm": 0.0}
+    assert Agreement(torch.float32, torch.bfloat16).alarm(1, metrics) == {"watch/alarm": 0.0}
+    assert Agreement(torch.float32).alarm(1, {}) == {}
+
+
+def test_weights_that_are_corrupted_in_the_engine_are_noticed_at_the_next_step(
+    task: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Corrupted(hf.HfEngine):
+        """From its third step on one matrix of the engine is not what the trainer sent."""
+
+        def __init__(self, settings: EngineSettings) -> None:
+            super().__init__(EngineSettings(**{**vars_of(settings), "is_apart": True}))
+
+        def submit(self, prompts: Any, sampling: Any, step: int) -> None:
+            if step == 2:
+                with torch.no_grad():
+                    self._model.model.layers[0].mlp.up_proj.weight.neg_()
+            super().submit(prompts, sampling, step)
+
+    def vars_of(settings: EngineSettings) -> dict[str, Any]:
+        return {name: getattr(settings, name) for name in EngineSettings.__dataclass_fields__}
+
+    monkeypatch.setattr(hf, "HfEngine", Corrupted)
+    config = recipe({**GRPO, "kl_beta": 0.0}, train_batch_per_replica=16, max_num_steps=4, optm_lr=1e-4)
+    stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
+    with caplog.at_level(logging.WARNING):
+        train(stage)
+    lines = read_metrics(stage.path / "metrics.jsonl")
+    assert [line["watch/alarm"] for line in lines] == [0.0, 0.0, 1.0, 0.0]  # the next version mends it
+    assert "step 3: engines and trainer differ by" in caplog.text

@@ -1,0 +1,183 @@
+"""A data term beside rollouts of text: its gradient, the order of its rows, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.sample import Sample
+from cosmos_core.errors import DataError
+from cosmos_core.models.hf import load_model
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import sft_rows
+from cosmos_core.train.trainer import Trainer
+from tasks.kinds import all_kinds
+from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import NoView, grpo, score_in, trainer_of
+
+TRAIN = TrainConfig.model_validate(
+    {"param_dtype": "float32", "optm_grad_norm_clip": 0.0, "optm_lr": 1e-9, "train_policy": {"type": "grpo"}}
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"variant": "dapo", "epsilon_high": 0.28, "entropy_coeff": 0.1},
+    "gspo": {"variant": "gspo"},
+    "cispo": {"variant": "cispo"},
+    "dr.grpo": {
+        "unbiased_advantage": True, "loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 8
+    },
+    "rloo": {"algo": "rloo"},
+    "aipo": {"aipo_rho": 2.0},
+    "decoupled": {"use_decoupled_loss": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def trainer(folder: Path, tmp_path: Path) -> Trainer:
+    made = trainer_of(load_model(str(folder), dtype=torch.float64), TRAIN, 0, Progress(tmp_path / "p.json"))
+    score_in(made, torch.float64)
+    return made
+
+
+def rollouts() -> list[Sample]:
+    random, mask = np.random.default_rng(0), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
+    return [
+        Sample(random.integers(0, 64, 6), mask, advantage, float(advantage > 0), np.full(4, -4.0, dtype=np.float32))
+        for advantage in (1.0, -1.0, 0.5)
+    ]
+
+
+def rows() -> list[Sample]:
+    """Of unequal lengths, so that a mean of means would not be the mean of all tokens."""
+    random = np.random.default_rng(1)
+    return [Sample(random.integers(0, 64, n), np.array([0] + [1] * (n - 1), dtype=np.uint8)) for n in (3, 9, 5, 4)]
+
+
+def plain_gradient(model: torch.nn.Module, samples: Sequence[Sample]) -> tuple[float, dict[str, Tensor]]:
+    """The loss of SFT and its gradient, written out: the mean over all labels of all rows."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for sample in samples:
+        ids = torch.tensor(sample.input_ids)
+        logprobs = model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        losses.append(-logprobs.gather(-1, ids[1:, None])[torch.tensor(sample.loss_mask[1:]) == 1])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_gradient_is_that_of_the_algorithm_plus_weight_times_that_of_sft(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    config = GrpoConfig.model_validate({"type": "grpo", **VARIANTS[name]})
+
+    def step(algorithm: Algorithm) -> tuple[dict[str, float], dict[str, Tensor]]:
+        rank = trainer(folder, tmp_path)
+        [update] = algorithm.updates(rollouts(), NoView())
+        metrics = rank.update(update)
+        return metrics, {name: p.grad.clone() for name, p in rank.adapter.model.named_parameters()}
+
+    alone, of_rl = step(grpo(config))
+    both, of_both = step(WithDataTerm(grpo(config), lambda number: sft_term(rows(), 0.25)))
+    nll, of_sft = plain_gradient(load_model(str(folder), dtype=torch.float64), rows())
+    assert both["data/nll"] == pytest.approx(nll, rel=1e-9)
+    assert both["loss"] == pytest.approx(alone["loss"] + 0.25 * nll, rel=1e-9)
+    for key, gradient in of_both.items():
+        torch.testing.assert_close(gradient, of_rl[key] + 0.25 * of_sft[key], rtol=1e-9, atol=1e-12)
+
+
+class Numbered:
+    """Rows of three tokens, each its own number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(3, index), np.ones(3, dtype=np.uint8)
+
+    def images(self, index: int) -> tuple[str, ...]:
+        return ()
+
+
+def recipe(**term: Any) -> Recipe:
+    policy = {"type": "grpo", "data_term": {"name": "rows", "weight": 0.5, "batch_size": 4, **term}}
+    return Recipe.model_validate({"train": {"train_policy": policy}})
+
+
+def learned(algorithm: Algorithm, steps: int) -> list[list[int]]:
+    """The rows beside the rollouts of train steps, of two optimizer steps each."""
+    updates = [update for _ in range(steps) for update in algorithm.updates(rollouts()[:2], NoView())]
+    return [[int(sample.input_ids[0]) for sample in update.data.samples] for update in updates if update.data]
+
+
+def beside(**term: Any) -> WithDataTerm:
+    config = GrpoConfig.model_validate(
+        {"batch_size_per_optimize": 1, "mini_batch": 1, "use_rollout_logprobs_for_loss": True}
+    )
+    return WithDataTerm(grpo(config), sft_rows(Numbered(12), recipe(**term)))  # type: ignore[arg-type]
+
+
+def test_each_optimizer_step_has_rows_of_its_own_and_each_row_comes_once_an_epoch() -> None:
+    steps = learned(beside(), 3)
+    assert [len(step) for step in steps] == [4] * 6
+    epochs = [[row for step in steps[start : start + 3] for row in step] for start in (0, 3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_a_resumed_training_goes_on_with_the_rows_behind_those_it_has_learned() -> None:
+    whole = learned(beside(), 3)
+    first = beside()
+    begun = learned(first, 1)
+    second = beside()
+    second.load_state_dict(first.state_dict())
+    assert begun + learned(second, 2) == whole
+    assert second.state_dict()["algorithm"] == {"num_steps": 3}
+
+
+def test_it_goes_on_from_a_checkpoint_that_had_no_data_term() -> None:
+    found = beside()
+    found.load_state_dict({"num_steps": 7})
+    assert found.state_dict() == {"algorithm": {"num_steps": 7}, "num_updates": 0}
+
+
+def test_fewer_rows_than_a_step_has_are_told() -> None:
+    with pytest.raises(DataError, match="data_term has 12 rows, fewer than batch_size = 13; lower it, or give more"):
+        beside(batch_size=13)
+
+
+@pytest.mark.parametrize(
+    ("term", "pp_size", "told"),
+    [
+        ({"name": ""}, 1, "train.train_policy.data_term.weight = 0.5 names no rows: set"),
+        ({"weight": 0.0}, 1, "train.train_policy.data_term.weight = 0 leaves out the rows of"),
+        ({"name": "mine.py:Rows"}, 1, "train.train_policy.data_term.name = 'mine.py:Rows': a data set class of your"),
+        ({}, 2, "policy.parallelism.pp_size excludes train.train_policy.data_term; set it to 1"),
+    ],
+)
+def test_what_a_data_term_cannot_be_is_refused_in_one_line(term: dict[str, Any], pp_size: int, told: str) -> None:
+    made = recipe(**term)
+    mesh = made.policy.parallelism.derived(pp_size=pp_size)
+    made = made.derived(policy=made.policy.derived(parallelism=mesh))
+    [line] = made.train.train_policy.refusals(InStage(made, all_kinds()["rl"]))
+    assert line.startswith(told)
