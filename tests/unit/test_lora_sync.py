@@ -19,9 +19,9 @@ from tests.unit.test_lora import disturb, folder, ours  # noqa: F401 - a fixture
 
 @pytest.mark.parametrize(("lora", "form"), [({}, "adapter"), ({"modules_to_save": ["lm_head"]}, "module")])
 def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_is_trained(
-    folder: Path,
+    folder: Path,  # noqa: F811
     lora: dict[str, Any],
-    form: str,  # noqa: F811
+    form: str,
 ) -> None:
     settings = {"target_modules": ["q_proj", "up_proj"], "r_pattern": {"up_proj": 3}, **lora}
     model = ours(folder, settings)

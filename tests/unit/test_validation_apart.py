@@ -79,8 +79,8 @@ def apart_stage(path: Path, inputs: Path) -> Stage:  # noqa: F811
 
 
 def test_the_training_goes_on_while_engines_validate_and_the_best_step_is_the_one_that_was_measured(
-    inputs: Path,
-    tmp_path: Path,  # noqa: F811
+    inputs: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     at, published, asked = apart_stage(tmp_path / "rl", inputs), [], []
     assert train_apart(at, published, asked) == Best(2, "validation/reward", 0.9)
