@@ -68,8 +68,8 @@ def _cpu_seconds() -> float:
 def _request(i: int, number: int, over: str) -> dict[str, str]:
     """A completion of about a hundred words, every other of which is wrong; eight are of one prompt."""
     steps = " ".join(f"Then $x_{{{k}}} = {i + k}$, because it grows by one." for k in range(12))
-    answer = f"{steps} So the answer is $\\boxed{{{number + i % 2 * (1 + i % 8)}{over}}}$."
-    return {"to_be_evaluated": answer, "reference": f"\\frac{{{number}}}{{7}}" if over else str(number)}
+    text = f"{steps} So we have $\\boxed{{{number + i % 2 * (1 + i % 8)}{over}}}$."
+    return {"to_be_evaluated": text, "reference": f"\\frac{{{number}}}{{7}}" if over else str(number)}
 
 
 def _requests(seconds: list[float]) -> list[dict[str, str]]:

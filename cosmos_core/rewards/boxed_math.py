@@ -28,18 +28,18 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     reference = require_reference(reference)
     end = to_be_evaluated[max(0, to_be_evaluated.rfind("\\boxed")) :]  # math-verify would join the boxes to one answer
     if (found := _BOXED_INTEGER.fullmatch(end)) and (wanted := re.fullmatch(_INTEGER, reference)):
-        # What most answers are needs no parser.
+        # What most completions end with needs no parser.
         return float(int(found[1].replace(",", "")) == int(wanted[1].replace(",", "")))
     return _judged(end, reference)
 
 
-@lru_cache(maxsize=1024)  # completions of a prompt have one reference, and often one answer
-def _judged(answer: str, reference: str) -> float:
+@lru_cache(maxsize=1024)  # completions of a prompt have one reference, and often one end
+def _judged(end: str, reference: str) -> float:
     expected = _expected(reference)
     if not expected:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
-    parsed = _parse(answer, ExprExtractionConfig(), LatexExtractionConfig())
-    return float(verify(expected, parsed, timeout_seconds=_NO_TIMEOUT))
+    found = _parse(end, ExprExtractionConfig(), LatexExtractionConfig())
+    return float(verify(expected, found, timeout_seconds=_NO_TIMEOUT))
 
 
 @lru_cache(maxsize=1024)

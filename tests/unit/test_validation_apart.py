@@ -38,7 +38,7 @@ class Slow:
             step, self.step = self.step, None
             self.on_end(Ended(step, {"validation/reward": self.values[step]}))
 
-    def wait(self, between: Callable[[], None]) -> None:
+    def wait(self, present: int, between: Callable[[], None]) -> None:
         while self.step is not None:
             between()
             self.check()
