@@ -16,7 +16,7 @@ import typer  # noqa: E402
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_models import promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, report, runs, watch  # noqa: E402
-from cosmos_core.cli_server import bootstrap, reap  # noqa: E402
+from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -132,14 +132,19 @@ def plan(
             decision.action
         ]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
+    choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
+    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
+    table.caption = "\n".join(lines) or None
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if estimate:
         from cosmos_core.config.mesh import check_meshes
+        from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
 
-        found = list(estimate_in_worker(pipeline, decisions))
-        console.print(estimate_table(found, check_meshes(pipeline), pipeline.config.gpus_per_node))
+        found, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        console.print(estimate_table(found, gpus, pipeline.config.gpus_per_node))
+        console.print(cost_table(pipeline, costs(pipeline, decisions, dict(found), gpus, output_dir)))
 
 
 @app.command()
@@ -253,7 +258,7 @@ def reward_service(
     os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
 
 
-for _command in (runs, compare, report, watch, promote, rollback, bootstrap, reap):
+for _command in (runs, compare, report, watch, promote, rollback, bootstrap, reap, clean):
     app.command()(_command)
 
 

@@ -1,4 +1,4 @@
-"""`cosmos bootstrap` and `cosmos reap`: what a team's server and machines need now and then."""
+"""`cosmos bootstrap`, `cosmos reap` and `cosmos clean`: what a team's server and machines need now and then."""
 
 from __future__ import annotations
 
@@ -36,3 +36,35 @@ def reap(
         typer.echo(line)
     if not found:
         typer.echo("nothing is left over")
+
+
+def clean(
+    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+    keep: Annotated[int, typer.Option(min=0, help="Newest runs of each pipeline that stay.")] = 5,
+    older_than: Annotated[str, typer.Option(help="Only runs that did nothing for so long, e.g. 12h or 30d.")] = "0s",
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only listed.")] = False,
+) -> None:
+    """Show which runs may be removed, and with --yes remove them.
+
+    What runs, is published, or is referred to by a run that stays is never removed.
+    """
+    from cosmos_core.config.schema.pipeline import seconds
+    from cosmos_core.errors import ConfigError
+    from cosmos_core.launch import clean as retention
+    from cosmos_core.observe.wording import duration, size
+
+    try:
+        age = seconds(older_than)
+    except ValueError as error:
+        raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
+    folder = output_dir.expanduser().absolute()
+    found = retention.verdicts(folder, keep=keep, older_than_seconds=age)
+    for verdict in found:
+        fate = f"stays: {verdict.kept_because}" if verdict.kept_because else "goes"
+        about = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
+        typer.echo(f"{verdict.path.name}  {about}  {fate}")
+    leaving = [verdict for verdict in found if not verdict.kept_because]
+    gone = list(retention.remove(folder, leaving)) if yes else leaving
+    freed = size(sum(verdict.size for verdict in gone))
+    said = f"removed {len(gone)} of {len(found)} runs" if yes else f"{len(gone)} of {len(found)} runs may be removed"
+    typer.echo(f"{said}, {freed}" + ("" if yes or not gone else "; remove them with --yes"))

@@ -60,6 +60,8 @@ class StageKind:
     """Patterns of the metrics that its result can have, beside those of held-out rows where it `scores`."""
     hands_on_metrics: bool = False
     """True: its result has the metrics of the stages in `after`."""
+    chooses: bool = False
+    """True: it hands on the model of one of the branches that are named in its `sweep`."""
     libraries: tuple[str, ...] = ()
     """The packages that its program computes with; their versions in the worker's interpreter enter the fingerprint."""
 

@@ -120,14 +120,18 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
         if not pipeline.kind_of(stage).trains or _follows_a_training(pipeline, stage.name):
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
-        found.append(f"{stage.name}.{key}={published}")
-        found += [f"{stage.name}.policy.model_revision={revision}"] if revision else []
-    return found
+        choice = pipeline.choice_among(stage.name)
+        # Settings are for the stages of the file: the branches of a grid are made of one, which the choice is named as.
+        is_made = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
+        name = choice.name if choice is not None and is_made else stage.name
+        found.append(f"{name}.{key}={published}")
+        found += [f"{name}.policy.model_revision={revision}"] if revision else []
+    return list(dict.fromkeys(found))
 
 
 def _follows_a_training(pipeline: Pipeline, name: str) -> bool:
     stage = pipeline.stage(name)
-    while (source := source_of(stage.model)) is not None:
+    while (source := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(source)
         if pipeline.kind_of(stage).trains:
             return True

@@ -8,6 +8,6 @@ KIND = StageKind(
     entry="",
     result_version=1,
     required_keys={"entry": '"module:function" or "path/file.py:function"'},
-    allowed_keys=("entry", "arguments", "env", "reward_service"),
+    allowed_keys=("entry", "arguments", "env", "reward_service", "reward_service_pool"),
     libraries=LIBRARIES,
 )

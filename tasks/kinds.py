@@ -9,7 +9,7 @@ from functools import cache
 import tasks
 from cosmos_core.types import StageKind
 
-_NOT_KINDS = {"kinds", "stage", "layout", "credentials", "elsewhere", "artifacts"}
+_NOT_KINDS = {"kinds", "stage", "layout", "credentials", "elsewhere", "artifacts", "events", "reward_service"}
 
 
 @cache

@@ -12,7 +12,7 @@ KIND = StageKind(
     feed="dataset",
     has_mesh=True,
     scores=True,
-    allowed_keys=("reward_service",),
+    allowed_keys=("reward_service", "reward_service_pool"),
     reads_model="weights",
     reads_data="prepared",
     # Rollout and custom: held-out completions may be generated and scored during training.

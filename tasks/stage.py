@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import worker
-from cosmos_core.launch.companion import companion
 from cosmos_core.launch.processes import start_time, sweep
+from cosmos_core.launch.slots import branch_slots, held
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run
@@ -49,10 +48,12 @@ from cosmos_core.run.plan import decide, fingerprint_folder, register, save_fing
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from cosmos_core.upload.saves import saves_url, sending
+from tasks import events
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
 from tasks.credentials import lend_credentials
 from tasks.elsewhere import count_death, perform_elsewhere
 from tasks.layout import inputs_of, lay_out, make_room
+from tasks.reward_service import reward_service
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +73,12 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
     lend_credentials(run.pipeline)
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     futures: dict[str, PrefectFuture[Any]] = {}
+    slots = branch_slots(run.pipeline)
     try:
         _listen_for_stop(run)
         for name in names:
             upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
-            futures[name] = stage_task(run, name, is_here=is_here).submit(wait_for=upstream)
+            futures[name] = stage_task(run, name, is_here=is_here, slot=slots.get(name)).submit(wait_for=upstream)
         wait(list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
         # Termination reaches this thread alone; the tasks wait in others and would not notice.
@@ -88,6 +90,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
         write_report(run.path)
         show_run(run.path)
     bad = {name: future.state for name, future in futures.items() if not future.state.is_completed()}
+    if not is_here:
+        events.run_ended(run, is_failed=bool(bad))
     if bad:
         errors = [state.data for state in bad.values() if isinstance(state.data, CosmosError)]
         reasons = "".join(f"; {error}" for error in dict.fromkeys(map(str, errors)))
@@ -106,7 +110,7 @@ def _listen_for_stop(run: Run) -> None:
             signal.signal(signal.Signals[name], terminate)
 
 
-def stage_task(run: Run, name: str, *, is_here: bool = False) -> Any:
+def stage_task(run: Run, name: str, *, is_here: bool = False, slot: threading.Semaphore | None = None) -> Any:
     """Return a Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it.
 
     The run is not among its parameters: opened again by each task, it made a run quadratic in its stages.
@@ -124,7 +128,13 @@ def stage_task(run: Run, name: str, *, is_here: bool = False) -> Any:
         cache_policy=NO_CACHE,
         persist_result=False,
     )
-    return decorate(partial(_run_elsewhere if pool and not is_here else _run_stage, run, name))
+    body = _run_elsewhere if pool and not is_here else _run_stage
+
+    def hold_and_run() -> State[Any] | Result:
+        with held(slot):
+            return body(run, name)
+
+    return decorate(hold_and_run)
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
@@ -142,7 +152,13 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
     log = get_run_logger()
     artifacts = StageArtifacts(run.pipeline.config.name, run.stage_path(name))
-    result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
+    try:
+        result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
+    except CosmosError as error:
+        if not should_retry(run, name, error):
+            events.stage_failed(run, name, error)
+        raise
+    events.stage_completed(run, name, result, was_reused=was_reused)
     if was_reused:  # what it measured was shown by the run that made it
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
@@ -158,6 +174,8 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
         if read_state(path).state not in {"failed", "stopped"}:
             _record_failure(path, error)
             update_state(path, failures=count_death(path))
+            if not should_retry(run, name, error):  # what the child could say it has said
+                events.stage_failed(run, name, error)
         raise
     return Completed(name="Reused", data=result) if was_reused else result
 
@@ -236,8 +254,7 @@ def _made_once(
             on_progress=on_progress,
             on_line=on_line,
         )
-        python, check = run.pipeline.config.python, partial(worker.sleep_unless_stopping, 0)
-        with sending(path, _saves_of(run, stage)), companion(stage.reward_service, path, python, check) as found:
+        with sending(path, _saves_of(run, stage)), reward_service(run, stage) as found:
             result = worker.run(replace(launch, environment=found, secrets=(*launch.secrets, *found)))
         _finish(run, stage, expected)
         return result, False

@@ -159,12 +159,13 @@ def restore_rng(captured: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor(text), device)
 
 
-def seed_rng(*numbers: int) -> None:
-    """Seed the random generators with a digest of these numbers."""
+def seed_rng(*numbers: int, keeps_torch: bool = False) -> None:
+    """Seed the random generators with a digest of these numbers; `keeps_torch`: but not those of torch."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
-    torch.manual_seed(int.from_bytes(digest[:7]))
+    if not keeps_torch:
+        torch.manual_seed(int.from_bytes(digest[:7]))
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

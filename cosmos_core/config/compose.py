@@ -25,6 +25,7 @@ from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.sweep import with_sweeps
 from cosmos_core.config.target import absolute_target
 from cosmos_core.config.uploads import with_uploads
 from cosmos_core.errors import ConfigError
@@ -75,6 +76,21 @@ class Pipeline:
     def kind_of(self, stage: StageConfig) -> StageKind:
         """Return what is declared of the stage's kind."""
         return self.kinds[stage.kind]
+
+    def starts_from(self, stage: StageConfig) -> str:
+        """Return what a stage names as its model; of a choice, the model that its first branch makes."""
+        if stage.sweep is None or not stage.sweep.branches:
+            return stage.model
+        names = stage.sweep.branches[0].stages
+        makers = [name for name in names if self.kind_of(self.stage(name)).makes == "model"] or names[:1]
+        return f"{STAGE_PREFIX}{makers[-1]}"
+
+    def choice_among(self, name: str) -> StageConfig | None:
+        """Return the stage that chooses among branches of which the named stage is in one; None: there is none."""
+        for stage in self.stages:
+            if stage.sweep is not None and any(name in branch.stages for branch in stage.sweep.branches):
+                return stage
+        return None
 
     def behind(self, name: str) -> set[str]:
         """Return the stage and every stage that depends on it, by name."""
@@ -130,10 +146,10 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
     values = merge({"name": path.stem, **{k: v for k, v in table.items() if k != "stages"}}, settings.pipeline)
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
-    stages, recipes = [], {}
+    stages, recipes, tables_of = [], {}, {}
     for number, entry in enumerate(entries):
         stage = parse(StageConfig, entry_with(entry, settings), source=_where(path, entry, number))
-        tables = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
+        tables = tables_of[stage.name] = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
         recipes[stage.name] = parse(Recipe, tables, source=where, notices=notices)
@@ -142,7 +158,8 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline)
     pipeline = _in_one_folder(pipeline)
-    pipeline = with_uploads(_sorted(_with_prepared_data(pipeline)), source_of)
+    pipeline = with_sweeps(_sorted(_with_prepared_data(pipeline)), tables_of)
+    pipeline = with_uploads(_sorted(pipeline), source_of)
     return _absolute(_in_trained_precision(_sorted(pipeline)))
 
 
@@ -186,12 +203,12 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
         measure = _kind(kinds, makes="metrics")
         stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
     if recipe.train.ckpt.export_safetensors:
-        export = _kind(kinds, makes="model", feed="")
+        export = _kind(kinds, makes="model", feed="", chooses=False)
         stages.append(StageConfig(name=export, kind=export, **model))
     return tuple(stages)
 
 
-def _kind(kinds: Kinds, **policy: str) -> str:
+def _kind(kinds: Kinds, **policy: str | bool) -> str:
     """The name of the kind with that policy."""
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
@@ -384,7 +401,7 @@ def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], sta
         if name in seen:
             break  # a cycle; reported with its path when the graph is sorted
         seen.add(name)
-        model = by_name[name].model or recipes[name].policy.model_name_or_path
+        model = pipeline.starts_from(by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 

@@ -26,6 +26,7 @@ def check_gates(pipeline: Pipeline) -> None:
         ConfigError: naming the condition and, for a misspelt metric, the one that may be meant.
     """
     for stage in pipeline.stages:
+        _check_choice(pipeline, stage)
         for condition in map(parse_condition, stage.require):
             first, _, rest = condition.metric.partition(".")
             asked, metric = ([first], rest) if first in stage.after else (list(stage.after), condition.metric)
@@ -36,6 +37,22 @@ def check_gates(pipeline: Pipeline) -> None:
                     f"{pipeline.source}: stage {stage.name!r}: require = {condition.text!r}: no stage in its `after` "
                     f"reports {metric!r}{suggestion(metric, near) if near else ''}"
                 )
+
+
+def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
+    """Refuse a metric that the stages of a branch cannot report."""
+    for branch in stage.sweep.branches if stage.sweep is not None else ():
+        metric = stage.sweep.metric if stage.sweep is not None else ""
+        if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in branch.stages):
+            known = [HELD_OUT + name for name in MEASURED if "*" not in name]
+            near = [
+                name for name in known if any(_can_report(pipeline, pipeline.stage(s), name) for s in branch.stages)
+            ]
+            measure = "; add a stage of kind validate to sweep.through" if not near else suggestion(metric, near)
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name!r}: sweep.metric = {metric!r}: no stage of branch "
+                f"{branch.stages[0]!r} reports it{measure}"
+            )
 
 
 def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:

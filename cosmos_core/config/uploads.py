@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, Stag
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
     trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
     for training in trainings:
+        if pipeline.choice_among(training.name) is not None:
+            continue  # what is chosen is published, see below
         is_last = not any(other.name in pipeline.behind(training.name) for other in trainings if other != training)
         exports = [stage for stage in pipeline.stages if _is_export(pipeline, stage, training.name, source_of)]
         for source in exports or [training]:
@@ -53,6 +56,23 @@ def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, Stag
                 after = tuple(dict.fromkeys((source.name, training.name)))
                 model = f"stage:{source.name}"
                 yield training.name, StageConfig(name=name, kind=publish, after=after, model=model, target=url)
+    yield from _of_choices(pipeline, publish, source_of)
+
+
+def _of_choices(pipeline: Pipeline, publish: str, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:
+    """Yield what publishes the model of a choice among trainings, whose recipes ask for it alike."""
+    for stage in pipeline.stages:
+        if stage.sweep is None or not stage.sweep.branches:
+            continue
+        trainings = [name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains]
+        exports = [other for other in pipeline.stages if _is_export(pipeline, other, stage.name, source_of)]
+        for training, source in itertools.product(trainings[-1:], exports or [stage]):
+            ckpt = pipeline.recipes[training].train.ckpt
+            is_shown = source == (exports or [stage])[-1]
+            for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
+                name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
+                model = f"stage:{source.name}"
+                yield training, StageConfig(name=name, kind=publish, after=(source.name,), model=model, target=url)
 
 
 def _is_export(pipeline: Pipeline, stage: StageConfig, training: str, source_of: SourceOf) -> bool:

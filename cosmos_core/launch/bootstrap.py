@@ -1,4 +1,5 @@
-"""What a Prefect server needs beside the deployments: work pools, and an automation that notices dead flow runs.
+"""What a Prefect server needs beside the deployments: work pools, an automation that notices dead flow runs, and the
+types of blocks that pipelines name.
 
 Everything is made once: a second call finds it and says so. GPUs are counted by the concurrency limit of a work pool,
 which says how many runs begin; a limit that a run holds as a lease would end a training that cannot renew it.
@@ -56,6 +57,7 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
             yield _pool(client, pool)
         yield _automation(client)
         yield _credentials(client)
+    yield _block_types()
 
 
 def _pool(client: Any, pool: Pool) -> str:
@@ -132,3 +134,10 @@ def _credentials(client: Any) -> str:
     except ObjectNotFound:
         return f"block secret/{block}: not there; workers take credentials from their environment"
     return f"block secret/{block}: there"
+
+
+def _block_types() -> str:
+    from cosmos_core.launch.blocks import SLUG, RewardService
+
+    RewardService.register_type_and_schema()
+    return f"block type {SLUG}: registered"

@@ -12,6 +12,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.launch.companion import service_named
 from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of
@@ -119,12 +120,15 @@ def look(
             fingerprint="look",
             kind=replace(kind, entry=program),
         ).save()
+        service = service_named(stage.reward_service)
         return run(
             Launch(
                 stage_path=path,
                 python=pipeline.config.python,
                 threads=threads(pipeline),
                 grace_seconds=pipeline.config.grace_seconds,
+                environment=service,
+                secrets=tuple(service),
             )
         )
 

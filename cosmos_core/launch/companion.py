@@ -1,7 +1,8 @@
 """A reward service beside a stage: started before it on a free port, with a token of its own, and stopped after it.
 
 One that dies is started again at the same address, and the stage's requests are sent again; it ends with its launcher
-in any case. Not here: the service (rewards/service).
+in any case. Or one that runs already, which a block of Prefect or the environment names. How it was is noted at the
+end. Not here: the service (rewards/service).
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError
 from cosmos_core.launch.child import Child
+from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN, note_health
 
 logger = logging.getLogger(__name__)
 
-_TOKEN = "REMOTE_REWARD_TOKEN"
 _LOAD_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
@@ -30,37 +32,63 @@ _PAUSE_SECONDS = 1.0
 
 @contextlib.contextmanager
 def companion(
-    config: str, folder: Path, python: str = "", check: Callable[[], None] = lambda: None
+    config: str,
+    folder: Path,
+    python: str = "",
+    check: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] = {},
+    host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
     """Run the service of a configuration while the body runs; yield the variables by which its clients find it.
 
-    `check` is called while it loads, and may raise. Without a configuration there is none, and no variable.
+    `check` is called while it loads, and may raise. A configuration `block:NAME` is a service that runs already;
+    without one there is none to find, and `environment` says which one the stage asks, if any. `host` is the address
+    at which a service that is started listens.
 
     Raises:
         RewardError: it does not start.
+        ConfigError: there is no such block.
     """
-    if not config:
-        yield {}
+    if not config or config.startswith(BLOCK):
+        found = service_named(config)
+        try:
+            yield found
+        finally:
+            note_health(folder, found or environment)
         return
-    service = _Service(Path(config), folder, python or sys.executable)
+    service = _Service(Path(config), folder, python or sys.executable, host)
     try:
         url = service.start(check)
-        yield {
-            "REMOTE_REWARD_ENQUEUE_URL": f"{url}/api/reward/enqueue",
-            "REMOTE_REWARD_FETCH_URL": f"{url}/api/reward/pull",
-            _TOKEN: service.token,
-        }
+        found = {ENQUEUE_URL: f"{url}/api/reward/enqueue", FETCH_URL: f"{url}/api/reward/pull", TOKEN: service.token}
+        try:
+            yield found
+        finally:
+            note_health(folder, found, service.restarts)
     finally:
         service.stop()
+
+
+def service_named(config: str) -> dict[str, str]:
+    """Return the variables of a service that a block of Prefect names; none for a service that is started.
+
+    Raises:
+        ConfigError: there is no such block.
+    """
+    if not config.startswith(BLOCK):
+        return {}
+    from cosmos_core.launch.blocks import service_in_block
+
+    return service_in_block(config)
 
 
 class _Service:
     """A service, watched by a thread."""
 
-    def __init__(self, config: Path, folder: Path, python: str) -> None:
-        self._config, self._python = config, python
+    def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
+        self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
+        self.restarts = 0
         self._port = "0"
         self._is_ending = threading.Event()
         self._child: Child | None = None
@@ -107,14 +135,15 @@ class _Service:
             if self._is_ending.wait(_PAUSE_SECONDS):
                 return
             self._child = self._started()
+            self.restarts += 1
 
     def _started(self) -> Child:
         return Child(
             [
-                self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", "127.0.0.1",
+                self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,
                 "--port", self._port, "--ready", str(self._ready),
             ],
-            log=self._log, grace_seconds=1.0, environment={_TOKEN: self.token}, inherited=dict(os.environ),
+            log=self._log, grace_seconds=1.0, environment={TOKEN: self.token}, inherited=dict(os.environ),
         )  # fmt: skip
 
     def _last_line(self) -> str:

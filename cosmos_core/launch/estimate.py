@@ -111,8 +111,8 @@ def _short(count: int) -> str:
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
     """Return the model that the stage starts from, or one of its architecture, which training and export do not change.
     Empty: another kind of stage will make it."""
-    while (name := source_of(stage.model)) is not None:
-        if made := _made(stage.model, "model", decisions):
+    while (name := source_of(model := pipeline.starts_from(stage))) is not None:
+        if made := _made(model, "model", decisions):
             return made
         stage = pipeline.stage(name)
         if pipeline.kind_of(stage).makes != "model":

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import Facts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json
 from cosmos_core.run.manifest import Result, read_result
@@ -46,6 +47,32 @@ class Event(Document):
     detail: str = ""
 
 
+class Service(Document):
+    """A reward service, as it was when the stage was done with it."""
+
+    url: str
+    status: str
+    rewards: dict[str, dict[str, float]] = {}
+    """Of each its metrics: items, errors, ready, restarts, retried, seconds ..."""
+    refused: dict[str, float] = {}
+    """Responses by status, but for those that say scores or that they are not there yet."""
+
+
+class Branch(Document):
+    """A branch of a sweep."""
+
+    stages: list[str]
+    settings: dict[str, Any] = {}
+
+
+class Choice(Document):
+    """What a stage chooses among, and by what."""
+
+    metric: str
+    mode: str = "max"
+    branches: list[Branch] = []
+
+
 class Sample(Document):
     """A line of `samples.jsonl`: a completion."""
 
@@ -76,6 +103,8 @@ class StageRecord:
     state: State
     progress: Position | None
     result: Result | None
+    sweep: Choice | None = None
+    """What it chooses among; None: it is no choice."""
 
     @property
     def status(self) -> str:
@@ -122,6 +151,18 @@ class StageRecord:
         """Return the facts that each rank reported where it ran."""
         found = read_json(self.path / "facts.json")
         return parsed(found, Rank) if isinstance(found, list) else []
+
+    @cached_property
+    def services(self) -> list[Service]:
+        """Return the reward services that the stage asked."""
+        found = read_json(self.path / HEALTH)
+        return parsed(found["services"], Service) if isinstance(found, dict) and "services" in found else []
+
+    @cached_property
+    def service_restarts(self) -> int:
+        """Return how often the service that was started beside the stage had to be started again."""
+        found = read_json(self.path / HEALTH)
+        return int(found.get("restarts", 0)) if isinstance(found, dict) else 0
 
     @cached_property
     def events(self) -> list[Event]:
@@ -215,6 +256,7 @@ def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, .
         state=read_state(path),
         progress=read_progress(path),
         result=result,
+        sweep=next(iter(parsed([entry["sweep"]], Choice)), None) if entry.get("sweep") else None,
     )
 
 

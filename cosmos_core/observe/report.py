@@ -11,9 +11,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from cosmos_core.observe import sections, wording
+from cosmos_core.observe import sections, usage, wording
+from cosmos_core.observe.before import before
 from cosmos_core.observe.dag import layout
 from cosmos_core.observe.record import loading_line, read_run
+from cosmos_core.observe.sweeps import sweeps
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -42,6 +44,9 @@ def build(run_path: Path) -> str:
             cards=sections.cards(record),
             measured=sections.measured(record),
             comparison=sections.comparison(record),
+            sweeps=sweeps(record),
+            before=before(record),
+            resources=usage.resources(record),
             gates=sections.gates(record),
             samples=sections.samples(record),
             loading=loading_line(record.model) if record.model else "",
@@ -59,8 +64,9 @@ def _environment() -> Environment:
         "clock": wording.clock, "duration": wording.duration, "number": wording.number, "size": wording.size,
         "json": json.dumps, "px": lambda length: f"{length:g}", "cut": _cut,
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
-        "operators": sections.operators,
+        "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,
+        "services": sections.services,
     }  # fmt: skip
     environment.filters |= filters
     return environment

@@ -11,6 +11,7 @@ from typing import Any
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves_svg
 from cosmos_core.observe.record import RunRecord, Sample, StageRecord, busy_seconds
+from cosmos_core.observe.sweeps import in_branches
 from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
 
@@ -20,6 +21,7 @@ _NUM_ROLLOUTS = 4  # of the first and of the last logged step of a stage that tr
 _NUM_OPERATORS = 10  # of a trace
 _NUM_DRAWINGS = 4  # of one prompt
 _NUM_FILES = 40  # of a stage's outputs
+_OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_max"
 
 
@@ -32,9 +34,15 @@ class Condition(Document):
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
-    """Return the stages whose validation metrics are compared: those that only measure, else whichever have some."""
-    found = [stage for stage in run.stages if any(key.startswith("validation/") for key in stage.metrics)]
-    return [stage for stage in found if stage.kind.makes == "metrics"] or found
+    """Return the stages whose validation metrics are compared: those that only measure, else whichever have some. Of a
+    sweep that is the choice; its branches have a table of their own."""
+    branches = in_branches(run)
+    found = [
+        stage
+        for stage in run.stages
+        if stage.name not in branches and any(key.startswith("validation/") for key in stage.metrics)
+    ]
+    return [stage for stage in found if stage.kind.makes == "metrics" or stage.kind.chooses] or found
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
@@ -163,6 +171,18 @@ def metrics(stage: StageRecord) -> list[tuple[str, str]]:
 def info(stage: StageRecord) -> dict[str, Any]:
     """Return what a stage left beside metrics; the conditions of a gate have a table of their own."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
+
+
+def services(stage: StageRecord) -> list[list[Any]]:
+    """Return a row for each reward of each service that a stage asked, or for the service where it told of none."""
+    rows: list[list[Any]] = []
+    for service in stage.services:
+        refused = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
+        told = service.rewards or {"": {}}
+        for name, each in told.items():
+            numbers = [f"{each[key]:g}" if key in each else "" for key in _OF_A_REWARD]
+            rows.append([service.url, service.status, name, *numbers, refused])
+    return rows
 
 
 def curves(stage: StageRecord) -> str:

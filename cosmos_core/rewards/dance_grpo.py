@@ -1,12 +1,14 @@
 """Visual quality, motion and fit to the prompt of a video: VideoAlign (arXiv 2501.13918), as DanceGRPO uses it.
 
 Its model class is that of the package `fastvideo` of DanceGRPO, or of VideoAlign's own repository. It reads
-`./Qwen2-VL-2B-Instruct`: set `work_dir` to the folder that has it.
+`./Qwen2-VL-2B-Instruct`, of `download_path` or else of `work_dir`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
@@ -38,9 +40,9 @@ class DanceGrpoReward:
                 f"KwaiVGI/VideoReward and set model_path to its folder"
             )
         module: Any = importlib.import_module("fastvideo.models.videoalign.inference")
-        self._inferencer = module.VideoVLMRewardInference(
-            load_from_pretrained=settings.model_path, device=device_of(settings), dtype=getattr(torch, settings.dtype)
-        )
+        path, device, dtype = os.path.abspath(settings.model_path), device_of(settings), getattr(torch, settings.dtype)
+        with contextlib.chdir(settings.download_path or "."):
+            self._inferencer = module.VideoVLMRewardInference(load_from_pretrained=path, device=device, dtype=dtype)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the scores of each video."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.rewards.clip_model import device_of
 from cosmos_core.rewards.images import image_of
 from cosmos_core.rewards.served import Columns, Item, Settings, require
 
@@ -14,7 +15,8 @@ _INSTALL = "install hpsv3 in its own environment and name that in venv_python"
 
 
 class Hpsv3Reward:
-    """Keys `hpsv3`, the mean, and `hpsv3_sigma`; `options`: `config_path` of the package's own format."""
+    """Key `hpsv3`, the mean; `options`: `sigma` (false) for the spread too, as `hpsv3_sigma`, and `config_path` of the
+    package's own format."""
 
     def __init__(self, settings: Settings) -> None:
         require("hpsv3", _INSTALL, "torch", "hpsv3")
@@ -24,7 +26,8 @@ class Hpsv3Reward:
         given: dict[str, Any] = {"checkpoint_path": str(weights)} if weights.is_file() else {}
         if config := settings.options.get("config_path"):
             given["config_path"] = config
-        self._inferencer = HPSv3RewardInferencer(device=settings.device, **given)
+        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **given)
+        self._has_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return mean and spread of each image; of a video those of its middle frame."""
@@ -32,4 +35,4 @@ class Hpsv3Reward:
         found = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
         rows = found.float().reshape(len(items), -1).tolist()
         columns: Columns = {"hpsv3": [row[0] for row in rows]}
-        return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if len(rows[0]) > 1 else {})
+        return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if self._has_sigma and len(rows[0]) > 1 else {})

@@ -1,28 +1,149 @@
-"""Which image people would prefer: ImageReward (arXiv 2304.05977), a BLIP with a head, by its own package."""
+"""Which image people would prefer: ImageReward (arXiv 2304.05977), a BLIP whose text encoder looks at the image.
+
+Its checkpoint is that of BLIP's first code; the modules are those of transformers, so that no other package is needed.
+A few linear layers turn what the encoder makes of the first token into a number, which is normalised by the mean and
+the standard deviation of its training data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from cosmos_core.rewards.clip_model import device_of
+import numpy as np
+from PIL import Image
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.clip_model import device_of, not_loaded
 from cosmos_core.rewards.images import image_of
 from cosmos_core.rewards.served import Columns, Item, Settings, require
 
-_MODEL = "ImageReward-v1.0"
-_INSTALL = "install image-reward in its own environment and name that in venv_python"
+_REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
+_TOKENIZER = "bert-base-uncased"
+_MEAN, _STD = 0.16717362830052426, 1.0333394966054072
+_PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+_PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+_MOST_TOKENS = 35
+_HEAD = 64
+"""Of each attention head, in BERT as in ViT."""
+_VISION = {
+    "cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding",
+    "patch_embed.proj": "embeddings.patch_embedding", "blocks": "encoder.layers", "norm1": "layer_norm1",
+    "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection",
+}  # fmt: skip
+"""Names in the checkpoint, and those of transformers."""
 
 
 class ImageRewardReward:
-    """Key `image_reward`; `model_path`: its file, empty for the published one, kept in `download_path`."""
+    """Key `image_reward`; `model_path`: ImageReward.pt, empty for that of the Hub; `options`: `tokenizer`, a BERT's."""
 
     def __init__(self, settings: Settings) -> None:
-        require("image_reward", _INSTALL, "torch", "ImageReward")
-        import ImageReward
+        require("image_reward", "install torch and transformers", "torch", "transformers")
+        import torch
+        from transformers import AutoTokenizer
 
-        self._model = ImageReward.load(
-            settings.model_path or _MODEL, device=device_of(settings), download_root=settings.download_path or None
-        ).eval()
+        device = torch.device(device_of(settings))
+        tokenizer = settings.options.get("tokenizer", _TOKENIZER)
+        try:
+            state = torch.load(_file(settings), "cpu", weights_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        except (OSError, ValueError) as error:
+            raise not_loaded("image_reward", settings.model_path or f"{_REPOSITORY}/{_FILE}", error) from error
+        try:
+            self._vision, self._text, self._layers = _modules(state)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise RewardError(f"{settings.model_path!r} is no checkpoint of ImageReward: {error!s:.300}") from error
+        self._modules = [module.to(device).eval() for module in (self._vision, self._text, self._layers)]
+        self._device, self._size = device, int(self._vision.config.image_size)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image; of a video that of its middle frame."""
-        return {"image_reward": [float(self._model.score(item.prompt, image_of(item.media))) for item in items]}
+        import torch
+
+        pixels = np.stack([_pixels(image_of(item.media), self._size) for item in items])
+        texts = self._tokenizer(
+            [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MOST_TOKENS,
+            return_tensors="pt",
+        ).to(self._device)  # fmt: skip
+        with torch.inference_mode():
+            seen = self._vision(torch.from_numpy(pixels).to(self._device)).last_hidden_state
+            read = self._text(
+                input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], encoder_hidden_states=seen,
+                encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
+            ).last_hidden_state  # fmt: skip
+            scores = (self._layers(read[:, 0]).squeeze(-1) - _MEAN) / _STD
+        return {"image_reward": scores.float().tolist()}
+
+
+def _file(settings: Settings) -> Path:
+    """Return the checkpoint: the one that is named, one that was downloaded, or that of the Hub."""
+    path = settings.model_path or str(Path(settings.download_path) / _FILE)
+    if settings.model_path or Path(path).is_file():
+        return Path(path)
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(_REPOSITORY, _FILE))
+
+
+def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return image encoder, text encoder and linear layers of a checkpoint, whose shapes say how large they are."""
+    import torch
+    from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+
+    vision, text, linear = (_below(state, prefix) for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp."))
+    patch = vision["patch_embed.proj.weight"]
+    sides = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
+    width = patch.shape[0]
+    seeing = BlipVisionModel(
+        BlipVisionConfig(
+            hidden_size=width, intermediate_size=len(vision["blocks.0.mlp.fc1.weight"]),
+            num_hidden_layers=_count(vision, r"blocks\.(\d+)"), num_attention_heads=width // _HEAD,
+            image_size=sides * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6,
+        )
+    )  # fmt: skip
+    seeing.load_state_dict({_renamed(name): value for name, value in vision.items()})
+    words, hidden = text["embeddings.word_embeddings.weight"].shape
+    reading = BlipTextModel(
+        BlipTextConfig(
+            vocab_size=words, hidden_size=hidden, encoder_hidden_size=width,
+            intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
+            num_hidden_layers=_count(text, r"encoder\.layer\.(\d+)"), num_attention_heads=hidden // _HEAD,
+            max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
+        ),
+        add_pooling_layer=False,
+    )  # fmt: skip
+    reading.load_state_dict({name: value for name, value in text.items() if not name.endswith("position_ids")})
+    layers = []
+    for number in sorted({int(name.split(".")[1]) for name in linear}):
+        weight = linear[f"layers.{number}.weight"]
+        layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        layer.load_state_dict({"weight": weight, "bias": linear[f"layers.{number}.bias"]})
+        layers.append(layer)
+    return seeing, reading, torch.nn.Sequential(*layers)
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _count(state: Mapping[str, Any], pattern: str) -> int:
+    return 1 + max(int(match[1]) for name in state if (match := re.match(pattern, name)))
+
+
+def _renamed(name: str) -> str:
+    name = re.sub(r"^norm\.", "post_layernorm.", name)
+    for old, new in _VISION.items():
+        name = re.sub(rf"(^|\.){re.escape(old)}(?=\.|$)", rf"\g<1>{new}", name)
+    return name
+
+
+def _pixels(image: Image.Image, size: int) -> np.ndarray:
+    """Return an image as the encoder takes it: the shorter side resized, the middle cut out, normalised, C, H, W."""
+    scale = size / min(image.size)
+    width, height = (max(size, int(length * scale)) for length in image.size)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    resized = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+    pixels = np.asarray(resized, np.float32) / 255
+    return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

@@ -1,6 +1,7 @@
 """The wire format of the remote protocol: one line of JSON, a newline, and an array in numpy's file format.
 
-Both sides use it: the client (remote.py) encodes requests, the service decodes them. What comes from the network is
+Both sides use it: the client (remote.py) encodes requests, the service decodes them, also those whose array is a tensor
+that torch saved (torch_file.py), as Cosmos-RL's example clients send latents. What comes from the network is
 never unpickled, and nothing is allocated before its size is known to fit. Not here: HTTP, queues, scores.
 """
 
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from cosmos_core.rewards.torch_file import SIGNATURE, NoTensor, read_tensor
 
 ENQUEUE = "/api/reward/enqueue"
 PULL = "/api/reward/pull"
@@ -57,7 +60,8 @@ def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any]
     end = head.find(b"\n")
     if end < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
-    return _fields(head[:end]), decode_array(view[end + 1 :])
+    fields, content = _fields(head[:end]), view[end + 1 :]
+    return fields, _saved_by_torch(content) if bytes(content[:4]) == SIGNATURE else decode_array(content)
 
 
 def decode_array(content: memoryview) -> np.ndarray:
@@ -86,6 +90,16 @@ def decode_array(content: memoryview) -> np.ndarray:
         raise ProtocolError(f"the array has {len(content) - start} bytes; its shape and dtype make {size}")
     flat = np.frombuffer(content, dtype, offset=start)
     return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _saved_by_torch(content: memoryview) -> np.ndarray:
+    try:
+        array = read_tensor(content)
+    except NoTensor as error:
+        raise ProtocolError(f"the array was saved by torch, and {error}") from error
+    if not 1 <= array.ndim <= _MAX_AXES:
+        raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_AXES} are read")
+    return array
 
 
 def _fields(line: bytes) -> dict[str, Any]:

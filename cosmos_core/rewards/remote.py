@@ -6,8 +6,9 @@ request stays with the one that took it. A score that is still missing at the de
 
     reward = scale * clip(sum of weight * clip(score))
 
-Not here: how one request goes (exchange.py), the wire format (protocol.py), local rewards (runner.py), the
-service itself (service/).
+Videos are sent as pixels, or as latents of the VAE in `video_vae`, which is what Cosmos-RL's service takes. Not here:
+how one request goes (exchange.py), the wire format (protocol.py), local rewards (runner.py), the service itself
+(service/).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cosmos_core.rewards.base import request_of
 from cosmos_core.rewards.exchange import Asked, Missing, Service, Watch
 from cosmos_core.rewards.process import wait_for
 from cosmos_core.rewards.protocol import encode_request
+from cosmos_core.rewards.wan_latents import WanLatents
 from cosmos_core.types import Group, Score, ScoredGroup
 
 _FPS = 16.0
@@ -60,6 +62,8 @@ class RemoteRewards:
         self._config, self._service, self._beat = config, service, beat
         self.counts = dict.fromkeys(("requests", "resent", "throttled", "missing"), 0)
         self._watch = Watch([0] * len(service.replicas), self.counts)
+        self._vae: WanLatents | None = None
+        self._vae_lock = threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion.
@@ -140,7 +144,7 @@ class RemoteRewards:
             asked = Asked(self._service, client, self._config.timeout_seconds, self._watch)
             found = [found for _, found in batch]
             try:
-                body = await asyncio.to_thread(_body, [request for request, _ in batch], self._config.reward_fns)
+                body = await asyncio.to_thread(self._body, [request for request, _ in batch])
                 results = await asked.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
             except Missing as error:
                 for each in found:
@@ -148,6 +152,14 @@ class RemoteRewards:
                 return
             for function in self._config.reward_fns:
                 _read(function, results[function.name], found)
+
+    def _body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
+        latents, videos = None, [request.get("media") for request in requests]
+        if self._config.video_vae and isinstance(videos[0], np.ndarray):
+            with self._vae_lock:
+                self._vae = self._vae or WanLatents("remote_reward.video_vae", self._config.video_vae, "cuda")
+                latents = self._vae.encode(videos)  # type: ignore[arg-type]
+        return _body(requests, self._config.reward_fns, latents)
 
 
 async def _cancelled() -> None:
@@ -169,8 +181,11 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
     return [same[i : i + size] for same in by_shape.values() for i in range(0, len(same), size)]
 
 
-def _body(requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig]) -> bytes:
-    """Return the body of an enqueue: images as uint8 of B, H, W, C, videos of B, C, T, H, W, texts within the JSON."""
+def _body(
+    requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
+) -> bytes:
+    """Return the body of an enqueue: images as uint8 of B, H, W, C, videos or their latents of B, C, T, H, W, texts
+    within the JSON."""
     media = [request.get("media") for request in requests]
     # A weight that is not above 0 would mean to the service that the function is not asked for.
     weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
@@ -182,9 +197,11 @@ def _body(requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunct
             if any(name in request for request in requests):
                 fields[name] = [request.get(name) for request in requests]
     elif isinstance(media[0], np.ndarray):
-        array = np.stack([np.moveaxis(each, -1, 0) for each in media])  # type: ignore[arg-type]
+        has_pixels = latents is None
+        array = np.stack([np.moveaxis(each, -1, 0) for each in media]) if has_pixels else latents  # type: ignore
         rates = [(request.get("metadata") or {}).get("video_fps", _FPS) for request in requests]
-        fields |= {"video_infos": [{"video_fps": rate} for rate in rates], "media_type": "video"}
+        fields["video_infos"] = [{"video_fps": rate} for rate in rates]
+        fields["media_type"] = "video" if has_pixels else "latent"
     else:
         array = np.stack([np.asarray(each.convert("RGB")) for each in media])  # type: ignore[union-attr]
         fields["media_type"] = "image"
@@ -195,7 +212,7 @@ def _body(requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunct
 
 def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what rows of GenEval say of the objects in their images, as its reward wants it."""
-    rows = [request.get("metadata") or {} for request in requests]
+    rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
     if not all("include" in row and "tag" in row for row in rows):
         return {"metadata": rows} if any(rows) else {}
     fields = {"geneval_tags": [row["tag"] for row in rows], "geneval_includes": [row["include"] for row in rows]}
@@ -224,7 +241,7 @@ def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequen
             f"score_key to one of {', '.join(sorted(scores))}, or to several with +"
         )
     for i, each in enumerate(found):
-        values = [_number(scores[part], i, len(found)) for part in keys]
+        values = [None if _has_failed(scores, i) else _number(scores[part], i, len(found)) for part in keys]
         for name, value in ((name, _number(scores[name], i, len(found))) for name in scores):
             if value is not None and (name != function.name):
                 each.metrics[f"{function.name}/{name}"] = value
@@ -234,6 +251,16 @@ def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequen
             each.is_told = True
             continue
         each.scores[function] = each.metrics[function.name] = math.fsum(v for v in values if v is not None)
+
+
+def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
+    """Return whether the numbers of an item stand for an error, as Cosmos-RL's service writes it: a prediction of
+    `Error`, or -1 for each score of a video and for their sum too."""
+    column = scores.get("prediction")
+    if isinstance(column, list) and i < len(column) and column[i] == "Error":
+        return True
+    columns = [scores.get(f"{name}_reward") for name in ("vq", "mq", "ta", "overall")]
+    return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in columns)
 
 
 def _number(column: Any, i: int, count: int) -> float | None:

@@ -117,7 +117,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
         fixed={key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
     )
     write_json(path / "run.json", facts.model_dump())
-    _list_runs(output_dir)
+    list_runs(output_dir)
     return open_run(path, pipeline.kinds)
 
 
@@ -245,7 +245,7 @@ def runs_in(output_dir: Path) -> list[Facts]:
     return sorted(found, key=lambda facts: (facts.started, facts.run_id))
 
 
-def _list_runs(output_dir: Path) -> None:
+def list_runs(output_dir: Path) -> None:
     """Write `runs.json`, for other programs to read; ours look at the runs."""
     with Lock(output_dir / SHARED / "runs.lock") as lock:
         lock.acquire()

@@ -125,8 +125,8 @@ def fingerprint(
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
-    if stage.reward_service:
-        ingredients["reward_service"] = digests.of_file(reward_service_file(stage))
+    if service := reward_service_file(stage):
+        ingredients["reward_service"] = digests.of_file(service)
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it
@@ -145,6 +145,9 @@ def _said_of(stage: StageConfig) -> dict[str, Any]:
     for key in ("checkpoint", "require", "confidence"):
         if value := getattr(stage, key):
             found[key] = list(value) if isinstance(value, tuple) else value
+    if stage.sweep is not None:
+        branches = [list(branch.stages) for branch in stage.sweep.branches]
+        found["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
     return found
 
 

@@ -13,7 +13,7 @@ from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.media import media_of
 from cosmos_core.config.prompt_sets import named_set
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
-from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
@@ -235,12 +235,14 @@ def chat_template_source(recipe: Recipe) -> Path | None:
     return file
 
 
-def reward_service_file(stage: StageConfig) -> Path:
-    """Return the configuration of the reward service that is started beside a stage.
+def reward_service_file(stage: StageConfig) -> Path | None:
+    """Return the configuration of the reward service that is started beside a stage; None: it runs already.
 
     Raises:
         ConfigError: there is no such file.
     """
+    if not stage.reward_service or stage.reward_service.startswith(BLOCK):
+        return None
     file = existing(stage.reward_service, Path.cwd())
     if file is None or not file.is_file():
         raise ConfigError(f"reward_service = {stage.reward_service!r}: no such file; see docs/reward-service.md")

@@ -83,9 +83,13 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
         one = waiting.pop(0)
         seen.add(one.name)
         data |= dict.fromkeys(_named_data(pipeline, one))
-        made = [name for name in map(source_of, (one.model, one.data)) if name is not None and name not in seen]
+        made = [
+            name
+            for name in map(source_of, (pipeline.starts_from(one), one.data))
+            if name is not None and name not in seen
+        ]
         waiting += map(pipeline.stage, made)
-    while (name := source_of(stage.model)) is not None:
+    while (name := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(name)
     recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
     source = model_source(stage, recipe, kind)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import source_of
+from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
@@ -28,6 +29,7 @@ from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.rewards.service.config import read_config
+from cosmos_core.rewards.wan_latents import look_at
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
@@ -105,6 +107,8 @@ def look_at_rewards(stage: Stage) -> list[str]:
         if isinstance(weights, RemoteRewardConfig):
             names = [each.name for each in weights.reward_fns]
             found.append(_look_at_service(stage, names))
+            if weights.video_vae:
+                found.append(look_at("remote_reward.video_vae", weights.video_vae))
             continue
         with open_rewards(stage, weights):
             found.append(f"rewards {', '.join(weights)}")
@@ -113,7 +117,8 @@ def look_at_rewards(stage: Stage) -> list[str]:
 
 def _look_at_service(stage: Stage, names: list[str]) -> str:
     """See that the service of a stage has the rewards: ask the one that runs, or read the file of its own."""
-    if not (own := stage.config.reward_service):
+    own = stage.config.reward_service
+    if not own or own.startswith(BLOCK):
         ping(service_of(), names)
         return f"rewards {', '.join(names)} of a service"
     served = [reward.reward_type for reward in read_config(Path(own)).rewards]

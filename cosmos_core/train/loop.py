@@ -243,6 +243,8 @@ class Loop:
             self.algorithm.load_state_dict(state.algorithm)
             # Last of all set-up: starting an engine draws from and reseeds every generator.
             self._restore_rng(start, state.extra["rng"])
+        else:  # opening the model has seeded those of torch
+            seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
         if own:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
@@ -259,9 +261,14 @@ class Loop:
     def _restore_rng(self, step: int, saved: JsonValue) -> None:
         if saved is not None:
             restore_rng(_table(saved))
-        else:  # ranks that share a sample draw alike
-            mesh = self.trainer.adapter.mesh
-            seed_rng(self.stage.seed, step, mesh.data.get_local_rank() if mesh else 0)
+        else:
+            seed_rng(self.stage.seed, step, self._data_rank)
+
+    @property
+    def _data_rank(self) -> int:
+        """The number of this rank in seeds: ranks that share a sample draw alike."""
+        mesh = self.trainer.adapter.mesh
+        return mesh.data.get_local_rank() if mesh else 0
 
     def _save(self) -> None:
         self.stage.progress.phase("save")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class NamedWeights:
@@ -29,6 +30,10 @@ class NamedWeights:
         """Make a set what the policy is now."""
         for n, weight in self.policy.items():
             self.tensors[name][n].copy_(weight)
+
+    def equals_policy(self, name: str) -> bool:
+        """Return whether a set is what the policy is now, to the bit; of sharded weights this rank's shards are."""
+        return all(_is_same(weight, self.tensors[name][n]) for n, weight in self.policy.items())
 
     @torch.no_grad()
     def lerp(self, name: str, weight: float) -> None:
@@ -78,3 +83,8 @@ def _exchange(one: Tensor, other: Tensor) -> None:
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+    return one.dtype == other.dtype and torch.equal(one, other)

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants
+from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
@@ -124,12 +125,23 @@ class Trainer:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         self.named.lerp(weights, fraction)
 
+    def _unmoved(self, names: Sequence[str]) -> list[str]:
+        """Return the named weights that are the policy's own at this moment, on all ranks: what they give is what the
+        policy gives, such as an old policy that follows at once. Dropout would make a difference."""
+        if not names or any(isinstance(module, nn.Dropout) and module.p for module in self.adapter.model.modules()):
+            return []
+        found = [name for name in names if self.named.equals_policy(name)]
+        of_ranks = all_gather_object(found)
+        return [name for name in found if all(name in each for each in of_ranks)]
+
     @torch.no_grad()
-    def _compared(self, update: Update) -> dict[int, dict[str, Tensor]]:
-        """Return the outputs under the named weights that the update compares with, for the samples of this rank."""
+    def _compared(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+        """Return the outputs under named weights that the update compares with, for the samples of this rank."""
         found: dict[int, dict[str, Tensor]] = {}
+        if not names:
+            return found
         self.adapter.runner.train(False)
-        for weights in update.compares:
+        for weights in names:
 
             def keep(micro: MicroBatch, weights: str = weights) -> None:
                 for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True):
@@ -144,13 +156,17 @@ class Trainer:
         """Add the gradient of an update; return the loss of each micro-batch of this rank. What the model adds to the
         loss is divided by the tokens of the whole optimizer step, those of a data term too."""
         losses: list[Loss] = []
-        compared = self._compared(update) if update.compares else {}
+        unmoved = self._unmoved(update.compares)
+        compared = self._compared(update, [name for name in update.compares if name not in unmoved])
 
         def learn(micro: MicroBatch) -> Tensor:
-            if compared:
-                others = [compared[i] for i in micro.indices]
-                rows = {name: torch.stack([other[name] for other in others]) for name in others[0]}
-                micro = replace(micro, outputs=micro.outputs | rows)
+            if update.compares:
+                others = [
+                    compared.get(i, {}) | {f"{name}/{key}": v.detach() for name in unmoved for key, v in row.items()}
+                    for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True)
+                ]
+                stacked = {name: torch.stack([other[name] for other in others]) for name in others[0]}
+                micro = replace(micro, outputs=micro.outputs | stacked)
             loss = update.loss(micro)
             metrics, added = loss.metrics, torch.zeros_like(loss.value)
             if micro.model_loss is not None:

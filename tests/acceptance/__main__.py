@@ -16,7 +16,9 @@ from cosmos_core.observe.logs import configure
 from tests.acceptance import (
     apart,
     colours,
+    diffusion,
     digits,
+    digits_served,
     distilled,
     fuzz,
     kills,
@@ -42,10 +44,12 @@ PARTS = {
     "tools": tools.prove,
     "colours": colours.prove,
     "digits": digits.prove,
+    "diffusion": diffusion.prove,
     "fuzz": fuzz.prove,
     "apart": apart.prove,
     "nodes": nodes.prove,
     "rewards": rewards.prove,
+    "digits_served": digits_served.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

@@ -5,16 +5,19 @@ python -m tests.acceptance.reward_fuzz [COUNT] [SEED]
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import socket
 import sys
 import tempfile
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import psutil
+import torch
 
 from cosmos_core.rewards.protocol import encode_request
 
@@ -60,7 +63,7 @@ def fuzz(url: str, token: str, count: int, rng: random.Random) -> Counter[int]:
 
 
 def _request(token: str, rng: random.Random) -> bytes:
-    content = rng.choice((_noise, _mutated, _cut, _wrong_fields, _form))(rng)
+    content = rng.choice((_noise, _mutated, _cut, _wrong_fields, _form, _saved))(rng)
     is_refused = rng.random() < 0.3
     bearer = rng.choice(("", "Bearer", "Bearer x", f"Bearer {token}x", f"Basic {token}", f"Digest {token}"))
     length = (
@@ -110,6 +113,24 @@ def _wrong_fields(rng: random.Random) -> bytes:
     for key in rng.sample(_KEYS[2:], rng.randrange(4)):
         fields[key] = rng.choice(_VALUES)
     return encode_request(fields, np.zeros((1, rng.randrange(4), 2, 3), np.uint8))
+
+
+@lru_cache(maxsize=1)
+def _tensor() -> bytes:
+    stream = io.BytesIO()
+    torch.save(torch.zeros(1, 16, 2, 2, 2, dtype=torch.bfloat16), stream)
+    return stream.getvalue()
+
+
+def _saved(rng: random.Random) -> bytes:
+    """A tensor as torch saves it, damaged: most of all in its description and its directory; for a reward that is
+    not there."""
+    content = bytearray(_tensor())
+    for _ in range(rng.randrange(12)):
+        position = rng.choice((rng.randrange(len(content)), rng.randrange(60, 320), -1 - rng.randrange(600)))
+        content[position] = rng.randrange(256)
+    end = rng.randrange(len(content)) if rng.random() < 0.1 else len(content)
+    return json.dumps({"prompts": ["1"], "reward_fn": {"none": 1.0}}).encode() + b"\n" + content[:end]
 
 
 def _form(rng: random.Random) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,24 @@ name = "right"
 kind = "custom"
 entry = "PROGRAMS/released.py:count"
 arguments = { release = "OUTPUTS/go-right" }
+"""
+NIGHTLY = """
+[pipeline]
+name = "asked"
+output_dir = "OUTPUTS"
+
+[[pipeline.stages]]
+name = "learn"
+kind = "custom"
+entry = "PROGRAMS/learning.py:learn"
+data = "OUTPUTS/rows.jsonl"
+
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = "learn"
+model = "stage:learn"
+target = "OUTPUTS/published"
 """
 
 
@@ -311,3 +330,61 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(orchestra: Orchestra, p
     stages = place.path / "outputs" / "alone" / "stages"
     assert {(stages / name / "visits.txt").read_text() for name in ("left", "right")} == {"start 0\n"}
     expect_gone(flow_run, 15)
+
+
+def test_retrying_a_failed_flow_run_continues_the_failed_stage(orchestra: Orchestra, place: Workspace) -> None:
+    text = COUNTING.replace("steps = 6", "steps = 6, crash_at = 3").replace(
+        "[pipeline]", '[pipeline]\noutput_dir = "OUTPUTS"'
+    )
+    config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0'))
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=retried")
+    orchestra.wait_for(flow_run, "FAILED", 120)
+    orchestra.prefect("flow-run", "retry", flow_run)
+    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["run_count"] == 2
+    stages = place.path / "outputs" / "retried" / "stages"
+    assert (stages / "second_half" / "visits.txt").read_text() == "start 0\nstart 3\n"
+    assert (stages / "first" / "visits.txt").read_text() == "start 0\n"
+    assert len(list((place.path / "outputs").glob("*/pipeline.toml"))) == 1, "the retry made no run of its own"
+
+
+def test_the_ghost_of_a_killed_attempt_confuses_nobody_after_a_retry_in_the_ui(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    config = write(place, RELEASED)
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=ghost")
+    wait_until(lambda: min(step(place, "ghost", "left"), step(place, "ghost", "right")) >= 5, 120, "both at step 5")
+    for pid in processes_below(Path(flow_run)):
+        os.kill(pid, signal.SIGKILL)
+    orchestra.wait_for(flow_run, "CRASHED", 60)
+    for name in ("left", "right"):
+        (place.path / "outputs" / f"go-{name}").touch()
+    again = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}  # what its button sends
+    orchestra.post(f"flow_runs/{flow_run}/set_state", {"state": again, "force": True})
+    orchestra.wait_for(flow_run, "COMPLETED", 120)
+    rows = orchestra.ask("task_runs/filter", flow_runs={"id": {"any_": [flow_run]}})
+    assert len(rows) == 4 and "RUNNING" in {row["state_type"] for row in rows}, "the server keeps the killed attempts"
+    stages = place.path / "outputs" / "ghost" / "stages"
+    assert all(len((stages / name / "visits.txt").read_text().splitlines()) == 2 for name in ("left", "right"))
+    said = place.cosmos("status", "outputs/ghost").stdout
+    assert said.count("done") >= 2 and "running" not in said
+    assert place.cosmos("reap").stdout == "nothing is left over\n"
+    expect_gone(flow_run, 15)
+
+
+@pytest.mark.parametrize(("publish", "ended"), [(True, "Completed"), (False, "Declined")])
+def test_retraining_waits_for_a_person_and_does_what_is_said(
+    orchestra: Orchestra, place: Workspace, publish: bool, ended: str
+) -> None:
+    config = write(place, NIGHTLY)
+    place.write("outputs/rows.jsonl", '{"accuracy": 0.5}\n')
+    flow_run = orchestra.run("retrain/local", f"config={config}", "approve=true")
+    wait_until(lambda: orchestra.flow_run(flow_run)["state_name"] == "Suspended", 120, "it waits for a person")
+    expect_gone(flow_run, 30)
+    assert not (place.path / "outputs" / "published").exists()
+    orchestra.post(f"flow_runs/{flow_run}/resume", {"run_input": {"publish": publish}})
+    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_name"] == ended
+    assert (place.path / "outputs" / "published" / "latest").exists() is publish
+    [run] = (place.path / "outputs").glob("2*")
+    assert read_state(run / "stages" / "learn").attempt == 1, (
+        "what was trained before the question is not trained again"
+    )

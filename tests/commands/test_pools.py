@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
-from tests.commands.orchestra import Orchestra
+from tests.commands.orchestra import ROOT, Orchestra
 from tests.conftest import Workspace, processes_below, wait_until
 
 TWO = """
@@ -89,8 +91,83 @@ def test_bootstrap_makes_what_is_missing_once(orchestra: Orchestra, place: Works
         "work pool big: changed (concurrency_limit)"
         in place.cosmos("bootstrap", "--pool", "big", "--limit", "4").stdout
     )
+    assert lines[-1] == "block type cosmos-reward-service: registered"
     refused = place.cosmos("bootstrap", "--pool", "big", "--type", "docker", code=64)
     assert "work pool 'big' is of type process, not docker" in refused.stderr
+
+
+BLOCKS = """
+import sys
+from pathlib import Path
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.launch.blocks import RewardService, service_in_block
+from cosmos_core.launch.companion import companion
+
+RewardService(url="http://127.0.0.1:1, http://127.0.0.1:2/", token="a very secret token").save("rewards")
+assert "secret" not in repr(RewardService.load("rewards"))
+with companion("block:rewards", Path(sys.argv[1])) as found:
+    assert found == {
+        "REMOTE_REWARD_ENQUEUE_URL": "http://127.0.0.1:1/api/reward/enqueue,http://127.0.0.1:2/api/reward/enqueue",
+        "REMOTE_REWARD_FETCH_URL": "http://127.0.0.1:1/api/reward/pull,http://127.0.0.1:2/api/reward/pull",
+        "REMOTE_REWARD_TOKEN": "a very secret token",
+    }, found
+try:
+    service_in_block("block:other")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    folder = place.path / "stage"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS, str(folder)], cwd=ROOT, env=place.environment, capture_output=True, text=True,
+        timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "reward_service = 'block:other': the server has no block cosmos-reward-service/other" in done.stdout
+    said = json.loads((folder / "reward_service.json").read_text())
+    assert [each["status"] for each in said["services"]] == ["does not respond"] * 2
+    texts = [file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file()]
+    assert not any("a very secret token" in text for text in (*texts, done.stdout, done.stderr))
+
+
+SERVED = """
+[pipeline]
+name = "served"
+threads = 1
+output_dir = "OUTPUTS"
+
+[[pipeline.stages]]
+name = "asks"
+kind = "custom"
+entry = "ROOT/tests/effects/program.py:scored"
+reward_service = "OUTPUTS/rewards.toml"
+reward_service_pool = "cpu"
+"""
+
+
+def test_a_reward_service_is_started_on_a_pool_for_a_stage_and_ends_with_it(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    outputs = place.path / "outputs"
+    place.write("outputs/rewards.toml", '[[reward_args]]\nreward_type = "exact_match"\n')
+    config = place.write("served.toml", SERVED.replace("OUTPUTS", str(outputs)).replace("ROOT", str(ROOT)))
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=served")
+    orchestra.wait_for(flow_run, "COMPLETED", 180)
+    result = read_result(outputs / "served" / "stages" / "asks")
+    assert result is not None and result["info"]["value"] == 1.0
+    [serving] = orchestra.ask("flow_runs/filter", flows={"name": {"any_": ["reward-service"]}})
+    assert serving["work_pool_name"] == "cpu"
+    orchestra.wait_for(serving["id"], "COMPLETED", 60)
+    blocks = orchestra.ask("block_documents/filter", block_types={"slug": {"any_": ["cosmos-reward-service"]}})
+    assert not [block["name"] for block in blocks if block["name"].startswith("run-")]
+    noted = json.loads((outputs / "served" / "stages" / "asks" / "reward_service.json").read_text())
+    assert noted["services"][0]["status"] == "ok"
 
 
 def test_each_stage_runs_on_its_pool_and_a_child_that_is_killed_is_followed_by_one_that_goes_on(

@@ -28,6 +28,7 @@ from cosmos_core.run.state import update_state
 from tasks import gate, upload
 from tasks.elsewhere import perform_elsewhere
 from tasks.kinds import all_kinds
+from tasks.reward_service import reward_service
 from tasks.stage import perform, should_retry
 from tests.effects.change import GRPO, SFT, Change, changes, nested
 from tests.unit.tiny_model import save_tiny_model
@@ -272,6 +273,32 @@ def test_it_changes_where_a_stage_runs(
         pytest.raises(ConfigError, match=r"work_pool = 'gpu': the server has no deployment stage/gpu; add one like"),
     ):
         perform_elsewhere(create_run(after), after.stage("second"))
+    assert asked == [expected]
+
+
+@changes((Change("pipeline.stages.reward_service_pool", "gpu", {**ALONE, "pipeline.stages.reward_service": "r.toml"}),
+          "reward-service/gpu"))  # fmt: skip
+def test_it_changes_where_the_reward_service_runs(
+    change: Change, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run_deployment(name: str, **parameters: Any) -> None:
+        asked.append(name)
+        raise ObjectNotFound(LookupError(name))
+
+    monkeypatch.setattr("tasks.reward_service.run_deployment", run_deployment)
+    (tmp_path / "r.toml").write_text('[[reward_args]]\nreward_type = "exact_match"\n')
+    before, after = sides(change, tmp_path)
+    assert before.stage("second").reward_service_pool == ""
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(
+            ConfigError, match=r"pool = 'gpu': the server has no deployment reward-service/gpu; add one like"
+        ),
+        reward_service(create_run(after), after.stage("second")),
+    ):
+        pass
     assert asked == [expected]
 
 

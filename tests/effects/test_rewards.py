@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.tiny_pipelines import _wan_vae
 from tests.unit.reward_server import RewardServer, Sent, reply, serving
 
 PROGRAM = """
@@ -189,6 +193,26 @@ def test_it_changes_how_the_service_is_asked(
     what, *numbers = expected
     of = reward_weights if change.key.startswith("validation.") else trained_rewards
     assert [told(side, tmp_path, of(side), server)[what] for side in (change.before, change.after)] == numbers
+
+
+def of_videos(table: str) -> Change:
+    functions = {f"{table}.remote_reward.reward_fns": [{"name": "a"}]}
+    return Change(
+        f"{table}.remote_reward.video_vae", "vae", {**GRPO, "train.train_policy.use_remote_reward": True, **functions}
+    )
+
+
+@changes(of_videos("train.train_policy"), of_videos("validation"))
+def test_it_changes_what_the_service_is_sent_of_a_video(change: Change, tmp_path: Path, server: RewardServer) -> None:
+    _wan_vae().save_pretrained(tmp_path / "vae")
+    of = reward_weights if change.key.startswith("validation.") else trained_rewards
+    for side in (change.before, change.after):
+        weights = of(side)
+        assert isinstance(weights, RemoteRewardConfig)
+        video = np.zeros((5, 32, 32, 3), np.uint8)
+        RemoteRewards(weights, server.service).score([{"prompt": "", "media": video}])
+    found = [(fields["media_type"], array.shape) for fields, array in (sent.decoded for sent in server.enqueued)]
+    assert found == [("video", (1, 3, 5, 32, 32)), ("latent", (1, 16, 2, 4, 4))]
 
 
 def told(recipe: Recipe, folder: Path, weights: Rewards, server: RewardServer) -> dict[str, Any]:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
+from cosmos_core.launch.companion import companion
 from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN
+from cosmos_core.rewards.service.config import read_config
+from cosmos_core.run.stage import Stage
 from cosmos_core.train.check import look_at_rewards
+from cosmos_core.train.measure import trained_rewards
 from cosmos_core.train.setup import train
+from tasks.kinds import all_kinds
+from tests.acceptance import digits_served
 from tests.effects.change import GRPO, recipe, stage_of
 from tests.faults.reward_service import running
 from tests.unit.test_flow_training import LORA, TRAININGS, Inputs, metrics_of
@@ -24,13 +34,68 @@ REMOTE = {
 SETTINGS = {**TRAININGS["nft"], **LORA, "train.epoch": 1}
 
 
-def test_it_learns_the_same_to_the_bit_while_the_reward_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = Inputs(tmp_path)
-    here = inputs.stage(tmp_path / "here", **SETTINGS)
+KILLING = """
+import functools, os, runpy, signal
+from pathlib import Path
+
+as_usual = runpy.run_path(str(Path(__file__).with_name("reward.py")))["red"]
+calls = 0
+
+
+@functools.wraps(as_usual)
+def red(*arguments, **fields):
+    global calls
+    calls += 1
+    marker = Path(__file__).with_name(f"killed at {calls}")
+    if calls in {2, 7} and not marker.exists():
+        marker.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return as_usual(*arguments, **fields)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return Inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def expected(inputs: Inputs) -> list[dict[str, Any]]:
+    """What a training says whose reward is in its own processes."""
+    here = inputs.stage(inputs.folder / "here", **SETTINGS)
     train(here)
-    rewards = {"reward_args": [{"reward_type": "red", "entry": f"{tmp_path / 'reward.py'}:red"}]}
+    found = said_by(here)
+    assert len(found) == 3 and found[0]["reward/mean"] > 0
+    return found
+
+
+def said_by(stage: Stage) -> list[dict[str, Any]]:
+    keys = ("loss", "reward/mean", "reward/std", "reward/red", "reward/invalid", "grad_norm")
+    return [{key: line.get(key) for key in keys} for line in metrics_of(stage)]
+
+
+def test_a_service_beside_the_stage_that_is_killed_is_started_again_and_no_score_is_lost(
+    inputs: Inputs, expected: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reward.py").write_bytes((inputs.folder / "reward.py").read_bytes())
+    (tmp_path / "killing.py").write_text(KILLING)
+    file = tmp_path / "rewards.toml"
+    file.write_text(f'[[reward_args]]\nreward_type = "red"\nentry = "{tmp_path / "killing.py"}:red"\nbatch_size = 4\n')
+    stage = inputs.stage(tmp_path / "there", **SETTINGS, **REMOTE)
+    with companion(str(file), stage.path) as found:
+        for name, value in found.items():
+            monkeypatch.setenv(name, value)
+        train(stage)
+    assert said_by(stage) == expected
+    assert len(list(tmp_path.glob("killed at *"))) == 2
+    noted = json.loads((stage.path / "reward_service.json").read_text())
+    assert noted["restarts"] == 2 and noted["services"][0]["status"] == "ok"
+
+
+def test_it_learns_the_same_to_the_bit_while_the_reward_is_killed(
+    inputs: Inputs, expected: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = {"reward_args": [{"reward_type": "red", "entry": f"{inputs.folder / 'reward.py'}:red"}]}
     with running(tmp_path / "service", rewards) as server:
         for name, path in ((ENQUEUE_URL, "enqueue"), (FETCH_URL, "pull")):
             monkeypatch.setenv(name, f"{server.url}/api/reward/{path}")
@@ -50,10 +115,21 @@ def test_it_learns_the_same_to_the_bit_while_the_reward_is_killed(
         finally:
             is_done.set()
             killer.join()
-    keys = ("loss", "reward/mean", "reward/std", "reward/red", "reward/invalid", "grad_norm")
-    ours, theirs = ([{key: line.get(key) for key in keys} for line in metrics_of(stage)] for stage in (here, there))
-    assert ours == theirs and len(ours) == 3
-    assert ours[0]["reward/mean"] > 0
+    assert said_by(there) == expected
+
+
+def test_the_digits_demo_may_have_its_classifier_behind_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m tests.acceptance digits_served` runs it; this is what it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.toml").write_text(digits_served.REWARDS)
+    (tmp_path / "digits.toml").write_text(digits_served.served(digits_served.CONFIG.read_text()))
+    pipeline = load_pipeline(tmp_path / "digits.toml", (), all_kinds())
+    asked = trained_rewards(pipeline.recipes["nft"])
+    assert isinstance(asked, RemoteRewardConfig) and [each.name for each in asked.reward_fns] == ["likeness"]
+    assert pipeline.stage("nft").reward_service == str(tmp_path / "rewards.toml")
+    assert [reward.reward_type for reward in read_config(tmp_path / "rewards.toml").rewards] == ["likeness"]
 
 
 def test_without_a_service_the_stage_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +151,13 @@ def test_check_looks_whether_the_service_of_a_stage_has_its_rewards(
         look_at_rewards(own)
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "red"\n')
     assert look_at_rewards(own) == [f"rewards red of {tmp_path / 'rewards.toml'}"]
+    for path, said in (("absent.pth", "no such file"), (str(inputs_vae(tmp_path)), "is of the class 'AutoencoderKL'")):
+        vae = {"train.train_policy.remote_reward.video_vae": path}
+        encodes = replace(own, recipe=recipe({**GRPO, **REMOTE, **vae}))
+        with pytest.raises(RewardError, match=f"remote_reward.video_vae = .*{said}"):
+            look_at_rewards(encodes)
+
+
+def inputs_vae(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    return folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
 from tasks.kinds import all_kinds
-from tests.conftest import PROGRAMS
+from tests.conftest import PROGRAMS, wait_until
 from tests.unit.tiny_model import save_tiny_model
 
 PIPELINE = f"""
@@ -115,6 +116,42 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
     assert "failed" in (tmp_path / "outputs" / nightly.runs[0] / "report.html").read_text()
     assert nightly.fire()[0] == "Completed"
     assert len(nightly.runs) == 1 and len(nightly.target.history()) == 1
+    nightly.rows({"accuracy": 0.4})
+    assert nightly.fire()[0] == "NotPromoted"
+    first, second = nightly.runs
+    wait_until(lambda: len(events_of(second)) == 3, 30, "the server has all events")
+    assert [(event["event"], event["payload"].get("stage")) for event in events_of(first)] == [
+        ("cosmos.stage.failed", "learn"), ("cosmos.run.failed", None),
+        ("cosmos.stage.completed", "learn"), ("cosmos.stage.completed", "gate"),
+        ("cosmos.stage.completed", "publish"), ("cosmos.model.published", "publish"), ("cosmos.run.completed", None),
+    ]  # fmt: skip
+    assert [event["event"] for event in events_of(second)] == [
+        "cosmos.stage.completed", "cosmos.gate.failed", "cosmos.run.failed",
+    ]  # fmt: skip
+    published = events_of(first)[-2]
+    assert published["payload"]["published"] == f"{tmp_path}/published/{nightly.target.history()[0]}"
+    assert events_of(first)[-1]["payload"]["metrics"]["validation/accuracy"] == 0.5
+    refused = events_of(second)[1]
+    assert (refused["payload"]["exit_code"], refused["resource"]["cosmos.stage"]) == (65, "gate")
+    assert "accuracy = 0.4, bound 0.5" in refused["payload"]["error"]
+
+
+def events_of(run_id: str) -> list[dict[str, Any]]:
+    """What the server has been told of a run, in order."""
+    with get_client(sync_client=True) as client:
+        wanted = {"event": {"prefix": ["cosmos."]}, "order": "ASC"}
+        found = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50}).json()["events"]
+    return [event for event in found if event["resource"]["cosmos.run"] == run_id]
+
+
+def test_an_event_that_cannot_be_sent_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **parameters: object) -> None:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr("tasks.events.emit_event", refuse)
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    assert nightly.fire()[0] == "Completed"
 
 
 def test_approval_needs_a_deployment(tmp_path: Path) -> None:

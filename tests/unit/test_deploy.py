@@ -71,6 +71,75 @@ def test_the_worker_serves_a_pool_of_ours_with_the_volume_of_its_jobs() -> None:
     assert images == {json.loads(TEMPLATE.read_text())["variables"]["properties"]["image"]["default"]}
 
 
+SCHEMA = json.loads(Path(__file__).with_name("kubernetes.json").read_text())
+GROUPS = {"v1": "core", "batch/v1": "batch", "apps/v1": "apps", "rbac.authorization.k8s.io/v1": "rbac",
+          "networking.k8s.io/v1": "networking"}  # fmt: skip
+
+
+def wrong_with(manifest: dict[str, Any], definition: str = "") -> list[str]:
+    """What the API of Kubernetes would say of a manifest; it refuses keys that it does not know."""
+    group = GROUPS[manifest["apiVersion"]] if not definition else ""
+    name = definition or f"io.k8s.api.{group}.v1.{manifest['kind']}"
+    validator = Draft202012Validator({"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{name}"})
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(manifest)]
+
+
+def test_every_manifest_fits_the_schema_of_kubernetes() -> None:
+    job = rendered(name="sft", gpus=4, labels={"team": "x"}, ray_address="ray:6379")["job_manifest"]
+    manifests = [job]
+    for file in ("kubernetes/worker.yaml", "reward-service.yaml"):
+        manifests += list(yaml.safe_load_all((DEPLOY / file).read_text()))
+    assert len(manifests) >= 8
+    assert {f"{each['kind']} {each['metadata'].get('name')}": wrong_with(each) for each in manifests} == {
+        f"{each['kind']} {each['metadata'].get('name')}": [] for each in manifests
+    }
+    pod = job["spec"]["template"]["spec"]
+    pod["containers"][0]["volumeMount"] = pod["containers"][0].pop("volumeMounts")
+    assert any("'volumeMount' was unexpected" in line for line in wrong_with(job)), "the schema is strict"
+
+
+# https://docs.ray.io/en/latest/cluster/kubernetes/user-guides/config.html: keys of a RayCluster that we may write
+RAY = {
+    "spec": {"headGroupSpec", "workerGroupSpecs", "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions",
+             "suspend"},
+    "group": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template", "numOfHosts",
+              "idleTimeoutSeconds", "suspend", "serviceType"},
+}  # fmt: skip
+
+
+def test_the_ray_cluster_has_known_keys_and_pods_that_kubernetes_takes() -> None:
+    ray = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())
+    assert (ray["apiVersion"], ray["kind"]) == ("ray.io/v1", "RayCluster")
+    assert ray["spec"].keys() <= RAY["spec"]
+    for group in [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]:
+        assert group.keys() <= RAY["group"]
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        assert wrong_with(group["template"], "io.k8s.api.core.v1.PodTemplateSpec") == []
+
+
+SBATCH = {  # options that the script may set, with the values that sbatch takes
+    "job-name": r"[\w.-]+", "ntasks-per-node": r"[1-9]\d*", "exclusive": None, "requeue": None,
+    "signal": r"([RB]{1,2}:)?(TERM|USR1|USR2|INT|\d+)(@\d+)?", "output": r"[\w./-]*(%[jxAaNn][\w./-]*)*",
+    "nodes": r"\d+(-\d+)?", "gpus-per-node": r"([a-z]\w*:)?\d+", "time": r"(\d+-)?\d+(:\d\d){0,2}",
+}  # fmt: skip
+
+
+def test_the_options_of_the_slurm_script_are_those_of_sbatch_and_stand_before_its_first_command() -> None:
+    lines = (DEPLOY / "slurm" / "worker.sbatch").read_text().splitlines()
+    assert lines[0].startswith("#!")
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    assert options and options == [line for line in lines[:first] if line.startswith("#SBATCH")]
+    given = [re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line) for line in options]
+    assert all(given), options
+    for name, value in (match.groups() for match in given if match):
+        form = SBATCH[name]
+        assert value is None if form is None else re.fullmatch(form, value or ""), (name, value)
+    example = next(line for line in lines if line.startswith("#   sbatch "))
+    for name, value in re.findall(r"--([a-z-]+)=(\S+)", example):
+        assert name == "export" or re.fullmatch(SBATCH[name] or "", value), (name, value)
+
+
 SRUN = '#!/usr/bin/env bash\necho "srun $*" >> "$CALLS"; sleep 30 & trap "kill $!" TERM; wait\n'
 PREFECT = '#!/usr/bin/env bash\necho "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"\n'
 

@@ -209,6 +209,30 @@ def test_nft_asks_at_the_noise_levels_of_the_sampler(family: str, tmp_path: Path
     assert metrics["grad_norm"] > 0
 
 
+def test_weights_that_are_the_policys_own_need_no_pass(tmp_path: Path) -> None:
+    """An old policy that follows at once is the policy until the optimizer steps; one that lags is asked."""
+    run, kinds = Run("sd3", tmp_path / "model", "diffusion_nft", kl_beta=0.1), []
+    run.adapter.model.register_forward_hook(lambda *_: kinds.append(torch.is_grad_enabled()))
+
+    def passes(step: int) -> tuple[int, int]:
+        groups = generate(run.engine, run.prompts, run.sampling, step)
+        samples, _ = run.algorithm.credit([scored(group) for group in groups])
+        kinds.clear()
+        for update in run.algorithm.updates(samples, run.trainer):
+            run.trainer.update(update)
+        return kinds.count(True), kinds.count(False)
+
+    learned, compared = passes(0)
+    assert learned and not compared, "old policy and reference are the policy"
+    assert passes(1) == (learned, learned), "the reference is another by now"
+    with torch.no_grad():
+        next(iter(run.trainer.named.tensors["old"].values())).add_(0.01)
+    assert passes(2) == (learned, 2 * learned)
+    with torch.no_grad():
+        run.adapter.model.add_module("dropout", torch.nn.Dropout(0.1))
+    assert passes(3) == (learned, 2 * learned), "with dropout the policy's outputs are its own alone"
+
+
 @pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
 def test_the_reward_rises(trainer_type: str, tmp_path: Path) -> None:
     solver = {"diffusion_nft": "dpm2", "flow_grpo": "flow"}[trainer_type]

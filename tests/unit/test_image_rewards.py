@@ -24,6 +24,7 @@ from cosmos_core.rewards.clip_score import ClipScoreReward, clip_score
 from cosmos_core.rewards.cosmos_reason1 import CosmosReason1Reward
 from cosmos_core.rewards.gen_eval import Found, GenEvalReward
 from cosmos_core.rewards.hpsv2 import Hpsv2Reward
+from cosmos_core.rewards.image_reward import ImageRewardReward
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.ocr import ocr, similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
@@ -253,7 +254,6 @@ def test_dance_grpo_hands_on_the_video_that_it_was_given(tmp_path: Path) -> None
     [
         ("hpsv2", "'hpsv2' needs hpsv2, not installed here; install hpsv2 in its own environment"),
         ("hpsv3", "'hpsv3' needs hpsv3, not installed here; install hpsv3 in its own environment"),
-        ("image_reward", "'image_reward' needs ImageReward, not installed here; install image-reward"),
         ("dance_grpo", "'dance_grpo' needs fastvideo, not installed here; install av and DanceGRPO's fastvideo"),
         ("unified_reward", "needs endpoint_url"),
         ("aesthetic", "needs options.predictor"),
@@ -264,6 +264,68 @@ def test_what_cannot_be_had_is_refused_in_one_line(name: str, reason: str) -> No
     with pytest.raises(RewardError) as caught:
         load_served(name, "", Settings())
     assert reason in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.fixture(scope="module")
+def image_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random ImageReward in the names of its own code, and the modules of transformers that it came from."""
+    folder = tmp_path_factory.mktemp("image_reward")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+    (folder / "vocab.txt").write_text("\n".join([*words, *(f"##{word}" for word in words[5:])]))
+    hf.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
+    torch.manual_seed(0)
+    size = {"hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = hf.BlipVisionModel(
+        hf.BlipVisionConfig(**size, image_size=32, patch_size=8, layer_norm_eps=1e-6, initializer_range=0.1)
+    )
+    text = hf.BlipTextModel(
+        hf.BlipTextConfig(**size, vocab_size=100, encoder_hidden_size=128, max_position_embeddings=40),
+        add_pooling_layer=False,
+    )
+    layers = torch.nn.Sequential(*(torch.nn.Linear(*each) for each in ((128, 8), (8, 4), (4, 1))))
+    state = {f"mlp.layers.{2 * int(name[0])}{name[1:]}": value for name, value in layers.state_dict().items()}
+    state |= {f"blip.text_encoder.{name}": value for name, value in text.state_dict().items()}
+    renames = (
+        ("embeddings.class_embedding", "cls_token"), ("embeddings.position_embedding", "pos_embed"),
+        ("embeddings.patch_embedding", "patch_embed.proj"), ("encoder.layers", "blocks"), ("self_attn", "attn"),
+        ("projection", "proj"), ("post_layernorm", "norm"), ("layer_norm", "norm"),
+    )  # fmt: skip
+    for name, value in vision.state_dict().items():
+        for new, old in renames:
+            name = name.replace(new, old)
+        state[f"blip.visual_encoder.{name}"] = value
+    assert "blip.visual_encoder.blocks.1.attn.qkv.weight" in state and "blip.visual_encoder.norm.bias" in state
+    torch.save(state, folder / "ImageReward.pt")
+    torch.save((vision, text, layers), folder / "modules.pt")
+    return folder
+
+
+def test_image_reward_reads_the_prompt_while_it_looks_at_the_image(image_reward: Path) -> None:
+    options = {"tokenizer": str(image_reward / "tokenizer")}
+    reward = ImageRewardReward(Settings(str(image_reward / "ImageReward.pt"), options=options))
+    found = reward.score(items())["image_reward"]
+    vision, text, layers = torch.load(image_reward / "modules.pt", weights_only=False)
+    processor = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    tokenizer = hf.AutoTokenizer.from_pretrained(image_reward / "tokenizer")
+    for item, score in zip(items(), found, strict=True):
+        words = tokenizer(item.prompt, return_tensors="pt")
+        with torch.no_grad():
+            seen = vision.eval()(processor(images=[item.media], return_tensors="pt")["pixel_values"])[0]
+            read = text.eval()(**{k: words[k] for k in ("input_ids", "attention_mask")}, encoder_hidden_states=seen)[0]
+            expected = (layers(read[:, 0]).item() - 0.16717362830052426) / 1.0333394966054072
+        assert score == pytest.approx(expected, abs=1e-4)
+    assert len({round(score, 5) for score in found}) == 3
+    again = ImageRewardReward(Settings(download_path=str(image_reward), options=options)).score(items()[1:2])
+    assert again["image_reward"] == pytest.approx(found[1:2], abs=1e-5), "alone as in a batch"
+
+
+def test_what_is_no_image_reward_is_refused(image_reward: Path, tmp_path: Path) -> None:
+    torch.save({"blip.text_encoder.a": torch.zeros(1)}, tmp_path / "other.pt")
+    settings = Settings(str(tmp_path / "other.pt"), options={"tokenizer": str(image_reward / "tokenizer")})
+    with pytest.raises(RewardError, match=r"other.pt' is no checkpoint of ImageReward: 'patch_embed"):
+        ImageRewardReward(settings)
+    with pytest.raises(RewardError, match=r"image_reward.*cannot load .*absent.pt"):
+        ImageRewardReward(Settings(str(tmp_path / "absent.pt")))
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -324,13 +324,14 @@ def test_what_is_deployed_is_what_the_service_reads() -> None:
 
 
 def test_a_file_of_the_original_service_is_read(tmp_path: Path) -> None:
-    from cosmos_core.rewards.service.config import read_config
+    from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig, read_config
 
     (tmp_path / "rewards.toml").write_text("""
 host = "localhost"
 port = 8080
 redis_host = "localhost"
 redis_port = 6379
+no_latent_decoder = true
 
 [[reward_args]]
 reward_type = "cosmos_reason1"
@@ -347,11 +348,31 @@ download_path = "/workspace"
 device = "cuda"
 enable = false
 
+[[reward_args]]
+reward_type  = "unified_reward"
+venv_python = "python"
+endpoint_url = "YOUR_ENDPOINT_URL"
+endpoint_api_key = "YOUR_ENDPOINT_API_KEY"
+setup_script = "unified_reward.sh"
+work_dir = "evaluation_results"
+tmp_dir = "/tmp"
+enable = false
+
 [decode_args]
 model_path = "/workspace/tokenizer.pth"
+dtype = "float16"
+device = "cuda"
 chunk_duration = 81
+temporal_window = 16
 load_mean_std = false
+wan2pt2_model_path = ""
+wan2pt2_credential_path = ""
 """)
     config = read_config(tmp_path / "rewards.toml")
     assert [reward.reward_type for reward in config.rewards] == ["cosmos_reason1"]
+    assert config.vae == "", "no_latent_decoder"
+    decodes = config.model_copy(update={"no_latent_decoder": False})
+    assert decodes.vae == "/workspace/tokenizer.pth"
+    assert decodes.model_copy(update={"decode_args": DecodeArgs()}).vae.endswith("/resolve/main/Wan2.1_VAE.pth")
+    assert ServiceConfig(reward_args=(RewardArgs(reward_type="ocr"),)).vae == ""
     assert (config.queue, config.token()) == ("memory", os.environ.get("REMOTE_REWARD_TOKEN", ""))

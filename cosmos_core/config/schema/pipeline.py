@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
@@ -19,6 +20,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 STAGE_NAME_LENGTH = 64
+BLOCK = "block:"
+"""Begins what names a block of Prefect."""
 
 
 def seconds(duration: str) -> float:
@@ -39,7 +42,7 @@ class StageConfig(Table):
     name: str
     """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
     kind: str
-    """prepare, sft, rl, validate, export, gate, upload, report or custom."""
+    """prepare, sft, rl, validate, export, select, gate, upload, report or custom."""
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
@@ -55,7 +58,11 @@ class StageConfig(Table):
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
     reward_service: Annotated[str, Where.PATH] = ""
     """Kinds rl, sft, validate and custom: the file of a reward service that is started beside the stage and stopped
-    after it (`cosmos reward-service`); empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
+    after it (`cosmos reward-service`), or `block:NAME` for one that runs already, whose address and token are in a
+    block of Prefect; empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
+    reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    """With the file of a reward service: the Prefect work pool that it is started on for the stage, through the
+    deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
     run. Empty: the machine of the flow."""
@@ -82,6 +89,9 @@ class StageConfig(Table):
     `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with
     the methods of `Target`."""
 
+    sweep: SweepConfig | None = None
+    """Run the stage once for each point of a grid, in parallel; stages behind it follow the best branch. None: once."""
+
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         name, _ = split_target(self.target)
@@ -101,6 +111,14 @@ class StageConfig(Table):
                 "with a letter or digit"
             )
         return name
+
+    @field_validator("reward_service_pool")
+    @classmethod
+    def _has_a_file(cls, pool: str, info: ValidationInfo) -> str:
+        service = info.data.get("reward_service", "")
+        if pool and (not service or service.startswith(BLOCK)):
+            raise ValueError(f"reward_service_pool = {pool!r} needs the file of a service in reward_service")
+        return pool
 
     @field_validator("checkpoint")
     @classmethod
@@ -143,6 +161,13 @@ class PipelineConfig(Table):
     """Most that one stage may take; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
     """In one machine, for `plan --estimate`."""
+    gpu_memory: Annotated[PositiveFloat, Unit("GiB"), NoResult] = 80.0
+    """Of one GPU; `plan --estimate` says whether a stage fits."""
+    gpu_tflops: Annotated[PositiveFloat, Unit("TFLOP/s"), NoResult] = 400.0
+    """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run; 400: about 40 % of an
+    H100 in bfloat16."""
+    gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
+    """Of one GPU for an hour, in any currency; `plan --estimate` says what a run costs. None: it does not."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
     python: Annotated[str, NoResult] = ""

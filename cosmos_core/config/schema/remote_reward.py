@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NoResult, Unit
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Completions, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -61,6 +61,9 @@ class RemoteRewardConfig(Table):
     their groups are dropped; their groups are dropped at once; the stage fails. It is never taken for 0."""
     retries: NonNegativeInt = 2
     """With missing_score = 'retry': how often completions without a score are sent again."""
+    video_vae: Annotated[str, Where.PATH] = ""
+    """Wan VAE (a folder or Hub name of diffusers, or the file Wan2.1_VAE.pth) that encodes videos before they are sent,
+    as Cosmos-RL's client does and its service needs; empty: their pixels are sent."""
 
     @field_validator("reward_fns")
     @classmethod

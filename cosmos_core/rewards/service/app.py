@@ -109,7 +109,7 @@ class Face:
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
-        """Take note of how latents are made."""
+        """Say whether latents that are made so can be decoded."""
         form = await _form(request)
         try:
             fields = json.loads(form.get("fields", ""))
@@ -117,7 +117,7 @@ class Face:
             return _refusal(422, "fields must be a JSON object")
         if not isinstance(fields, dict):
             return _refusal(422, "fields must be a JSON object")
-        self.engine.set_latent_attributes(fields)
+        self.engine.check_latent_attributes(fields)
         return JSONResponse({"message": "Latent attributes set successfully"})
 
     async def health(self, request: Request) -> Response:

@@ -14,6 +14,8 @@ from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
 from cosmos_core.errors import ConfigError
 
+_OF_VIDEOS = {"cosmos_reason1", "dance_grpo"}
+_PUBLISHED_VAE = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -70,7 +72,8 @@ class DecodeArgs(Table):
     """`[decode_args]`: the VAE that decodes latents of videos, once for all rewards that are asked."""
 
     model_path: str = ""
-    """Folder or Hub name of a Wan VAE in diffusers' format; empty: latents are refused."""
+    """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`; empty: that of the
+    Hub where `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL; else latents are refused."""
     dtype: str = "bfloat16"
     """Of its weights."""
     device: str = "cuda"
@@ -80,7 +83,7 @@ class DecodeArgs(Table):
     temporal_window: PositiveInt = 16
     """The same."""
     load_mean_std: bool = False
-    """Whether latents are normalised by the mean and standard deviation of the VAE's configuration."""
+    """Of Cosmos-RL, for statistics of a data set; latents are always normalised by those of the VAE, as there."""
     wan2pt2_model_path: str = ""
     """Not read."""
     wan2pt2_credential_path: str = ""
@@ -128,6 +131,8 @@ class ServiceConfig(Table):
     """The rewards."""
     decode_args: DecodeArgs = DecodeArgs()
     """How latents are decoded."""
+    no_latent_decoder: bool = False
+    """True: latents are refused."""
 
     @field_validator("reward_args")
     @classmethod
@@ -141,6 +146,14 @@ class ServiceConfig(Table):
     def rewards(self) -> list[RewardArgs]:
         """Return those that are served."""
         return [reward for reward in self.reward_args if reward.enable]
+
+    @property
+    def vae(self) -> str:
+        """Return what decodes latents; empty: they are refused."""
+        if self.no_latent_decoder or self.decode_args.no_latent_decoder:
+            return ""
+        is_for_videos = any(not reward.entry and reward.reward_type in _OF_VIDEOS for reward in self.rewards)
+        return self.decode_args.model_path or (_PUBLISHED_VAE if is_for_videos else "")
 
     @property
     def is_loopback(self) -> bool:

@@ -50,7 +50,6 @@ class Engine:
         self.num_accepted = 0
         self._finished: deque[tuple[float, int]] = deque()
         self._unfetched: set[tuple[str, str]] = set()
-        self._latent_attributes: dict[str, Any] = {}
         self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
         self.store: Store = _store(config, self.replica)
 
@@ -61,8 +60,7 @@ class Engine:
             RewardError: one cannot be loaded.
         """
         self.pools = {reward.reward_type: Pool(self.program(reward), self._scored) for reward in self.config.rewards}
-        decode = self.config.decode_args
-        if decode.model_path and not decode.no_latent_decoder and not decode.model_path.endswith(".pth"):
+        if self.config.vae:
             self.decoder = Pool(self._decoder_program(), self._decoded)
         waiting = dict(self.pools) if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for name, pool in waiting.items():
@@ -149,8 +147,8 @@ class Engine:
         """Return whether scores of a request may still come."""
         return uuid in self.pending or await self.store.is_known(uuid)
 
-    def set_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Note how latents are made; what diffusers' VAE does not need is accepted, another VAE is not.
+    def check_latent_attributes(self, fields: dict[str, Any]) -> None:
+        """See that latents made so can be decoded: what this VAE does not need is accepted, another VAE is not.
 
         Raises:
             ProtocolError: there is no decoder, or another VAE is asked for.
@@ -158,9 +156,8 @@ class Engine:
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
         path = fields.get("vae_pth", "")
-        if path and path != self.config.decode_args.model_path:
+        if path and path != self.config.vae:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
-        self._latent_attributes = fields
 
     def rate(self) -> float:
         """Return the items scored per second, over the last minute."""
@@ -219,7 +216,9 @@ class Engine:
             said["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
         request.left.discard(name)
-        await self._insist(self.store.put, request.uuid, name, json.dumps(said, separators=(",", ":")))
+        await self._insist(
+            self.store.put, request.uuid, name, json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+        )
         if not _outlives(self.store):
             self._unfetched.add((request.uuid, name))
         if not request.left and request.uuid in self.pending:
@@ -261,9 +260,7 @@ class Engine:
 
     def _decoder_program(self) -> Program:
         decode = self.config.decode_args
-        settings = {
-            "model_path": decode.model_path, "dtype": decode.dtype, "options": {"load_mean_std": decode.load_mean_std},
-        }  # fmt: skip
+        settings = {"model_path": self.config.vae, "dtype": decode.dtype}
         start = {"name": "", "entry": "", "settings": settings}
         return Program("", interpreter(""), start, (decode.device,), batch_size=1, attempts=self.config.attempts)
 

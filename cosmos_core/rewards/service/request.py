@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,5 +139,16 @@ def _info(media: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str,
             values = (halves << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
         low, high = float(values.min()), float(values.max())
+    if media == "latent":
+        low, high = (_as_bfloat16(value) for value in (low, high))
     info = {"shape": shape, "dtype": dtype, "min": f"{low:.3f}", "max": f"{high:.3f}"}
     return info if media == "image" else {**info, "video_infos": fields.get("video_infos") or []}
+
+
+def _as_bfloat16(value: float) -> float:
+    """Return the nearest number that bfloat16 has, of two the even one."""
+    with np.errstate(over="ignore"):
+        bits = int(np.float32(value).view(np.uint32))
+    if not math.isfinite(value):
+        return value
+    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -157,7 +157,8 @@ def _decoded(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[d
 
     began = time.monotonic()
     try:
-        return {"seconds": time.monotonic() - began}, [decoder.decode(array) for array in arrays]
+        decoded = [decoder.decode(array) for array in arrays]
+        return {"seconds": time.monotonic() - began}, decoded
     except Exception as error:  # noqa: BLE001 - the client is told
         traceback.print_exc()
         return {"error": one_line(error), "seconds": time.monotonic() - began}, []

@@ -1,0 +1,67 @@
+"""`[pipeline.stages.sweep]`: a stage once for each point of a grid of settings, and the choice of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from cosmos_core.config.schema.marks import NoResult
+from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.values import Names, PositiveInt
+
+_MOST_BRANCHES = 256
+
+
+class Branch(Table):
+    """`[[pipeline.stages.sweep.branches]]`"""
+
+    stages: Names
+    """Its stages, in order: it is judged by the metrics of all, and hands on the model of the last that makes one."""
+    settings: Annotated[dict[str, Any], NoResult] = {}
+    """What it was given of the grid; filled in."""
+
+
+class SweepConfig(Table):
+    """`[pipeline.stages.sweep]`"""
+
+    grid: dict[str, Any] = {}
+    """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; there is a branch for each combination. A key
+    is one of the recipe, `arguments.NAME` of a custom stage, or either of them behind the name of a stage that
+    `through` brings in."""
+    metric: str
+    """What the branches are compared by, such as `validation/accuracy`; the last stage of a branch that reports it
+    counts."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best; of equal ones the first branch is."""
+    through: Names = ()
+    """Stages behind this one that each branch has too, with all that lie between, such as one of kind validate."""
+    max_parallel: Annotated[PositiveInt | None, NoResult] = None
+    """Stages of branches that run at once; None: one, and where they have a `work_pool` as many as that takes."""
+    branches: Annotated[tuple[Branch, ...], Field(strict=False)] = ()
+    """Kind select: what it chooses among; empty: each stage in its `after` is a branch. Filled in where there is a
+    grid."""
+
+    @field_validator("grid")
+    @classmethod
+    def _lists_by_dotted_key(cls, grid: dict[str, Any]) -> dict[str, Any]:
+        flat = flat_keys(grid)
+        number = 1
+        for key, values in flat.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f'grid: "{key}" = {values!r} must be a list of values')
+            if any(values.count(value) > 1 for value in values):
+                raise ValueError(f'grid: "{key}" = {values!r} names a value twice')
+            number *= len(values)
+        if number > _MOST_BRANCHES:
+            raise ValueError(f"grid: {number} combinations; at most {_MOST_BRANCHES} make a sweep")
+        return flat
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return tables in tables as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

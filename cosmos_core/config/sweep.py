@@ -1,0 +1,276 @@
+"""A stage with a sweep becomes branches of the graph, a stage for each point of the grid, and a stage of its own name
+that chooses the best of them: what stands behind it in the file follows that one.
+
+Names of branches are made of their settings, so that those that were run stay what they are when the grid grows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cosmos_core.config.compat.translate import today
+from cosmos_core.config.load import Values, merge, parse
+from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.sweep import Branch, SweepConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.registry import suggestion
+
+if TYPE_CHECKING:
+    from cosmos_core.config.compose import Pipeline
+
+_ARGUMENTS = "arguments"
+_REFERENCE = "stage:"
+# Rows stay the same for every seed, so that branches are compared by the same held-out ones.
+_LEAVES_ROWS = "train.seed"
+_DECIDES_ROWS = "policy.model_name_or_path"  # its tokenizer does
+_DIGEST_LENGTH = 6
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One combination of the grid's values."""
+
+    suffix: str
+    settings: Values
+
+    def of(self, member: str, head: str, members: Sequence[str]) -> Values:
+        """Return the settings of one stage of the branch, by dotted key without its name."""
+        found: Values = {}
+        for key, value in self.settings.items():
+            owner, rest = _owner(key, head, members)
+            if owner == member:
+                found[rest] = value
+        return found
+
+
+def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
+    """Return the pipeline, whose stages are in order, with each sweep as branches and a choice.
+
+    `tables` are the recipe tables of each stage as the file says them.
+
+    Raises:
+        ConfigError: a sweep that cannot be made; the message names stage and key.
+    """
+    for stage in pipeline.stages:
+        _check(pipeline, stage)
+    for stage in pipeline.stages:
+        if stage.sweep is not None and stage.sweep.grid:
+            pipeline = _expanded(pipeline, stage, stage.sweep, tables)
+    stages = []
+    for stage in pipeline.stages:
+        if stage.sweep is not None and not stage.sweep.branches:  # a choice among stages that are written down
+            branches = tuple(Branch(stages=(name,)) for name in stage.after)
+            stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
+        if stage.sweep is not None:
+            inner = [name for branch in stage.sweep.branches for name in branch.stages]
+            stage = stage.model_copy(update={"after": tuple(dict.fromkeys((*stage.after, *inner)))})
+        stages.append(stage)
+    return _with_stages(pipeline, stages)
+
+
+def _check(pipeline: Pipeline, stage: StageConfig) -> None:
+    sweep, where = stage.sweep, _where(pipeline, stage)
+    if sweep is None:
+        return
+    chooses, names = pipeline.kind_of(stage).chooses, [each.name for each in pipeline.stages]
+    for name in [*sweep.through, *(name for branch in sweep.branches for name in branch.stages)]:
+        if name not in names:
+            raise ConfigError(f"{where}: sweep: {name!r} is no stage of this pipeline{suggestion(name, names)}")
+    if chooses and (sweep.grid or sweep.through):
+        raise ConfigError(f"{where}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses")
+    if chooses and not sweep.branches and len(stage.after) < 2:
+        raise ConfigError(f"{where}: there is nothing to choose from; name at least two stages in `after`")
+    if not chooses and (sweep.branches or not sweep.grid):
+        raise ConfigError(f'{where}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches')
+
+
+def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]) -> Pipeline:
+    where = _where(pipeline, head)
+    members = _members(pipeline, head, sweep, tables)
+    recipes, made, branches = dict(pipeline.recipes), [], []
+    for point in _points(sweep.grid, max(map(len, members))):
+        names = {member: f"{member}-{point.suffix}" for member in members}
+        for member, name in names.items():
+            if name in recipes:
+                raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
+            owner = member if member in pipeline.behind(head.name) else head.name  # rows are made as the head says
+            given = point.of(owner, head.name, members)
+            own = given if owner == member else {}
+            arguments = {key.partition(".")[2]: value for key, value in own.items() if _is_argument(key)}
+            given = {key: value for key, value in given.items() if not _is_argument(key)}
+            recipe = pipeline.recipes[member]
+            if given:
+                settings = "".join(f" with {key} = {value!r}" for key, value in given.items())
+                recipe = parse(Recipe, _laid_over(tables[owner], given), source=f"{where}{settings}", notices=[])
+            recipes[name] = _renamed_teacher(recipe, names)
+            stage = _renamed(pipeline.stage(member), names)
+            made.append(
+                stage.model_copy(
+                    update={"name": name, "sweep": None, "arguments": merge(stage.arguments, _nested(arguments))}
+                )
+            )
+        branches.append(Branch(stages=tuple(names.values()), settings=point.settings))
+    inner = tuple(name for branch in branches for name in branch.stages)
+    choice = StageConfig(
+        name=head.name,
+        kind=next(name for name, kind in pipeline.kinds.items() if kind.chooses),
+        after=inner,
+        sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
+    )
+    outside = [stage for stage in pipeline.stages if stage.name not in members]
+    kept = [_behind_the_choice(pipeline, stage, head.name, members) for stage in outside]
+    for member in set(members) - {head.name}:
+        del recipes[member]
+    return _with_stages(replace(pipeline, recipes=recipes), [*kept, *made, choice])
+
+
+def _members(
+    pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
+) -> tuple[str, ...]:
+    """Return the stages that each branch has: the one that is swept, those through which it goes, all between them,
+    and its prepared rows where the grid decides about them."""
+    where, found = _where(pipeline, head), {head.name}
+    for name in sweep.through:
+        if name not in pipeline.behind(head.name):
+            raise ConfigError(f"{where}: sweep.through: stage {name!r} is not behind {head.name!r}")
+        found |= {other for other in pipeline.behind(head.name) if name in pipeline.behind(other)}
+    rows = head.data.removeprefix(_REFERENCE) if head.data.startswith(_REFERENCE) else ""
+    has_own_rows = bool(rows) and tables.get(rows, tables[head.name]) == tables[head.name]
+    for key in sweep.grid:
+        owner, rest = _owner(today(key), head.name, tuple(found))
+        if not owner:
+            raise ConfigError(f"{where}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_tables()))}")
+        if owner == head.name and has_own_rows and _decides_rows(pipeline, rows, rest):
+            found.add(rows)
+    for name in sorted(found):
+        stage = pipeline.stage(name)
+        if not pipeline.kind_of(stage).is_reusable:
+            raise ConfigError(f"{where}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
+                              "behind the choice")  # fmt: skip
+        if name != head.name and stage.sweep is not None:
+            raise ConfigError(f"{where}: sweep.through: stage {name!r} has a sweep of its own")
+    return tuple(stage.name for stage in pipeline.stages if stage.name in found)
+
+
+def _decides_rows(pipeline: Pipeline, rows: str, key: str) -> bool:
+    return key != _LEAVES_ROWS and (key == _DECIDES_ROWS or pipeline.kind_of(pipeline.stage(rows)).reads(key))
+
+
+def _owner(key: str, head: str, members: Sequence[str]) -> tuple[str, str]:
+    """Return the stage that a key of a grid is for, and the key there; empty: it is for none."""
+    first, _, rest = key.partition(".")
+    if first in members and rest.partition(".")[0] in _tables():
+        return first, rest
+    return (head, key) if first in _tables() and rest else ("", key)
+
+
+def _tables() -> tuple[str, ...]:
+    return (*Recipe.model_fields, _ARGUMENTS)
+
+
+def _is_argument(key: str) -> bool:
+    return key.partition(".")[0] == _ARGUMENTS
+
+
+def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_Point]:
+    """Return the combinations with names that fit behind the `longest` name of a stage."""
+    settings = [dict(zip(map(today, grid), values, strict=True)) for values in itertools.product(*grid.values())]
+    labels = _labels([today(key) for key in grid])
+    suffixes = ["-".join(f"{labels[key]}-{_word(value)}" for key, value in each.items()) for each in settings]
+    room = STAGE_NAME_LENGTH - longest - 1
+    found = []
+    for suffix, each in zip(suffixes, settings, strict=True):
+        if len(suffix) > room or suffixes.count(suffix) > 1:
+            digest = hashlib.sha256(json.dumps(each, sort_keys=True, default=str).encode()).hexdigest()
+            suffix = f"{suffix[: max(0, room - _DIGEST_LENGTH - 1)]}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
+        found.append(_Point(suffix, each))
+    return found
+
+
+def _labels(keys: Sequence[str]) -> dict[str, str]:
+    """Return the shortest ends of the keys that tell them apart."""
+    found = {}
+    for key in keys:
+        parts = key.split(".")
+        number = next(
+            n for n in range(1, len(parts) + 1)
+            if n == len(parts) or sum(other.split(".")[-n:] == parts[-n:] for other in keys) == 1
+        )  # fmt: skip
+        found[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(parts[-number:]))
+    return found
+
+
+def _word(value: Any) -> str:
+    """Return a value as a part of a name."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "_".join(map(_word, value))
+    text = re.sub(r"e([+-])0*(?=\d)", r"e\1", repr(value)) if isinstance(value, float) else str(value)
+    return re.sub(r"[^A-Za-z0-9-]+", "_", text.rpartition("/")[2] if isinstance(value, str) else text).strip("_")
+
+
+def _nested(settings: Values) -> Values:
+    values: Values = {}
+    for key, value in settings.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        values = merge(values, value)
+    return values
+
+
+def _laid_over(table: Values, settings: Values) -> Values:
+    return merge(table, _nested(settings))
+
+
+def _renamed(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
+    """Return a stage of a branch, with the other stages of that branch in what it names."""
+
+    def reference(text: str) -> str:
+        name = text.removeprefix(_REFERENCE)
+        return f"{_REFERENCE}{names[name]}" if text.startswith(_REFERENCE) and name in names else text
+
+    after = tuple(names.get(name, name) for name in stage.after)
+    return stage.model_copy(update={"after": after, "model": reference(stage.model), "data": reference(stage.data)})
+
+
+def _renamed_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
+    teacher = recipe.distillation.model_name_or_path
+    name = names.get(teacher.removeprefix(_REFERENCE)) if teacher.startswith(_REFERENCE) else None
+    if name is None:
+        return recipe
+    return recipe.derived(distillation=recipe.distillation.derived(model_name_or_path=f"{_REFERENCE}{name}"))
+
+
+def _behind_the_choice(pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]) -> StageConfig:
+    """Return a stage that is in no branch, behind the choice instead of what is in them now."""
+    where = _where(pipeline, stage)
+    swept = {f"{_REFERENCE}{name}" for name in members}
+    if stage.data in swept:
+        raise ConfigError(
+            f"{where}: data = {stage.data!r} is in every branch of the sweep of {head!r}; name the stage in its "
+            "sweep.through, or give it rows of its own"
+        )
+    if stage.model in swept and stage.checkpoint:
+        raise ConfigError(
+            f"{where}: checkpoint = {stage.checkpoint!r}: the choice of sweep {head!r} has no checkpoints; name the "
+            "stage in its sweep.through"
+        )
+    after = tuple(dict.fromkeys(head if name in members else name for name in stage.after))
+    model = f"{_REFERENCE}{head}" if stage.model in swept else stage.model
+    return stage.model_copy(update={"after": after, "model": model})
+
+
+def _with_stages(pipeline: Pipeline, stages: Sequence[StageConfig]) -> Pipeline:
+    return replace(pipeline, config=pipeline.config.model_copy(update={"stages": tuple(stages)}))
+
+
+def _where(pipeline: Pipeline, stage: StageConfig) -> str:
+    return f"{pipeline.source}: stage {stage.name!r}"

@@ -1,0 +1,58 @@
+"""How a reward service is: what its `/health` and `/metrics` say when a stage is done with it, for the run's report.
+
+A service of Cosmos-RL has neither, and is then said to tell nothing. Nothing here can fail a stage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.environment import masked
+from cosmos_core.run.files import write_text
+
+logger = logging.getLogger(__name__)
+
+FILE = "reward_service.json"
+ENQUEUE_URL, FETCH_URL, TOKEN = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"
+_SECONDS = 2.0
+_PATH = "/api/reward/enqueue"
+_OF_A_REWARD = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
+_RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
+
+
+def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
+    """Write into the folder of a stage how the services are that its environment names."""
+    urls = [url.strip() for url in environment.get(ENQUEUE_URL, "").split(",") if url.strip()]
+    services = [_health(url.removesuffix(_PATH), environment.get(TOKEN, "")) for url in urls]
+    if services:
+        text = json.dumps({"services": services, "restarts": restarts}, indent=1)
+        try:
+            write_text(folder / FILE, masked(text))
+        except OSError as error:
+            logger.warning("how the reward service was cannot be noted: %s", error)
+
+
+def _health(url: str, token: str) -> dict[str, Any]:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    found: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
+    try:
+        health = httpx.get(f"{url}/health", timeout=_SECONDS)
+        told = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
+        found["status"] = str(told.get("status") or "tells nothing") if isinstance(told, dict) else "tells nothing"
+        metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return found
+    if metrics.status_code == 200:
+        for name, reward, value in _OF_A_REWARD.findall(metrics.text):
+            found["rewards"].setdefault(reward, {})[name] = float(value)
+        for _, status, count in _RESPONSE.findall(metrics.text):
+            if status not in {"200", "400"}:  # 400: scores that are not there yet
+                found["refused"][status] = found["refused"].get(status, 0.0) + float(count)
+    return found

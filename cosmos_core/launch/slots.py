@@ -1,0 +1,44 @@
+"""How many stages of a sweep's branches run at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.launch.worker import sleep_unless_stopping
+
+_POLL_SECONDS = 0.2
+
+
+def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
+    """Return, by the name of a stage in a branch, what it has to hold while it runs; stages that need nothing are left
+    out."""
+    slots: dict[str, threading.Semaphore] = {}
+    for choice in pipeline.stages:
+        if choice.sweep is None:
+            continue
+        names = [name for branch in choice.sweep.branches for name in branch.stages]
+        if choice.sweep.max_parallel is None:  # the pool of a stage that runs elsewhere has its own limit
+            names = [name for name in names if not pipeline.stage(name).work_pool]
+        slots |= dict.fromkeys(names, threading.Semaphore(choice.sweep.max_parallel or 1))
+    return slots
+
+
+@contextmanager
+def held(slot: threading.Semaphore | None) -> Iterator[None]:
+    """Wait for a slot and hold it; None: there is no limit.
+
+    Raises:
+        Preempted: the run was asked to stop meanwhile.
+    """
+    if slot is None:
+        yield
+        return
+    while not slot.acquire(timeout=_POLL_SECONDS):
+        sleep_unless_stopping(0)
+    try:
+        yield
+    finally:
+        slot.release()

@@ -1,0 +1,100 @@
+"""A run beside the one before it: which settings are others, and what became of the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.load import read_toml
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe import wording
+from cosmos_core.observe.record import RunRecord, read_run
+from cosmos_core.run.directory import PIPELINE, runs_in
+
+_MOST_SETTINGS = 40
+_LETTERS = 60
+_LEFT_OUT = ("recipe", "overrides")
+
+
+@dataclass(frozen=True)
+class Before:
+    """The newest earlier run of the same pipeline."""
+
+    run: RunRecord
+    settings: tuple[tuple[str, str, str], ...]
+    """Key, value then, value now; what is the same in all stages once."""
+    num_more: int
+    metrics: tuple[tuple[str, str, str, str, str], ...]
+    """Stage, metric, value then, value now, and what that means: `better`, `worse` or nothing."""
+
+
+def before(run: RunRecord) -> Before | None:
+    """Return the run before this one beside it; None: this is the first of its pipeline."""
+    ids = [facts.run_id for facts in runs_in(run.path.parent) if facts.pipeline == run.facts.pipeline]
+    if run.path.name not in ids or ids.index(run.path.name) == 0:
+        return None
+    old = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
+    settings = tuple(_settings(_resolved(old.path), _resolved(run.path)))
+    return Before(
+        old, settings[:_MOST_SETTINGS], max(0, len(settings) - _MOST_SETTINGS), tuple(_metrics(old, run))
+    )  # fmt: skip
+
+
+def _resolved(path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of each stage by dotted key; a stage without a name, or a damaged file, has none."""
+    try:
+        stages = read_toml(path / PIPELINE).get("pipeline", {}).get("stages", [])
+    except (ConfigError, AttributeError):
+        return {}
+    found = {}
+    for stage in stages if isinstance(stages, list) else []:
+        if isinstance(stage, dict) and isinstance(stage.get("name"), str):
+            own = {key: value for key, value in stage.items() if key not in _LEFT_OUT}
+            overrides = stage.get("overrides")
+            found[stage["name"]] = _flat(own) | _flat(overrides if isinstance(overrides, dict) else {})
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    both = [name for name in new if name in old]
+    changes = {
+        name: [
+            (key, _shown(old[name].get(key)), _shown(new[name].get(key)))
+            for key in dict.fromkeys([*old[name], *new[name]])
+            if old[name].get(key) != new[name].get(key)
+        ]
+        for name in both
+    }
+    common = set.intersection(*map(set, changes.values())) if changes else set()
+    yield from dict.fromkeys(each for found in changes.values() for each in found if each in common)
+    for name, found in changes.items():
+        yield from ((f"{name}.{key}", was, now) for key, was, now in found if (key, was, now) not in common)
+    yield from ((name, "–", "new stage") for name in new if name not in old)
+    yield from ((name, "a stage", "–") for name in old if name not in new)
+
+
+def _shown(value: Any) -> str:
+    text = "–" if value is None else str(value)
+    return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+
+
+def _metrics(old: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
+    earlier = {stage.name: stage for stage in old.stages}
+    for stage in new.stages:
+        was = earlier[stage.name].metrics if stage.name in earlier else {}
+        for key, value in wording.key_metrics(stage.metrics).items():
+            if not isinstance(was.get(key), int | float):
+                continue
+            change, verdict = value - was[key], ""
+            if change and wording.is_judged(key):
+                verdict = "better" if (change < 0) == wording.lower_is_better(key) else "worse"
+            yield stage.name, key, wording.number(was[key]), wording.number(value), verdict

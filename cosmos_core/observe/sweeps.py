@@ -1,0 +1,73 @@
+"""The sweeps of a run as a table: a row for each branch with its settings, how far it is and what it measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_core.observe.record import RunRecord, StageRecord
+
+_MORE_METRICS = 2
+_BY_URGENCY = ("failed", "stopped", "running", "retrying", "waiting", "done", "reused")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One branch."""
+
+    name: str
+    settings: tuple[Any, ...]
+    state: str
+    """The most urgent one of its stages."""
+    value: float | None
+    """Of the metric that decides; None: not measured yet."""
+    seconds: float | None
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """The branches among which a stage chooses."""
+
+    stage: StageRecord
+    metric: str
+    mode: str
+    keys: tuple[str, ...]
+    rows: tuple[Row, ...]
+    """The best first, those without a value last."""
+
+
+def sweeps(run: RunRecord) -> list[SweepTable]:
+    """Return a table for each choice of a run."""
+    stages = {stage.name: stage for stage in run.stages}
+    tables = []
+    for stage in run.stages:
+        if stage.sweep is None or not stage.sweep.branches:
+            continue
+        keys = tuple(dict.fromkeys(key for branch in stage.sweep.branches for key in branch.settings))
+        rows = []
+        for branch in stage.sweep.branches:
+            members = [stages[name] for name in branch.stages if name in stages]
+            metrics = {key: value for member in members for key, value in member.metrics.items()}
+            value, times = metrics.get(stage.sweep.metric), [each.seconds for each in members if each.seconds]
+            states = sorted((each.status for each in members), key=_BY_URGENCY.index)
+            rows.append(
+                Row(
+                    name=branch.stages[0],
+                    settings=tuple(branch.settings.get(key) for key in keys),
+                    state=states[0] if states else "waiting",
+                    value=float(value) if isinstance(value, int | float) else None,
+                    seconds=sum(times) if times else None,
+                    is_chosen=stage.info.get("chosen") in branch.stages,
+                )
+            )
+        sign = -1.0 if stage.sweep.mode == "max" else 1.0
+        rows.sort(key=lambda row: (row.value is None or row.value != row.value, sign * (row.value or 0.0)))
+        tables.append(SweepTable(stage, stage.sweep.metric, stage.sweep.mode, keys, tuple(rows)))
+    return tables
+
+
+def in_branches(run: RunRecord) -> set[str]:
+    """Return the names of the stages that are in a branch."""
+    choices = [stage.sweep for stage in run.stages if stage.sweep is not None]
+    return {name for choice in choices for branch in choice.branches for name in branch.stages}

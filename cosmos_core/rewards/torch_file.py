@@ -1,0 +1,187 @@
+"""One tensor in the file format of `torch.save`, read without torch and without unpickling anything.
+
+Cosmos-RL's example clients send latents of videos so. The file is a zip archive whose `data.pkl` says dtype, shape and
+strides in twenty opcodes; those are read as data, and whatever they name is compared with what is expected and never
+called. Nothing is allocated that is not smaller than the file. Not here: other things that torch saves.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SIGNATURE = b"PK\x03\x04"
+_TAIL_BYTES = 16 * 2**10
+"""The directory of the archive lies within the last of these."""
+_MOST_PICKLE_BYTES = 4096
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
+    "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
+}  # fmt: skip
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+_NO_HOOKS = ("collections", "OrderedDict")
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_MARK = object()
+
+
+class NoTensor(ValueError):
+    """A file that is not one tensor; the message says what it is on one line."""
+
+
+@dataclass(frozen=True)
+class _Global:
+    name: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: str
+    key: str
+    count: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: _Global
+    arguments: tuple[Any, ...]
+
+
+def read_tensor(content: memoryview) -> np.ndarray:
+    """Return the tensor of a file, a view of it where that can be; bfloat16 as the bytes of each, two to a value.
+
+    Raises:
+        NoTensor: it is none, or not of numbers.
+    """
+    members = _members(content)
+    [root] = {name.partition("/")[0] for name in members}
+    if (script := members.get(f"{root}/data.pkl")) is None or len(script) > _MOST_PICKLE_BYTES:
+        raise NoTensor("it has no description of a tensor")
+    if bytes(members.get(f"{root}/byteorder", b"little")) != b"little":
+        raise NoTensor("its numbers are not little-endian")
+    try:
+        storage, offset, shape, strides = _tensor(bytes(script))
+    except NoTensor:
+        raise
+    except Exception as error:  # anybody may have written the description
+        raise NoTensor(f"its description is none of a tensor: {type(error).__name__}") from error
+    dtype = _DTYPES[storage.kind]
+    data = members.get(f"{root}/data/{storage.key}")
+    if data is None or len(data) != storage.count * dtype.itemsize:
+        raise NoTensor("its numbers are not there, or not as many as it says")
+    steps = [step if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
+    last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    if not 0 < math.prod(shape) <= storage.count or last >= storage.count:
+        raise NoTensor("it is empty, or its shape goes beyond its numbers")
+    flat = np.frombuffer(data, dtype)[offset:]
+    array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
+    return np.ascontiguousarray(array).view(np.uint8) if storage.kind == "BFloat16Storage" else array
+
+
+def _members(content: memoryview) -> dict[str, memoryview]:
+    """Return the files of a zip archive that packs nothing, by name, from the directory at its end."""
+    tail = bytes(content[-_TAIL_BYTES:])
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or len(tail) - at < 22:
+        raise NoTensor("it has no directory")
+    count, size, start = struct.unpack_from("<H2L", tail, at + 10)
+    wide = tail.rfind(b"PK\x06\x06", 0, at)
+    if 0xFFFF in (count,) or 0xFFFFFFFF in (size, start):
+        if wide < 0 or at - wide < 56:
+            raise NoTensor("it has no directory")
+        count, size, start = struct.unpack_from("<3Q", tail, wide + 32)
+    if start + size > len(content) or start < len(content) - len(tail):
+        raise NoTensor("its directory is too long")
+    found: dict[str, memoryview] = {}
+    directory, position = bytes(content[start : start + size]), 0
+    for _ in range(count):
+        if directory[position : position + 4] != b"PK\x01\x02" or len(directory) - position < 46:
+            raise NoTensor("its directory is damaged")
+        method, packed, whole, name_bytes, extra, comment = struct.unpack_from("<10x1H8x2L3H", directory, position)
+        [header] = struct.unpack_from("<L", directory, position + 42)
+        name = directory[position + 46 : position + 46 + name_bytes].decode("utf-8", "replace")
+        position += 46 + name_bytes + extra + comment
+        if method or packed != whole:
+            raise NoTensor("it is packed")
+        found[name] = _member(content, header, whole)
+    if len({name.partition("/")[0] for name in found}) != 1:
+        raise NoTensor("it is an archive of something else")
+    return found
+
+
+def _member(content: memoryview, header: int, size: int) -> memoryview:
+    if bytes(content[header : header + 4]) != SIGNATURE or header + 30 > len(content):
+        raise NoTensor("its directory is wrong")
+    name_bytes, extra = struct.unpack_from("<2H", content, header + 26)
+    start = header + 30 + name_bytes + extra
+    if start + size > len(content):
+        raise NoTensor("it is cut off")
+    return content[start : start + size]
+
+
+def _tensor(script: bytes) -> tuple[_Storage, int, tuple[int, ...], tuple[int, ...]]:
+    """Return storage, offset, shape and strides of what a description makes."""
+    made = _run(script)
+    if not isinstance(made, _Call) or made.function.name != _REBUILD:
+        raise NoTensor("it holds something else than one tensor")
+    storage, offset, shape, strides, _, hooks = made.arguments[:6]
+    if not isinstance(hooks, _Call) or hooks.function.name != _NO_HOOKS or hooks.arguments:
+        raise NoTensor("its tensor has hooks")
+    if storage.kind not in _DTYPES:
+        raise NoTensor(f"its tensor is of {storage.kind!r}; uint8 and floating-point numbers are read")
+    numbers = (offset, storage.count, *shape, *strides)
+    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
+        raise NoTensor("its shape is none")
+    return storage, offset, tuple(shape), tuple(strides)
+
+
+def _run(script: bytes) -> Any:
+    """Return what a description says, with names and calls as data."""
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, _ in pickletools.genops(script):
+        name = opcode.name
+        if name in {"PROTO", "FRAME"}:
+            continue
+        if name == "STOP":
+            [made] = stack
+            return made
+        if name in {"BINPUT", "LONG_BINPUT"}:
+            memo[argument] = stack[-1]
+        elif name in {"BINGET", "LONG_BINGET"}:
+            stack.append(memo[argument])
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}:
+            stack.append(argument)
+        else:
+            _apply(name, argument, stack)
+    raise NoTensor("its description has no end")
+
+
+def _apply(name: str, argument: Any, stack: list[Any]) -> None:
+    """Do one opcode that takes from the stack, or gives something else than a constant."""
+    if name == "GLOBAL":
+        stack.append(_Global(tuple(argument.split(" "))))
+    elif name == "MARK":
+        stack.append(_MARK)
+    elif name == "TUPLE":
+        start = len(stack) - 1 - next(i for i, each in enumerate(reversed(stack)) if each is _MARK)
+        stack[start:] = [tuple(stack[start + 1 :])]
+    elif name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
+        count = int(name[-1])
+        stack[-count:] = [tuple(stack[-count:])]
+    elif name == "BINPERSID":
+        kind, storage, key, _, count = stack.pop()
+        if kind != "storage" or storage.name[0] != "torch":
+            raise NoTensor("its numbers are kept elsewhere")
+        stack.append(_Storage(storage.name[1], key, count))
+    elif name == "REDUCE":
+        arguments = stack.pop()
+        stack[-1] = _Call(stack[-1], arguments)
+    else:
+        raise NoTensor(f"its description does more than to describe a tensor ({name})")

@@ -1,0 +1,115 @@
+"""Latents of videos as Cosmos-RL's clients and service exchange them: means of Wan's VAE, by diffusers.
+
+A video of F frames, H by W, becomes B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4. The latents are always normalised by
+the mean and standard deviation of each channel that the VAE's configuration has. Not here: the wire (protocol.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.served import require
+
+_IN_A_REPOSITORY = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
+
+
+class WanLatents:
+    """A Wan VAE: a folder or Hub name of diffusers, or the file `Wan2.1_VAE.pth` as it was published."""
+
+    def __init__(self, key: str, path: str, device: str, dtype: str = "bfloat16") -> None:
+        """Load it; on a CPU it computes in float32.
+
+        Raises:
+            RewardError: it cannot be loaded; `key` is the setting that names it.
+        """
+        require(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
+        import torch
+        from diffusers import AutoencoderKLWan
+
+        self._device = torch.device(device if torch.cuda.is_available() or not device.startswith("cuda") else "cpu")
+        self._dtype = torch.float32 if self._device.type == "cpu" else getattr(torch, dtype)
+        try:
+            vae: Any = (
+                _published(path).to(self._dtype)
+                if path.endswith(".pth")
+                else AutoencoderKLWan.from_pretrained(path, torch_dtype=self._dtype)
+            )
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RewardError(
+                f"{key} = {path!r}: {reason}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or none"
+            ) from error
+        self._vae = vae.to(self._device).eval().requires_grad_(False)
+        self._mean, self._std = (
+            torch.tensor(values, device=self._device, dtype=self._dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+
+    def encode(self, videos: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the latents of videos of one shape (uint8: frames, height, width and 3), float16 of B, C, T, H, W."""
+        import torch
+
+        found = []
+        with torch.inference_mode():
+            for video in videos:
+                pixels = torch.from_numpy(np.ascontiguousarray(np.moveaxis(video, -1, 0)))[None].to(self._device)
+                mean = self._vae.encode((pixels / 127.5 - 1).to(self._dtype)).latent_dist.mode()
+                found.append(((mean - self._mean) / self._std).to(torch.float16).cpu())
+        return torch.cat(found).numpy()
+
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        """Return the videos of latents as uint8 of B, 3, F, H, W; uint8 latents are bytes of bfloat16."""
+        import torch
+
+        tensor = torch.from_numpy(np.array(latents))
+        tensor = tensor.view(torch.bfloat16) if latents.dtype == np.uint8 else tensor.to(torch.bfloat16)
+        found = []
+        with torch.inference_mode():
+            for each in tensor.to(self._device, self._dtype).split(1):
+                video = self._vae.decode(each * self._std + self._mean, return_dict=False)[0]
+                found.append((((1 + video.clamp(-1, 1)) / 2).float() * 255).to(torch.uint8).cpu())
+        return torch.cat(found).numpy()
+
+
+def look_at(key: str, path: str) -> str:
+    """See that there is a Wan VAE, without loading it; return what it is.
+
+    Raises:
+        RewardError: there is none; `key` is the setting that names it.
+    """
+    from diffusers import AutoencoderKLWan
+
+    if path.endswith(".pth"):
+        if not Path(path).is_file() and not _IN_A_REPOSITORY.fullmatch(path):
+            raise RewardError(f"{key} = {path!r}: no such file")
+        return f"{key}: {path}"
+    try:
+        named = AutoencoderKLWan.load_config(path).get("_class_name", "")
+    except (OSError, ValueError) as error:
+        raise RewardError(f"{key} = {path!r}: {' '.join(str(error).split())[:300]}") from error
+    if named != AutoencoderKLWan.__name__:
+        raise RewardError(f"{key} = {path!r} is of the class {named!r}; give a Wan VAE ({AutoencoderKLWan.__name__})")
+    return f"{key}: {named}"
+
+
+def _published(path: str) -> Any:
+    """Return the VAE of a file as Wan publishes it, on this machine or in a repository of the Hub."""
+    import torch
+    from diffusers import AutoencoderKLWan
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+
+    file = Path(path)
+    if not file.is_file() and (there := _IN_A_REPOSITORY.fullmatch(path)):
+        from huggingface_hub import hf_hub_download
+
+        file = Path(hf_hub_download(*there.groups()))
+    state = torch.load(file, "cpu", weights_only=True)
+    vae: Any = AutoencoderKLWan(base_dim=len(state["encoder.conv1.weight"]), z_dim=len(state["conv2.weight"]))
+    vae.load_state_dict(convert_wan_vae_to_diffusers(state))
+    return vae

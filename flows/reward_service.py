@@ -1,0 +1,62 @@
+"""A reward service for one stage, on the work pool of this flow: it serves until the stage is done with it."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import UUID
+
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from pydantic import SecretStr
+
+from cosmos_core.launch.blocks import RewardService, read_service
+from cosmos_core.launch.companion import companion
+from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
+
+_POLL_SECONDS = 2.0
+_FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
+
+
+@flow(name="reward-service", flow_run_name="{config}")
+def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
+    """Serve rewards until the block with the address is deleted, or the flow run that asked for them has ended.
+
+    Args:
+        config: Configuration of the service, a TOML file that this pool's machines see
+        block: Name of the block that is made, with address and token
+        of_flow_run: Flow run of the stage; empty: the block alone says when to end
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
+        companion(config, Path(folder), host=_address()) as found,
+        get_client(sync_client=True) as client,
+    ):
+        url = found[ENQUEUE_URL].partition("/api/")[0]
+        RewardService(url=url, token=SecretStr(found[TOKEN])).save(block, overwrite=True)
+        while _is_wanted(client, block, of_flow_run):
+            time.sleep(_POLL_SECONDS)
+
+
+def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
+    try:
+        if read_service(client, block) is None:
+            return False
+        return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in _FINAL
+    except ObjectNotFound:  # the flow run was deleted
+        return False
+
+
+def _address() -> str:
+    """Return the address by which others that see the Prefect server reach this machine."""
+    server = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server.hostname or "127.0.0.1", server.port or 443))  # sends nothing
+        address: str = probe.getsockname()[0]
+    return address

@@ -1,0 +1,77 @@
+"""Events for the automations of a Prefect server: a stage or a run has ended, a gate refused, a model was published.
+
+They are put into a queue that a thread of Prefect empties: a server that is away delays no stage and fails none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from prefect.events import emit_event
+
+from cosmos_core.errors import CosmosError, GateFailed, Preempted
+from cosmos_core.run.directory import Run
+from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.state import FINISHED, read_state
+
+logger = logging.getLogger(__name__)
+
+STAGE_COMPLETED = "cosmos.stage.completed"
+STAGE_FAILED = "cosmos.stage.failed"
+GATE_FAILED = "cosmos.gate.failed"
+MODEL_PUBLISHED = "cosmos.model.published"
+RUN_COMPLETED = "cosmos.run.completed"
+RUN_FAILED = "cosmos.run.failed"
+
+
+def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
+    """Tell that a stage has its result, and, where it publishes, that a model is out that was not."""
+    said = {"reused": was_reused, "metrics": _finite(result["metrics"])}
+    _emit(STAGE_COMPLETED, run, name, said)
+    publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
+    if publishes and not was_reused and not result["info"].get("was_published"):
+        target = run.pipeline.stage(name).target
+        _emit(MODEL_PUBLISHED, run, name, said | {"target": target, "published": result["info"].get("published")})
+
+
+def stage_failed(run: Run, name: str, error: CosmosError) -> None:
+    """Tell that a stage has failed for good, or that a gate refused; a stage that was stopped did neither."""
+    if not isinstance(error, Preempted):
+        event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
+        _emit(event, run, name, {"error": str(error), "exit_code": error.exit_code})
+
+
+def run_ended(run: Run, *, is_failed: bool) -> None:
+    """Tell that all stages of a run have their results, with the last metrics, or that it failed."""
+    names = [stage.name for stage in run.pipeline.stages]
+    if is_failed:
+        failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
+        if failed:  # otherwise it was only stopped
+            _emit(RUN_FAILED, run, "", {"failed": failed})
+    elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
+        results = [read_result(run.stage_path(name)) for name in names]
+        none: dict[str, float] = {}
+        metrics = next((found["metrics"] for found in reversed(results) if found and found["metrics"]), none)
+        _emit(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
+
+
+def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
+    pipeline = run.pipeline.config.name
+    resource = {
+        "prefect.resource.id": f"cosmos.stage.{run.id}.{stage}" if stage else f"cosmos.run.{run.id}",
+        "prefect.resource.name": stage or run.id,
+        "cosmos.pipeline": pipeline,
+        "cosmos.run": run.id,
+    } | ({"cosmos.stage": stage} if stage else {})
+    payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path)} | ({"stage": stage} if stage else {}) | said
+    try:
+        emit_event(event, resource, payload=payload)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the stage
+        logger.warning("event %s is not sent: %s", event, error)
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that JSON can say."""
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}

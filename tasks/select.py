@@ -1,0 +1,80 @@
+"""Kind `select`: of several branches the one with the best metric; its model and metrics are handed on."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.schema.sweep import Branch
+from cosmos_core.errors import ConfigError, GateFailed
+from cosmos_core.run.files import copy_file, files_below
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome, StageKind
+
+KIND = StageKind(
+    name="select",
+    entry="tasks.select:run",
+    result_version=1,
+    makes="model",
+    chooses=True,
+    required_keys={"sweep": '{ metric = "validation/accuracy" }'},
+    in_worker=False,
+    is_numeric=False,
+    hands_on_metrics=True,
+)
+_OF_ONE_STAGE = ("data",)  # what a result says of folders that are not handed on
+
+
+def run(stage: Stage) -> Outcome:
+    """Compare the branches; link the model of the best one here, so that it stays when the others are cleaned away.
+
+    The result says nothing of the other branches: what is behind stays what it is while the best one does.
+
+    Raises:
+        ConfigError: a branch did not report the metric.
+        GateFailed: no branch has a number there.
+    """
+    sweep = stage.config.sweep
+    assert sweep is not None  # `required_keys`
+    values = {branch.stages: _value(stage, branch, sweep.metric) for branch in sweep.branches}
+    known = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
+    if not known:
+        raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
+    best = (max if sweep.mode == "max" else min)(known, key=lambda branch: values[branch.stages])
+    makers = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
+    source = stage.inputs[makers[-1] if makers else best.stages[-1]]
+    info = {key: value for key, value in source["info"].items() if key not in _OF_ONE_STAGE}
+    outputs: tuple[str, ...] = ()
+    if makers:
+        outputs = (str(info["model"]),)
+        _link(Path(source["path"]) / outputs[0], stage.path / outputs[0])
+    chosen = Path(source["path"]).name
+    return Outcome(outputs=outputs, metrics=_metrics(stage, best), info=info | {"chosen": chosen})
+
+
+def _metrics(stage: Stage, branch: Branch) -> dict[str, Any]:
+    return {key: value for name in branch.stages for key, value in stage.inputs[name]["metrics"].items()}
+
+
+def _value(stage: Stage, branch: Branch, metric: str) -> float:
+    metrics = _metrics(stage, branch)
+    if metric not in metrics:
+        raise ConfigError(
+            f"stage {stage.name!r}: branch {branch.stages[0]!r} did not report {metric!r}; "
+            f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
+        )
+    return float(metrics[metric])
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give files a second name, or copies where the file system has no such thing."""
+    for file in files_below(source):
+        new = target / file.relative_to(source) if file != source else target
+        new.parent.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        try:
+            os.link(file, new)
+        except OSError:
+            copy_file(file, new)

@@ -1,0 +1,29 @@
+"""Every diffusion training survives SIGKILL: the same bits as an undisturbed run, a better figure, a proven export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.flow_cells import CELLS, Cell, Cells
+from tests.forks import Forks
+
+COVERING = {
+    Cell("sd3", "nft+data", "full"), Cell("sana", "flow_grpo", "lora"), Cell("sana_video", "sft", "full"),
+    Cell("cosmos_predict", "nft", "lora"),
+}  # fmt: skip
+"""Each family, each training and each kind of weights."""
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
+    with Forks("tests.faults.flow_cells") as forks:
+        yield Cells(tmp_path_factory.mktemp("cells"), forks)
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=() if cell in COVERING else pytest.mark.full) for cell in CELLS]
+)
+def test_a_killed_training_ends_with_the_same_bits(cells: Cells, cell: Cell) -> None:
+    assert cells.run(cell).problems == []

@@ -1,0 +1,135 @@
+"""Retention: which runs may be removed, and that nothing goes that something that stays needs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cosmos_core.cli import app
+from cosmos_core.errors import ConfigError
+from cosmos_core.launch.clean import verdicts
+from cosmos_core.run.directory import Run, claim, create_run, runs_in
+from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.manifest import read_result
+from cosmos_core.run.plan import fingerprint_folder
+from cosmos_core.run.state import update_state
+from cosmos_core.upload.base import open_target
+from tests.unit.run_folder import counting_run, finish
+
+DAY = 24 * 3600.0
+
+
+def runs_of(folder: Path, *ages_days: float) -> list[Run]:
+    """Finished runs that are so old."""
+    found = []
+    for number, age in enumerate(ages_days):
+        run = create_run(counting_run(folder).pipeline, run_id=f"run-{number}") if found else None
+        run = run or counting_run(folder)
+        then = time.time() - age * DAY
+        write_json(run.path / "run.json", {**read_json(run.path / "run.json"), "started": then})
+        for name in ("first", "second"):
+            finish(run, name, f"made by {number}")
+            update_state(run.stage_path(name), state="done", ended=then)
+        found.append(run)
+    for leftover in set(found[0].output_dir.glob("[0-9]*")) - {run.path for run in found}:
+        for file in sorted(leftover.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        leftover.rmdir()
+    return found
+
+
+def fates(run: Run, keep: int = 1, older_than_days: float = 0.0) -> dict[str, str]:
+    found = verdicts(run.output_dir, keep=keep, older_than_seconds=older_than_days * DAY)
+    return {verdict.path.name: verdict.kept_because for verdict in found}
+
+
+def cosmos(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    return done.output
+
+
+def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, 40, 30, 1)
+    output_dir = runs[0].output_dir
+    result = read_result(runs[0].stage_path("first"))
+    assert result is not None
+    said = cosmos("clean", "--keep", "1", "--output-dir", str(output_dir))
+    assert said.splitlines()[0].startswith(f"{runs[0].id}  ") and said.splitlines()[0].endswith("  goes")
+    assert said.splitlines()[2].endswith("stays: the newest of its pipeline")
+    assert "2 of 3 runs may be removed" in said and said.rstrip().endswith("remove them with --yes")
+    assert all(run.path.is_dir() for run in runs)
+    assert "removed 2 of 3 runs" in cosmos("clean", "--keep", "1", "--yes", "--output-dir", str(output_dir))
+    assert [facts.run_id for facts in runs_in(output_dir)] == [runs[2].id]
+    assert [entry["run_id"] for entry in read_json(output_dir / "runs.json") or []] == [runs[2].id]
+    assert not list(fingerprint_folder(output_dir, result["fingerprint"]).glob(f"{runs[0].id}.*"))
+    assert not list((output_dir / ".cosmos" / "removed").iterdir())
+
+
+def test_age_and_number_both_keep(tmp_path: Path) -> None:
+    first, *_ = runs_of(tmp_path, 40, 30, 1)
+    assert fates(first, keep=2) == {first.id: "", "run-1": "one of the newest 2 of its pipeline",
+                                    "run-2": "one of the newest 2 of its pipeline"}  # fmt: skip
+    assert fates(first, keep=0, older_than_days=35) == {first.id: "", "run-1": "not old enough",
+                                                        "run-2": "not old enough"}  # fmt: skip
+    assert set(fates(first, keep=0).values()) == {""}
+    with pytest.raises(ConfigError, match="--older-than '30 dys': write a number and a unit: 12h or 30d"):
+        cosmos("clean", "--older-than", "30 dys", "--output-dir", str(first.output_dir))
+
+
+def test_what_a_run_that_stays_refers_to_stays_and_so_on(tmp_path: Path) -> None:
+    first, second, third, last = runs_of(tmp_path, 40, 30, 20, 1)
+    for run, source in ((last, third), (third, first)):
+        path = run.stage_path("first") / "result.json"
+        path.write_text(path.read_text().replace('"reused_from": null', f'"reused_from": "{source.path}/stages/first"'))
+    assert fates(last) == {
+        first.id: f"run {third.id} refers to it", second.id: "", third.id: f"run {last.id} refers to it",
+        last.id: "the newest of its pipeline",
+    }  # fmt: skip
+
+
+def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
+    first, second, _ = runs_of(tmp_path, 40, 30, 1)
+    (second.stage_path("second") / "result.json").unlink()
+    update_state(second.stage_path("second"), state="running", heartbeat=time.time() - 60)  # on another machine
+    with claim(first):
+        assert fates(first) == {first.id: "it is running", second.id: "it is running",
+                                "run-2": "the newest of its pipeline"}  # fmt: skip
+    found = verdicts(first.output_dir, keep=1, older_than_seconds=0)
+    assert [verdict.path for verdict in found if not verdict.kept_because] == [first.path]
+
+
+def test_what_is_published_and_what_a_rollback_would_bring_back_stays(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, 40, 30, 20, 1)
+    target = str(tmp_path / "published")
+    (tmp_path / "model").mkdir()
+    for run in runs[:3]:
+        text = (run.path / "pipeline.toml").read_text()
+        stage = f'\n[[pipeline.stages]]\nname = "out"\nkind = "upload"\nmodel = "stage:second"\ntarget = "{target}"\n'
+        (run.path / "pipeline.toml").write_text(text + stage)
+        record = {"version": f"{run.id}-v", "run_id": run.id, "metrics": {}, "files": {}}
+        published = open_target(target).publish(tmp_path / "model", f"{run.id}-v", record)
+        result = read_json(run.stage_path("first") / "result.json")
+        assert isinstance(result, dict)
+        result["info"] = {"published": published}
+        run.stage_path("out").mkdir()
+        (run.stage_path("out") / "result.json").write_text(json.dumps(result))
+    why = f"its model is published at {target}"
+    assert list(fates(runs[0]).values()) == ["", why, why, "the newest of its pipeline"]
+    (tmp_path / "published" / "latest" / "published.json").write_text("{")
+    assert [reason.partition(":")[0] for reason in fates(runs[0]).values()] == [
+        *[f"{target} cannot be asked what is published"] * 3, "the newest of its pipeline",
+    ]  # fmt: skip
+
+
+def test_the_run_that_retraining_goes_on_with_stays(tmp_path: Path) -> None:
+    first, *_ = runs_of(tmp_path, 40, 1)
+    note = first.output_dir / ".cosmos" / "retraining" / "x.json"
+    note.parent.mkdir(parents=True)
+    write_json(note, {"digest": "d", "run_id": first.id, "outcome": ""})
+    assert fates(first)[first.id] == "the next retraining goes on with it"
+    write_json(note, {"digest": "d", "run_id": first.id, "outcome": "published"})
+    assert fates(first)[first.id] == ""

@@ -1,0 +1,66 @@
+"""Parts of the report that say more than one stage does: the run before, rewards, resources, a layout for phones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.observe import report
+from cosmos_core.observe.before import before
+from cosmos_core.observe.record import read_run
+from cosmos_core.observe.usage import resources, reward_bins
+from tests.unit.test_observe_run import STARTED, finished_run, write, write_lines
+
+
+def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    old = tmp_path / "20251008085320"
+    shutil.copytree(run, old)
+    facts = json.loads((old / "run.json").read_text())
+    write(old / "run.json", {**facts, "run_id": old.name, "started": STARTED - 86400})
+    text = (old / "pipeline.toml").read_text()
+    entry = 'name = "sft"\nkind = "sft"\n'
+    (old / "pipeline.toml").write_text(text.replace(entry, f"{entry}overrides.train.epoch = 7\n"))
+    result = json.loads((old / "stages/eval-grpo/result.json").read_text())
+    write(old / "stages/eval-grpo/result.json", {**result, "metrics": {"validation/accuracy": 0.9}})
+    found = before(read_run(run))
+    assert found is not None and found.run.path == old
+    assert found.settings == (("sft.train.epoch", "7", "–"),)
+    assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found.metrics
+    assert f'<p class="note">run {old.name}' in report.build(run)
+    assert before(read_run(old)) is None and "Beside the run before" not in report.build(old)
+
+
+def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    lines = [{"step": s, "prompt": "p", "reward": r} for s, r in ((1, 0.0), (2, 0.1), (3, 1.0), (4, 1.0), (4, None))]
+    write_lines(run / "stages/grpo/samples.jsonl", lines)
+    [grpo] = [stage for stage in read_run(run).stages if stage.name == "grpo"]
+    bins = reward_bins(grpo)
+    assert [(each.num_first, each.num_last) for each in bins] == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
+    assert (bins[0].first, bins[-1].last, bins[-1].high) == (50.0, 100.0, 1.0)
+    assert report.build(run).count('class="range"') == 10
+
+
+def test_the_page_says_what_each_stage_used(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    write(run / "stages/sft/facts.json", [{"host": "node-3", "gpus": ["NVIDIA H100"], "threads": 8}] * 2)
+    write_lines(run / "stages/sft/metrics.jsonl",
+                [{"step": s, "throughput/tokens_per_second": 100.0 * s} for s in (1, 2, 3)])  # fmt: skip
+    used = {use.stage.name: use for use in resources(read_run(run))}
+    assert used["sft"].gpu_hours == pytest.approx(2 * 61 / 3600)
+    assert (used["sft"].tokens_per_second, used["sft"].size) == (200.0, 3_660_000)
+    assert "prepare" not in used, "it was reused"
+    page = report.build(run)
+    assert "node-3 (2 ranks, NVIDIA H100, 8 threads)" in page and ">0.03<" in page
+
+
+def test_the_page_has_a_layout_for_phones_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = report.build(finished_run(tmp_path))
+    assert 'name="viewport" content="width=device-width' in page
+    assert "@media (max-width: 640px)" in page
+    assert not re.search(r"(src|href)=.?(https?:)?//", page)
