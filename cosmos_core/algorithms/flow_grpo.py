@@ -63,6 +63,7 @@ class FlowGrpo(FlowRl):
                 step.rollout.prompt.embedding,
                 num_given=step.rollout.drawn.num_given,
                 negative=self.null_text if is_guided else None,
+                home=step.rollout.drawn.home,
                 extra={_STEP: step},
             )
             for step in steps

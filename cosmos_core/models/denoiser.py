@@ -59,6 +59,8 @@ class Denoiser:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.whole = without_weights(model) if mesh else None
         self._train = train
+        if mesh and mesh.context:
+            family.shard_tokens(model, mesh.context)
         root = Called(model)
         if mesh:
             apply_fsdp(root, model, mesh, train)
@@ -127,6 +129,10 @@ class Denoiser:
         """See `ModelAdapter.planned`."""
         return None
 
+    def home(self, sample: FlowSample) -> int | None:
+        """See `ModelAdapter.home`: who drew it has the steps that are learned of it."""
+        return getattr(sample, "home", None)
+
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
         """See `ModelAdapter.collate`: noise is put onto the latents here."""
         own = samples or [filler]
@@ -147,7 +153,7 @@ class Denoiser:
         )
 
     def joined(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.joined`: no ranks share a sample."""
+        """See `ModelAdapter.joined`: ranks that share a sample all have the whole velocity of it."""
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
@@ -176,8 +182,10 @@ class Denoiser:
         return {"velocity": velocity}
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Latents are float32 whatever the network computes in; of a network in float64, which tests have, float64."""
-        return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
+        """Latents are float32 whatever the network computes in; of a network in float64, which tests have, float64. Of
+        a filler that another rank has, zeros will do."""
+        here = [torch.zeros_like(each, device="cpu") if each.is_meta else each for each in tensors]
+        return torch.stack(here).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
     def _text(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
         return {name: torch.stack([text[name] for text in texts]).to(self.device) for name in texts[0]}

@@ -7,6 +7,7 @@ code there. This one reads with the restricted unpickler of `torch.load(weights_
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from cosmos_core import types
 T = TypeVar("T")
 
 _RECORDS: list[Any] = [each for each in vars(types).values() if isinstance(each, type) and is_dataclass(each)]
+_ALLOWED = threading.Lock()
+"""What may be read is a list of the whole process: a thread that leaves the block would take it from another."""
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -29,6 +32,19 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     most = max(int(size) for size in sizes)
     found = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(found, torch.cat([own, own.new_zeros(most - len(own))]), group=group)
+    return [_unpacked(packed[: int(size)]) for packed, size in zip(found, sizes, strict=True)]
+
+
+def gather(value: T, group: dist.ProcessGroup) -> list[T] | None:
+    """Return the values of all ranks of a group, in their order, on its first; None on the others."""
+    own = _packed(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    most = max(int(size) for size in sizes)
+    found = [torch.empty(most, dtype=torch.uint8) for _ in sizes] if dist.get_rank(group) == 0 else None
+    dist.gather(torch.cat([own, own.new_zeros(most - len(own))]), found, dist.get_global_rank(group, 0), group)
+    if found is None:
+        return None
     return [_unpacked(packed[: int(size)]) for packed, size in zip(found, sizes, strict=True)]
 
 
@@ -52,5 +68,5 @@ def _packed(value: Any) -> Tensor:
 
 
 def _unpacked(packed: Tensor) -> Any:
-    with torch.serialization.safe_globals(_RECORDS):
+    with _ALLOWED, torch.serialization.safe_globals(_RECORDS):
         return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
