@@ -44,6 +44,6 @@ def test_a_sweep_runs_two_branches_at_once_and_hands_on_the_best(workspace: Work
     again = workspace.cosmos(
         "plan", "swept.toml", "--set", 'count.sweep.grid={"arguments.steps" = [3, 4, 5, 6]}'
     ).stdout
-    will_run = [line for line in again.splitlines() if "count-steps" in line and "be reused" not in line]
+    will_run = [line for line in again.splitlines() if line.startswith("│ count-steps") and "be reused" not in line]
     assert len(will_run) == 1 and "count-steps-6" in will_run[0]
     workspace.expect_quiet()
