@@ -262,7 +262,7 @@ class Trainer:
 def _own(adapter: ModelAdapter, samples: Sequence[Any], ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return `size` of `ordered` together, those of this data-parallel rank; each rank gets as many."""
     most = len(ordered)
-    homes = [adapter.home(samples[batch[0]]) for batch in ordered]
+    homes = [adapter.home(samples[batch[0]]) for batch in ordered] if adapter.mesh else [None]
     if adapter.mesh and None not in homes:
         most = max(homes.count(home) for home in homes)
         own = adapter.mesh.data.get_local_rank()
