@@ -35,11 +35,13 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 
 # On a machine with one GPU: its tests, then tokens/s, share of peak, memory and sync time. GPU_PYTHON: any interpreter
-# with torch, transformers, peft, pydantic and pytest in place of .venv, such as that of a CUDA image.
+# with torch, transformers, peft, pydantic and pytest in place of .venv, such as that of a CUDA image; diffusion models
+# are left out where it has no diffusers.
 GPU_PYTHON ?= $(VENV)/bin/python
 gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(INSTALLED))
 	$(GPU_PYTHON) -m pytest -q tests/gpu
 	$(GPU_PYTHON) -m benchmarks.gpu
+	$(GPU_PYTHON) -m benchmarks.gpu_diffusion
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import sys
 sys.modules.update(dict.fromkeys(("ray", "vllm", "prefect", "datasets", "diffusers")))  # an import of them fails
-import tests.gpu.test_one_gpu, benchmarks.gpu, cosmos_core.train.setup
+import tests.gpu.test_one_gpu, benchmarks.gpu, benchmarks.gpu_diffusion, cosmos_core.train.setup
 """
 
 
