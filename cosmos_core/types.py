@@ -252,9 +252,6 @@ class Drawn:
     """Log-probability of `after`, a mean over its elements."""
     num_given: int = 0
     """Latent frames that were given, from the first on."""
-    home: int | None = None
-    """The data-parallel rank that has `before`, `after` and `means`, elsewhere they are on the meta device, as the
-    pixels are but on it and the first rank; None: every rank has all."""
 
 
 @dataclass(frozen=True, slots=True)

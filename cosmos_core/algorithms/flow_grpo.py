@@ -63,7 +63,6 @@ class FlowGrpo(FlowRl):
                 step.rollout.prompt.embedding,
                 num_given=step.rollout.drawn.num_given,
                 negative=self.null_text if is_guided else None,
-                home=step.rollout.drawn.home,
                 extra={_STEP: step},
             )
             for step in steps

@@ -39,8 +39,6 @@ class FlowSample:
     """Weight of its loss."""
     negative: Mapping[str, Tensor] | None = None
     """Text to guide away from; None: no guidance."""
-    home: int | None = None
-    """The data-parallel rank that has the latents, elsewhere they are on the meta device; None: every rank has them."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What an algorithm wants to find again beside it, such as an advantage."""
 

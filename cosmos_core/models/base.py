@@ -162,11 +162,6 @@ class ModelAdapter(Protocol):
         """Return the micro-batch that the feed chose for a sample; None: none."""
         ...
 
-    def home(self, sample: Any) -> int | None:
-        """Return the data-parallel rank that alone can compute with a sample; None: each can. Of the samples of an
-        update all have one or none has."""
-        ...
-
     def collate(self, samples: Sequence[Any], indices: Sequence[int], filler: Any) -> Any:
         """Return some samples as a `Batch`; of no samples one with `filler` in it, nothing of which is learned."""
         ...

@@ -152,10 +152,6 @@ class CausalLM:
         """See `ModelAdapter.planned`."""
         return sample.micro_batch
 
-    def home(self, sample: Sample) -> int | None:
-        """See `ModelAdapter.home`: each can."""
-        return None
-
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
         """See `ModelAdapter.collate`."""
         own, device = samples or [_unlearned(filler)], self.device

@@ -84,16 +84,15 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.probe(self)
 
     def check_context(self, size: int) -> None:
-        """See `DiffusionModel.check_context`: attention trades tokens for heads.
+        """See `DiffusionModel.check_context`: it is written, and refused until a mesh has been seen to do what one rank
+        does.
 
         Raises:
-            ConfigError: the heads do not divide.
+            ConfigError: always.
         """
-        heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
-        if heads % size:
-            raise ConfigError(
-                f"policy.parallelism.cp_size = {size} must divide the {heads} attention heads of the denoiser"
-            )
+        raise ConfigError(
+            f"policy.parallelism.cp_size = {size}: this version shares the clips of SANA-Video alone; set it to 1"
+        )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         """See `DiffusionModel.shard_tokens`."""

@@ -129,10 +129,6 @@ class Denoiser:
         """See `ModelAdapter.planned`."""
         return None
 
-    def home(self, sample: FlowSample) -> int | None:
-        """See `ModelAdapter.home`: who drew it has the steps that are learned of it."""
-        return getattr(sample, "home", None)
-
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
         """See `ModelAdapter.collate`: noise is put onto the latents here."""
         own = samples or [filler]
@@ -182,10 +178,8 @@ class Denoiser:
         return {"velocity": velocity}
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Latents are float32 whatever the network computes in; of a network in float64, which tests have, float64. Of
-        a filler that another rank has, zeros will do."""
-        here = [torch.zeros_like(each, device="cpu") if each.is_meta else each for each in tensors]
-        return torch.stack(here).to(self.device, torch.promote_types(self.dtype, torch.float32))
+        """Latents are float32 whatever the network computes in; of a network in float64, which tests have, float64."""
+        return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
     def _text(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
         return {name: torch.stack([text[name] for text in texts]).to(self.device) for name in texts[0]}

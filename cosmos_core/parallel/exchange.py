@@ -35,19 +35,6 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return [_unpacked(packed[: int(size)]) for packed, size in zip(found, sizes, strict=True)]
 
 
-def gather(value: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the values of all ranks of a group, in their order, on its first; None on the others."""
-    own = _packed(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
-    most = max(int(size) for size in sizes)
-    found = [torch.empty(most, dtype=torch.uint8) for _ in sizes] if dist.get_rank(group) == 0 else None
-    dist.gather(torch.cat([own, own.new_zeros(most - len(own))]), found, dist.get_global_rank(group, 0), group)
-    if found is None:
-        return None
-    return [_unpacked(packed[: int(size)]) for packed, size in zip(found, sizes, strict=True)]
-
-
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the value of rank `source`, a number among all ranks, on every rank of a group."""
     is_source = dist.get_rank() == source

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.parallel import exchange
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, WeightFormat, request_seed
 from cosmos_core.rollout.flow_path import (
     SHARED_NOISE,
@@ -111,24 +110,15 @@ class FlowSamplerEngine:
 
     def _of_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
         """Return what all ranks draw for these rows, in their order; a rank without a row of its own draws the first,
-        so that all take part in each call of the denoiser.
-
-        Clean latents go to all ranks, pixels to the first, which scores them; the steps stay where they were drawn."""
+        so that all take part in each call of the denoiser."""
         mesh = self._source.mesh
         if mesh is None:
             return self._draw(rows, sampling, step)
         own = mesh.select_own(rows)
         size = -(-len(rows) // self._num_ranks)
         made = self._draw([*own, *[rows[0]] * (size - len(own))], sampling, step)[: len(own)]
-        home = mesh.data.get_local_rank()
-        of_ranks = mesh.all_gather_object([_told(drawn, home) for drawn in made])
-        pixels = exchange.gather([drawn.pixels for drawn in made], mesh.data.get_group())
-
-        def here(rank: int, n: int) -> Drawn:
-            found = replace(made[n], home=home) if rank == home else of_ranks[rank][n]
-            return replace(found, pixels=pixels[rank][n]) if pixels else found
-
-        return [here(i % self._num_ranks, i // self._num_ranks) for i in range(len(rows))]
+        of_ranks = mesh.all_gather_object(made)
+        return [of_ranks[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
     def _given(self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]) -> Given | None:
         """Return the frames that samples are given; None: none are.
@@ -191,13 +181,6 @@ def to_bytes(pixels: Tensor) -> Tensor:
     """Return pixels (B, 3, [F,] H, W) in [-1, 1] as uint8 (B, [F,] H, W, 3) on the CPU."""
     scaled = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
     return scaled.movedim(1, -1).contiguous()
-
-
-def _told(drawn: Drawn, home: int) -> Drawn:
-    """Return what the other ranks are told of a sample: of its pixels and steps their shapes."""
-    large = {name: getattr(drawn, name) for name in ("pixels", "before", "after", "means")}
-    shapes = {name: None if tensor is None else tensor.to("meta") for name, tensor in large.items()}
-    return replace(drawn, home=home, **shapes)
 
 
 def _completion(drawn: Drawn) -> Completion:

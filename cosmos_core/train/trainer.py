@@ -232,7 +232,7 @@ class Trainer:
         plans: list[Plan] = []
         for group in sorted(groups):
             filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
-            own = _own(adapter, samples, groups[group], 1 if is_planned else size)
+            own = _own(adapter, groups[group], 1 if is_planned else size)
             plans += [Plan([i for batch in each for i in batch], filler) for each in own]
         return plans
 
@@ -259,15 +259,10 @@ class Trainer:
         return clip_over_stages(model, mesh.pipeline, most)
 
 
-def _own(adapter: ModelAdapter, samples: Sequence[Any], ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _own(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return `size` of `ordered` together, those of this data-parallel rank; each rank gets as many."""
     most = len(ordered)
-    homes = [adapter.home(samples[batch[0]]) for batch in ordered]
-    if adapter.mesh and None not in homes:
-        most = max(homes.count(home) for home in homes)
-        own = adapter.mesh.data.get_local_rank()
-        ordered = [batch for batch, home in zip(ordered, homes, strict=True) if home == own]
-    elif adapter.mesh:
+    if adapter.mesh:
         most = -(-len(ordered) // adapter.mesh.data.size())
         ordered = adapter.mesh.select_own(ordered)
     return [ordered[start : start + size] for start in range(0, most, size)]

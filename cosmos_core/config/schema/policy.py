@@ -92,7 +92,7 @@ class PolicyConfig(Table):
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (
                     f"policy.parallelism.{axis} = {size}: this version spreads diffusion models by dp_shard_size and "
-                    f"dp_replicate_size, videos by cp_size too; set it to 1"
+                    f"dp_replicate_size, SANA-Video by cp_size too; set it to 1"
                 )
         if stage.kind.has_mesh and stage.recipe.train.compile and self.parallelism.cp_size > 1:
             yield (
