@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ from cosmos_core.types import JsonValue
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
+_ABANDONED_SECONDS = 3600.0
+"""Age of the folder of a run that was never whole, because making it was killed."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -99,12 +102,8 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
     pipeline = pinned_urls(pinned(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = writable(pipeline.output_dir)
-    path = _unused(output_dir, run_id or _timestamp(pipeline))
-    write_text(path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
-    (path / "stages").mkdir()
     seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
     facts = Facts(
-        run_id=path.name,
         pipeline=pipeline.config.name,
         started=time.time(),
         command=command or sys.argv,
@@ -116,7 +115,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
         fixed={key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
     )
-    write_json(path / "run.json", facts.model_dump())
+    path = _made(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)
     return open_run(path, pipeline.kinds)
 
@@ -219,17 +218,32 @@ def _timestamp(pipeline: Pipeline) -> str:
     return given[0] if given else time.strftime("%Y%m%d%H%M%S")
 
 
-def _unused(output_dir: Path, run_id: str) -> Path:
+def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
+    """Make the folder of a run, whole or not at all; the next free name where another run has this one."""
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         )
-    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-        try:
-            (output_dir / f"{run_id}{suffix}").mkdir()
-            return output_dir / f"{run_id}{suffix}"
-        except FileExistsError:
-            continue
+    (output_dir / SHARED).mkdir(exist_ok=True)
+    for old in (output_dir / SHARED).glob("new-*"):
+        if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="new-", dir=output_dir / SHARED, ignore_cleanup_errors=True) as folder:
+        new = Path(folder) / "run"
+        (new / "stages").mkdir(parents=True)
+        write_text(new / PIPELINE, pipeline)
+        for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+            path = output_dir / f"{run_id}{suffix}"
+            if path.exists():
+                continue
+            write_json(new / "run.json", facts.model_copy(update={"run_id": path.name}).model_dump())
+            try:
+                new.rename(path)
+            except OSError as error:  # another command was faster
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise
+            else:
+                return path
     raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -86,6 +87,19 @@ def test_a_run_id_is_a_plain_name(tmp_path: Path, name: str) -> None:
     assert str(caught.value) == (
         f"run_id = {name!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
     )
+
+
+def test_a_run_that_could_not_be_made_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cosmos_core.run.directory.write_json", full)
+        with pytest.raises(OSError, match="Read-only"):
+            counting_run(tmp_path)
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [".cosmos"]
+    assert not list((tmp_path / "outputs" / ".cosmos").glob("new-*"))
+    assert counting_run(tmp_path).path.is_dir()
 
 
 def test_an_existing_run_id_is_continued_when_it_means_the_same_and_refused_otherwise(tmp_path: Path) -> None:
