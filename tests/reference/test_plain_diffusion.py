@@ -23,7 +23,7 @@ SFT = plain_diffusion_sft.Settings(
     seed=11,
 )  # fmt: skip
 NFT = plain_diffusion_nft.Settings(
-    prompts_per_step=2, completions=3, num_steps=4, num_levels=3, size=16, batch=4, beta=0.8, kl_beta=0.05,
+    prompts_per_step=2, completions=3, num_steps=4, num_levels=3, size=16, batch=3, beta=0.8, kl_beta=0.05,
     learning_rate=1e-3, adam_epsilon=1e-4, clip_norm=0.5, max_tokens=16, seed=11,
 )  # fmt: skip
 PROMPTS = ["7 red", "blue cat", "a dog"]
