@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from cosmos_core.rewards.runner import RewardRunner
@@ -48,18 +49,27 @@ def main() -> None:
         runner.score([{"to_be_evaluated": f"text #### {i}", "reference": f"#### {i}"} for i in range(2000)])
         console.print(f"one quick completion of 2,000: {(time.monotonic() - began) / 2:.3f} ms")
     with RewardRunner({"boxed_math": 1.0}, timeout_seconds=10.0) as runner:
-        requests = [{"to_be_evaluated": _proof(i), "reference": f"\\frac{{{i}}}{{7}}"} for i in range(2000)]
-        runner.score(requests[:50])  # the processes import sympy first
-        began = time.monotonic()
-        scores = runner.score(requests)
-        console.print(f"boxed_math, completions per second: {2000 / (time.monotonic() - began):.0f}")
-    assert all(score.value == float(i % 2 == 0) for i, score in enumerate(scores))
+        for what, over in {"integers": "", "fractions": "/7"}.items():
+            requests = [_request(i, i // 8, over) for i in range(2000)]
+            runner.score([_request(i, -i, over) for i in range(1, 50)])  # the processes import sympy first
+            began, cpu = time.monotonic(), _cpu_seconds()
+            scores = runner.score(requests)
+            seconds, cpu = time.monotonic() - began, _cpu_seconds() - cpu
+            console.print(f"boxed_math, {what}: {2000 / seconds:.0f} completions per second, {cpu:.2f} s of CPU")
+            assert all(score.value == float(i % 2 == 0) for i, score in enumerate(scores))
 
 
-def _proof(i: int) -> str:
-    """A completion of about a hundred words, of which every other is wrong."""
+def _cpu_seconds() -> float:
+    """Of this process and its children."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(sum(each.cpu_times()[:2]) for each in family)
+
+
+def _request(i: int, number: int, over: str) -> dict[str, str]:
+    """A completion of about a hundred words, every other of which is wrong; eight are of one prompt."""
     steps = " ".join(f"Then $x_{{{k}}} = {i + k}$, because it grows by one." for k in range(12))
-    return f"{steps} So the answer is $\\boxed{{{i + i % 2}/7}}$."
+    text = f"{steps} So we have $\\boxed{{{number + i % 2 * (1 + i % 8)}{over}}}$."
+    return {"to_be_evaluated": text, "reference": f"\\frac{{{number}}}{{7}}" if over else str(number)}
 
 
 def _requests(seconds: list[float]) -> list[dict[str, str]]:

@@ -115,6 +115,7 @@ def plan(
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pinned
     from cosmos_core.run.remote import pinned_urls
+    from cosmos_core.upload.artifact_store import look_up
 
     pipeline = _pipeline(configs, overrides)
     output_dir = _ready(pipeline, is_only_planned=estimate)
@@ -124,7 +125,8 @@ def plan(
         if not estimate:
             raise
         note([str(error)])
-    decisions = planning.plan(pipeline, pipeline.kinds, output_dir, thorough=verify)
+    stored = look_up(pipeline)
+    decisions = planning.plan(pipeline, pipeline.kinds, output_dir, thorough=verify, stored=stored)
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]
@@ -303,6 +305,7 @@ def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import writable
     from cosmos_core.run.inputs import check_inputs
+    from cosmos_core.upload.artifact_store import check_store
     from cosmos_core.upload.base import check_targets
 
     try:
@@ -314,6 +317,7 @@ def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
     check_meshes(pipeline)
     check_inputs(pipeline)
     check_targets(pipeline)
+    check_store(pipeline)
     return writable(pipeline.output_dir)
 
 

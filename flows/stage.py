@@ -8,10 +8,13 @@ from typing import Any
 from prefect import flow
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.run.bucket import SCHEME
 from cosmos_core.run.directory import Run, open_run
 from cosmos_core.run.manifest import problem, read_result
+from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
 from tasks.stage import run_stages
+from tasks.stored import Stored, received
 
 
 @flow(name="stage", flow_run_name="{name}")
@@ -19,10 +22,15 @@ def stage(run: str, name: str) -> Any:
     """Bring one stage of a run to its result, reusing what is proven.
 
     Args:
-        run: Directory of the run, made by post-train or by the command cosmos run
+        run: Directory of the run, made by post-train or by the command cosmos run; or its URL in an artifact store
         name: Name of the stage in the pipeline of the run; the stages that it starts from must be done
     """
-    opened = open_run(Path(run).expanduser(), all_kinds())
+    if run.startswith(SCHEME):
+        lend_credentials(None)
+        opened = received(run, name)
+    else:
+        opened = open_run(Path(run).expanduser(), all_kinds())
+    Stored(opened, opened.pipeline.stage(name)).receive_inputs()
     check_inputs(opened, name)
     return run_stages(opened, [name], is_here=True)
 

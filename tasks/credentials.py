@@ -19,9 +19,10 @@ BLOCK = "cosmos-credentials"
 _LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT")
 
 
-def lend_credentials(pipeline: Pipeline) -> None:
-    """Set the variables that the block has, if the pipeline names anything elsewhere and there is a block."""
-    if not _names_elsewhere(pipeline):
+def lend_credentials(pipeline: Pipeline | None) -> None:
+    """Set the variables that the block has, if the pipeline names anything elsewhere and there is a block. None: a
+    pipeline that is itself elsewhere."""
+    if pipeline is not None and not _names_elsewhere(pipeline):
         return
     from prefect.blocks.system import Secret
 
@@ -41,5 +42,7 @@ def lend_credentials(pipeline: Pipeline) -> None:
 
 
 def _names_elsewhere(pipeline: Pipeline) -> bool:
+    if pipeline.config.artifact_store:
+        return True
     tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
     return any(isinstance(value, str) and "://" in value for table in tables for _, _, value, _ in set_fields(table))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
@@ -23,14 +25,17 @@ from cosmos_core.errors import BY_NAME, ConfigError, CosmosError, Preempted, Sta
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
-from cosmos_core.run.manifest import Result, problem, read_result
+from cosmos_core.run.manifest import Result, problem
 from cosmos_core.run.state import FINISHED, read_state, record_event
+from tasks.stored import Stored
 
 logger = logging.getLogger(__name__)
 
 NOTE = "pool.json"
 _POLL_SECONDS = 1.0
+_MIRROR_SECONDS = 5.0
 _UNTAKEN_SECONDS = 60.0
+_UNHEARD_SECONDS = 600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
@@ -52,20 +57,31 @@ def perform_elsewhere(run: Run, stage: StageConfig) -> tuple[Result, bool]:
     Raises:
         CosmosError: what ended the child, or there is no such deployment.
     """
-    path = run.stage_path(stage.name)
-    with get_client(sync_client=True) as client:
-        child = _going(client, path) or _begin(run, stage, path)
-        try:
-            ended = _follow(client, stage, UUID(child.flow_run))
-        except Preempted:
-            _cancel(client, child, run.pipeline.config.grace_seconds)
-            raise
-    result = read_result(path)
+    path, stored = run.stage_path(stage.name), Stored(run, stage)
+    try:
+        ended = _ended(run, stage, stored)
+    except httpx.HTTPError as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        where = f"stage {stage.name!r} on {stage.work_pool!r}"
+        raise StageFailed(f"{where}: the Prefect server does not respond: {said}") from error
+    result = stored.receive_result()
     if ended.state_type == StateType.COMPLETED and result is not None:
         if damage := problem(path, result):
             raise StageFailed(f"stage {stage.name!r} on {stage.work_pool!r}: {damage}: do both machines share {path}?")
         return result, read_state(path).state == "reused"
     raise _why(stage, path, ended)
+
+
+def _ended(run: Run, stage: StageConfig, stored: Stored) -> FlowRun:
+    """Follow the flow run that an earlier parent began, or a new one, to its end."""
+    with get_client(sync_client=True) as client:
+        child = _going(client, run.stage_path(stage.name)) or _begin(run, stage, stored)
+        try:
+            return _follow(client, stage, UUID(child.flow_run), stored.mirror())
+        except Preempted:
+            _cancel(client, child, run.pipeline.config.grace_seconds)
+            stored.mirror()()
+            raise
 
 
 def count_death(path: Path) -> int:
@@ -91,7 +107,8 @@ def _going(client: SyncPrefectClient, path: Path) -> Child | None:
     return child if found is not None and found.state_type not in _FINAL else None
 
 
-def _begin(run: Run, stage: StageConfig, path: Path) -> Child:
+def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
+    path = run.stage_path(stage.name)
     before = read_document(path / NOTE, Child)
     attempt = before.attempt + 1 if before else 1
     if before and before.failures:
@@ -99,7 +116,7 @@ def _begin(run: Run, stage: StageConfig, path: Path) -> Child:
     try:
         found: Any = run_deployment(
             f"stage/{stage.work_pool}",
-            parameters={"run": str(run.path), "name": stage.name},
+            parameters={"run": stored.send_run(), "name": stage.name},
             timeout=0,
             idempotency_key=f"{run.path}/{stage.name}/{attempt}",
             tags=[f"cosmos-run:{run.id}"],
@@ -118,10 +135,20 @@ def _begin(run: Run, stage: StageConfig, path: Path) -> Child:
     return child
 
 
-def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID) -> FlowRun:
-    began, is_told = time.monotonic(), False
+def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirror: Callable[[], None]) -> FlowRun:
+    began, is_told, mirrored, heard = time.monotonic(), False, 0.0, time.monotonic()
     while True:
-        found = client.read_flow_run(flow_run)
+        try:
+            found = client.read_flow_run(flow_run)
+            heard = time.monotonic()
+        except httpx.HTTPError:  # a server that is started again; the child goes on meanwhile
+            if time.monotonic() - heard > _UNHEARD_SECONDS:
+                raise
+            sleep_unless_stopping(_POLL_SECONDS)
+            continue
+        if time.monotonic() - mirrored > _MIRROR_SECONDS:
+            mirror()
+            mirrored = time.monotonic()
         if found.state_type in _FINAL:
             return found
         is_untaken = found.state_type == StateType.SCHEDULED and time.monotonic() - began > _UNTAKEN_SECONDS

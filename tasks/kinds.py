@@ -9,7 +9,9 @@ from functools import cache
 import tasks
 from cosmos_core.types import StageKind
 
-_NOT_KINDS = {"kinds", "stage", "layout", "credentials", "elsewhere", "artifacts", "events", "reward_service"}
+_NOT_KINDS = {
+    "kinds", "stage", "layout", "credentials", "elsewhere", "artifacts", "events", "reward_service", "stored",
+}  # fmt: skip
 
 
 @cache

@@ -44,7 +44,7 @@ from cosmos_core.run.files import disk_full, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock, stage_lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import decide, fingerprint_folder, register, save_fingerprint
+from cosmos_core.run.plan import Decision, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from cosmos_core.upload.saves import saves_url, sending
@@ -54,6 +54,7 @@ from tasks.credentials import lend_credentials
 from tasks.elsewhere import count_death, perform_elsewhere
 from tasks.layout import inputs_of, lay_out, make_room
 from tasks.reward_service import reward_service
+from tasks.stored import Stored
 
 logger = logging.getLogger(__name__)
 
@@ -193,23 +194,26 @@ def perform(
         CosmosError: as `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
+    stored = Stored(run, stage)
     with stage_lock(run.path, name) as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
+            stored.receive_inputs()
             is_finished = read_state(path).state in FINISHED
             if not is_finished:
                 worker.reap(path)
                 _take_charge(path)
             expected = _fingerprint(run, stage)
             if found := _existing(run, stage, expected):
-                return found, True
+                return stored.send(found), True
             if is_finished:
                 _take_charge(path)
             if not run.pipeline.kind_of(stage).in_worker:
-                return _in_this_process(run, stage, expected), False
+                return stored.send(_in_this_process(run, stage, expected)), False
             return _made_once(run, stage, expected, lock, on_progress, on_line)
         except CosmosError as error:
             _record_failure(path, error)
+            stored.send_record()
             raise
         except Exception as error:  # a bug or a broken disk here is one failed attempt, never an endless retry
             failure: StageFailed | None = disk_full(error, path)
@@ -217,6 +221,7 @@ def perform(
                 logger.exception("stage %r", name)
                 failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
             _record_failure(path, failure)
+            stored.send_record()
             raise failure from error
 
 
@@ -234,30 +239,33 @@ def _made_once(
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result in a worker, unless another run is making the same: then wait for it and take it over."""
-    path = run.stage_path(stage.name)
+    path, stored = run.stage_path(stage.name), Stored(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
-        if not shared.try_acquire():
+        has_waited = not shared.try_acquire()
+        if has_waited:
             update_state(path, state="waiting", error="another run is making the same result")
             shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
-            if found := _existing(run, stage, expected):
-                return found, True
-        lay_out(run, stage, expected)
-        launch = worker.Launch(
-            stage_path=path,
-            python=run.pipeline.config.python,
-            threads=threads(run.pipeline),
-            grace_seconds=run.pipeline.config.grace_seconds,
-            timeout_seconds=stage.timeout_seconds,
-            inherited=handed_on(stage.env) if stage.entry else os.environ,
-            secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
-            locks=(lock.descriptor, shared.descriptor),
-            on_progress=on_progress,
-            on_line=on_line,
-        )
-        with sending(path, _saves_of(run, stage)), reward_service(run, stage) as found:
-            result = worker.run(replace(launch, environment=found, secrets=(*launch.secrets, *found)))
-        _finish(run, stage, expected)
-        return result, False
+        with stored.lease(expected) as is_new:
+            if (has_waited or is_new) and (found := _existing(run, stage, expected)):
+                return stored.send(found), True
+            lay_out(run, stage, expected)
+            launch = worker.Launch(
+                stage_path=path,
+                python=run.pipeline.config.python,
+                threads=threads(run.pipeline),
+                grace_seconds=run.pipeline.config.grace_seconds,
+                timeout_seconds=stage.timeout_seconds,
+                inherited=handed_on(stage.env) if stage.entry else os.environ,
+                secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
+                locks=(lock.descriptor, shared.descriptor),
+                on_progress=on_progress,
+                on_line=on_line,
+            )
+            beside = reward_service(run, stage)
+            with sending(path, _saves_of(run, stage)), stored.sending(expected), beside as variables:
+                result = worker.run(replace(launch, environment=variables, secrets=(*launch.secrets, *variables)))
+            _finish(run, stage, expected)
+            return stored.send(result), False
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:
@@ -275,15 +283,19 @@ def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | N
         return None
     decision = decide(run.output_dir, path, expected, thorough=run.verify)
     if decision is None or decision.action == "run":
-        return None
-    assert decision.result is not None and decision.source is not None
-    result = decision.result
-    if decision.action == "adopt":
+        result = Stored(run, stage).existing(expected)
+        decision = Decision("adopt", result["reused_from"]) if result else None
+    elif decision.action == "adopt":
+        assert decision.result is not None and decision.source is not None
         make_room(path, expected)
-        save_fingerprint(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
         register(run.output_dir, path, expected.value)
+    else:
+        result = decision.result
+    if decision is None or result is None:
+        return None
     if state.state not in FINISHED or decision.action == "adopt":
+        save_fingerprint(path, expected)
         record_event(path, "reused", decision.reason)
         update_state(path, state="reused", ended=time.time(), error="")
     return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline, existing
+from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe
@@ -23,11 +23,23 @@ def check_capabilities(pipeline: Pipeline) -> None:
         ConfigError: naming the key, its value and what to use instead.
     """
     check_gates(pipeline)
+    _check_store(pipeline)
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
             for problem in _refusals(table, InStage(recipe, pipeline.kind_of(stage))):
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {problem}")
+
+
+def _check_store(pipeline: Pipeline) -> None:
+    """Refuse a stage that reads the checkpoints of a training on another machine, where they are not."""
+    for stage in pipeline.stages if pipeline.config.artifact_store else ():
+        source = source_of(stage.model) if stage.checkpoint else None
+        if source is not None and (there := pipeline.stage(source).work_pool) != stage.work_pool:
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name!r}: checkpoint = {stage.checkpoint!r} is where stage "
+                f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {there!r} here too"
+            )
 
 
 def notices_of(pipeline: Pipeline) -> list[str]:

@@ -147,6 +147,9 @@ def _members(
         owner, rest = _owner(today(key), head.name, tuple(found))
         if not owner:
             raise ConfigError(f"{where}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_tables()))}")
+        kind = pipeline.kind_of(pipeline.stage(owner))
+        if _is_argument(rest) and _ARGUMENTS not in kind.allowed_keys:
+            raise ConfigError(f"{where}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
         if owner == head.name and has_own_rows and _decides_rows(pipeline, rows, rest):
             found.add(rows)
     for name in sorted(found):

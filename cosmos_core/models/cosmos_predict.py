@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from cosmos_core.errors import ConfigError
 from cosmos_core.models.diffusion import DiffusionModel, Text
 from cosmos_core.models.sana_video import SanaVideo, video_compression
+from cosmos_core.models.video_context import Shards, UlyssesAttention, shard_blocks
 
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
@@ -79,6 +82,29 @@ class CosmosPredict(SanaVideo):
     def probe(self) -> dict[str, Any]:
         """See `DiffusionModel.probe`."""
         return DiffusionModel.probe(self)
+
+    def check_context(self, size: int) -> None:
+        """See `DiffusionModel.check_context`: it is written, and refused until a mesh has been seen to do what one rank
+        does.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"policy.parallelism.cp_size = {size}: this version shares the clips of SANA-Video alone; set it to 1"
+        )
+
+    def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
+        """See `DiffusionModel.shard_tokens`."""
+        shards = Shards(mesh)
+        levels = {"embedded_timestep": 1, "temb": 1}
+        dims = {**levels, "image_rotary_emb": 0, "extra_pos_emb": 1}
+        shard_blocks(
+            denoiser, shards, dims, lambda arguments: shards.note(len(arguments["image_rotary_emb"][0])),
+            {"norm_out": levels},
+        )  # fmt: skip
+        for block in denoiser.transformer_blocks:
+            block.attn1.set_processor(UlyssesAttention(shards))
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """See `DiffusionModel.guided`: here 0 is none."""

@@ -59,6 +59,8 @@ class Denoiser:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.whole = without_weights(model) if mesh else None
         self._train = train
+        if mesh and mesh.context:
+            family.shard_tokens(model, mesh.context)
         root = Called(model)
         if mesh:
             apply_fsdp(root, model, mesh, train)
@@ -147,7 +149,7 @@ class Denoiser:
         )
 
     def joined(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.joined`: no ranks share a sample."""
+        """See `ModelAdapter.joined`: ranks that share a sample all have the whole velocity of it."""
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:

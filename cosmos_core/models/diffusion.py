@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.errors import ConfigError
@@ -139,6 +140,22 @@ class DiffusionModel:
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Return the velocity of classifier-free guidance, by the rule of the pipeline: 1 is none."""
         return unconditional + scale * (conditional - unconditional)
+
+    def check_context(self, size: int) -> None:
+        """Say whether `shard_tokens` can share a clip among `size` ranks.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        raise ConfigError(
+            f"policy.parallelism.cp_size = {size}: a {self.folder.class_name} has no tokens that ranks can share here, "
+            f"only those of video families are; set it to 1"
+        )
+
+    def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
+        """Make the ranks of a mesh share the tokens of each clip; every rank calls the denoiser with whole clips and
+        gets whole velocities."""
+        raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
         """Draw samples with the log-probability of each step: a family changes here how `sample` is run."""

@@ -36,6 +36,8 @@ def open_model(stage: Stage) -> Denoiser:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = open_family(stage.model, policy, device)
     mesh = open_mesh(policy.parallelism, device.type)
+    if mesh and mesh.context:
+        family.check_context(mesh.context.size())
     if mesh:
         logger.info("every rank loads the whole denoiser before it is split")
     model = family.load_denoiser(getattr(torch, train.master_dtype))

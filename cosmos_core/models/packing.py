@@ -200,14 +200,14 @@ def _each(bounds: np.ndarray | None, attend: Callable[..., Tensor], *states: Ten
     if bounds is None:
         return attend(*states)
     lengths = np.diff(bounds).tolist()
-    parts = [state.squeeze(0).split(lengths, dim=1) for state in states]  # K, tokens of the sequence, D
+    slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # K, tokens of the sequence, D
     together: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         together.setdefault(rounded_length(length), []).append(index)
     found: dict[int, Tensor] = {}
     for length, indices in together.items():
         batch = (
-            torch.stack([pad(part[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for part in parts
+            torch.stack([pad(each[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for each in slices
         )
         found |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([found[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)

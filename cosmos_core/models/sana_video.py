@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cosmos_core.models.sana import Sana
+from cosmos_core.models.video_context import Shards, SummedLinearAttention, see_borders, shard_blocks
 
 PIPELINES = ("SanaVideoPipeline",)
 
@@ -42,6 +44,24 @@ class SanaVideo(Sana):
         """See `DiffusionModel.probe`."""
         found = super().probe()
         return found | {"frames": found.pop("num_frames")}
+
+    def check_context(self, size: int) -> None:
+        """See `DiffusionModel.check_context`: whole frames are shared, as many as there are."""
+
+    def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
+        """See `DiffusionModel.shard_tokens`: blocks convolve over the frames, so a rank has whole ones."""
+        shards, per_frame = Shards(mesh), 1
+
+        def adapt(arguments: dict[str, Any]) -> None:
+            nonlocal per_frame
+            per_frame = arguments["height"] * arguments["width"]
+            shards.note(arguments["frames"] * per_frame, per_frame)
+            arguments["frames"] = shards.length // per_frame
+
+        shard_blocks(denoiser, shards, {"rotary_emb": 1}, adapt, {})
+        for block in denoiser.transformer_blocks:
+            block.attn1.set_processor(SummedLinearAttention(shards))
+            see_borders(block.ff.conv_temp, shards, lambda: per_frame)
 
     @property
     def timestep_scale(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import Facts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json
-from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import read_kind
 from cosmos_core.run.state import FINISHED, State, read_state
@@ -205,10 +205,13 @@ class RunRecord:
 
     @property
     def model(self) -> Path | None:
-        """Return the folder of the model that the run ends with: the last export, else the last model of any stage."""
+        """Return the folder of the model that the run ends with: the last export, else the last model of any stage.
+        None: there is none, or it lies in an artifact store alone."""
         made = [stage for stage in self.stages if isinstance(stage.info.get("model"), str)]
         exports = [stage for stage in made if stage.kind.makes == "model" and not stage.kind.trains] or made
-        return exports[-1].path / exports[-1].info["model"] if exports else None
+        found = exports[-1].path / exports[-1].info["model"] if exports else None
+        is_elsewhere = found is not None and not found.exists() and exports[-1].result and STORED in exports[-1].result
+        return None if is_elsewhere else found
 
 
 def read_run(path: Path) -> RunRecord:

@@ -54,9 +54,9 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
         if key.shape[1] % size:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        states = (_Exchange.apply(state, 1, 2, group) for state in (query, key, value))
+        states = (exchanged(state, 1, 2, group) for state in (query, key, value))
         found_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
-        return _Exchange.apply(found_BPKD, 1, 2, group), None
+        return exchanged(found_BPKD, 1, 2, group), None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()[packed])
@@ -85,20 +85,26 @@ def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor
     return found
 
 
+def exchanged(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor that ranks have a part of along one dimension as one that they have a part of along another."""
+    found: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
+    return found
+
+
 class _Exchange(torch.autograd.Function):
     """Exchange over the ranks of a group: split along one dimension, concatenate along another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.back = (cat_dim, chunk_dim, group)
-        return _exchanged(tensor, chunk_dim, cat_dim, group)
+        return _traded(tensor, chunk_dim, cat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _exchanged(gradients[0], *ctx.back), None, None, None
+        return _traded(gradients[0], *ctx.back), None, None, None
 
 
-def _exchanged(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
+def _traded(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=chunk_dim)).contiguous()
     found = torch.empty_like(chunks)
     dist.all_to_all_single(found, chunks, group=group)

@@ -7,6 +7,7 @@ code there. This one reads with the restricted unpickler of `torch.load(weights_
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from cosmos_core import types
 T = TypeVar("T")
 
 _RECORDS: list[Any] = [each for each in vars(types).values() if isinstance(each, type) and is_dataclass(each)]
+_ALLOWED = threading.Lock()
+"""What may be read is a list of the whole process: a thread that leaves the block would take it from another."""
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -52,5 +55,5 @@ def _packed(value: Any) -> Tensor:
 
 
 def _unpacked(packed: Tensor) -> Any:
-    with torch.serialization.safe_globals(_RECORDS):
+    with _ALLOWED, torch.serialization.safe_globals(_RECORDS):
         return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -45,7 +45,13 @@ class GenEvalReward:
     in the right number), and `gen_eval_group` by tag; `options`: `clip`, the CLIP that says colours."""
 
     def __init__(self, settings: Settings) -> None:
-        require("gen_eval", "install torch, transformers and scipy", "torch", "transformers", "scipy")
+        require(
+            "gen_eval",
+            "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)",
+            "torch",
+            "transformers",
+            "scipy",
+        )
         import torch
         from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
 

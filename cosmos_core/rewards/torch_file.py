@@ -40,7 +40,7 @@ class _Global:
 
 @dataclass(frozen=True)
 class _Storage:
-    kind: str
+    type_name: str
     key: str
     count: int
 
@@ -69,7 +69,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
         raise
     except Exception as error:  # anybody may have written the description
         raise NoTensor(f"its description is none of a tensor: {type(error).__name__}") from error
-    dtype = _DTYPES[storage.kind]
+    dtype = _DTYPES[storage.type_name]
     data = members.get(f"{root}/data/{storage.key}")
     if data is None or len(data) != storage.count * dtype.itemsize:
         raise NoTensor("its numbers are not there, or not as many as it says")
@@ -79,7 +79,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
         raise NoTensor("it is empty, or its shape goes beyond its numbers")
     flat = np.frombuffer(data, dtype)[offset:]
     array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
-    return np.ascontiguousarray(array).view(np.uint8) if storage.kind == "BFloat16Storage" else array
+    return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
 
 
 def _members(content: memoryview) -> dict[str, memoryview]:
@@ -131,8 +131,8 @@ def _tensor(script: bytes) -> tuple[_Storage, int, tuple[int, ...], tuple[int, .
     storage, offset, shape, strides, _, hooks = made.arguments[:6]
     if not isinstance(hooks, _Call) or hooks.function.name != _NO_HOOKS or hooks.arguments:
         raise NoTensor("its tensor has hooks")
-    if storage.kind not in _DTYPES:
-        raise NoTensor(f"its tensor is of {storage.kind!r}; uint8 and floating-point numbers are read")
+    if storage.type_name not in _DTYPES:
+        raise NoTensor(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
     numbers = (offset, storage.count, *shape, *strides)
     if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
         raise NoTensor("its shape is none")
@@ -176,8 +176,8 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
         count = int(name[-1])
         stack[-count:] = [tuple(stack[-count:])]
     elif name == "BINPERSID":
-        kind, storage, key, _, count = stack.pop()
-        if kind != "storage" or storage.name[0] != "torch":
+        what, storage, key, _, count = stack.pop()
+        if what != "storage" or storage.name[0] != "torch":
             raise NoTensor("its numbers are kept elsewhere")
         stack.append(_Storage(storage.name[1], key, count))
     elif name == "REDUCE":

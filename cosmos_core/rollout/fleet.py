@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
-from cosmos_core.rollout.members import Handle, Member, Members
+from cosmos_core.rollout.members import POLL_SECONDS, Handle, Member, Members
 from cosmos_core.rollout.replica import packed
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -54,6 +54,8 @@ class Fleet:
         """Whether the newest weights were the first of an engine."""
         self.version = -1
         """Of the oldest weights that an engine with any has."""
+        self.resync: Callable[[], object] = lambda: None
+        """Sends the weights that were sent last to the engines that have none; called on all ranks together."""
         if is_first():
             self._members.start()
         described: Any = broadcast_object(self._first_description() if is_first() else None)
@@ -98,19 +100,16 @@ class Fleet:
             self._own += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`: all that were submitted, so that ranks wait for each other once."""
-        groups, failed = [], ""
-        try:
-            while self._own:
-                groups.append(self._members.awaited(self._own[0][1]))
-                self._own.pop(0)
-        except Exception as error:  # noqa: BLE001 - all ranks have to hear of it
-            self._own, failed = [], str(error) or type(error).__name__
-        groups, failed = broadcast_object((groups, failed))
-        if failed:
-            self.check()
-            raise StageFailed(failed)
-        return groups
+        """See `Engine.completed`: all that were submitted, so that ranks wait for each other once. An engine that dies
+        meanwhile gets the weights again."""
+        while True:
+            groups, failed, is_stale = broadcast_object(self._own_done() if is_first() else None)  # type: ignore[misc]
+            if failed:
+                self.check()
+                raise StageFailed(failed)
+            if not is_stale:
+                return groups
+            self.resync()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`: every engine that is open takes them. One that dies meanwhile is left out."""
@@ -157,6 +156,23 @@ class Fleet:
         self._members.is_closed = True
 
     # What follows runs on the first rank.
+
+    def _own_done(self) -> tuple[list[Group], str, bool]:
+        """Return the groups that were submitted once all are there; or what went wrong; or that an engine waits for
+        weights."""
+        try:
+            while any(not reply.done() for _, reply in self._own):
+                wait([reply for _, reply in self._own], POLL_SECONDS, FIRST_EXCEPTION)
+                self._members.check()
+                self._beat()
+                if self.is_stale and any(not reply.done() for _, reply in self._own):
+                    return [], "", True
+            groups = [reply.result() for _, reply in self._own]
+        except Exception as error:  # noqa: BLE001 - all ranks have to hear of it
+            self._own = []
+            return [], str(error) or type(error).__name__, False
+        self._own = []
+        return groups, "", False
 
     def _tell_all(self, method: str) -> None:
         if not (self._takes_turns and is_first()):

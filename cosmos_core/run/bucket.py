@@ -5,6 +5,7 @@ Credentials come from the environment alone: `PROD_S3_CHECKPOINT_*`, the variabl
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import threading
@@ -25,6 +26,7 @@ _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
+_ALTERED = 3  # times that an object may arrive altered
 
 
 @dataclass(frozen=True)
@@ -122,19 +124,44 @@ class Bucket:
 
     def read(self, key: str) -> bytes | None:
         """Return an object that is small; None: there is none."""
+        return self.read_tagged(key)[0]
+
+    def read_tagged(self, key: str) -> tuple[bytes | None, str]:
+        """Return an object that is small, and its ETag; None and an empty one: there is none."""
         from botocore.exceptions import ClientError
 
+        def read() -> tuple[bytes, str]:
+            found = self.client.get_object(Bucket=self.name, Key=key)
+            return found["Body"].read(), found["ETag"].strip('"')
+
         try:
-            found: bytes = self._again(lambda: self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
+            content, etag = self._again(read)
         except ClientError as error:
             if _code(error) in _ABSENT:
-                return None
+                return None, ""
             raise
-        return found
+        return content, etag
 
-    def write(self, key: str, data: bytes) -> None:
-        """Replace an object that is small in one request."""
-        self.client.put_object(Bucket=self.name, Key=key, Body=data)
+    def write(self, key: str, data: bytes, **only: str) -> str:
+        """Replace an object that is small in one request, and again where it arrived altered; return its ETag.
+
+        `only`: `IfMatch` an ETag, or `IfNoneMatch` "*", for a store that is to refuse it otherwise.
+        """
+        digest = hashlib.md5(data, usedforsecurity=False)
+        for _ in range(_ALTERED):
+            done = self.client.put_object(
+                Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **only
+            )
+            etag: str = done["ETag"].strip('"')
+            # Where the store encrypts with other keys the ETag is another.
+            if etag == digest.hexdigest() or "ServerSideEncryption" in done:
+                return etag
+            only = {}
+        raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_ALTERED} times")
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if there is one."""
+        self.client.delete_object(Bucket=self.name, Key=key)
 
     def sha256(self, key: str) -> str:
         """Return the digest of an object as it lies there, by reading all of it."""
@@ -213,6 +240,11 @@ def told(where: str, error_class: type[CosmosError] = UploadError, note: str = "
         raise error_class(f"{where}: the store responds with {code}{end}") from error
     except (BotoCoreError, ConnectionError) as error:
         raise error_class(f"{where}: {' '.join(str(error).split())}{end}") from error
+
+
+def is_refused_condition(error: Exception) -> bool:
+    """Return whether a store refused to write because what lies there is not what `only` named."""
+    return _code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
 
 
 def _code(error: Any) -> str:

@@ -27,6 +27,8 @@ from cosmos_core.run.files import (
 from cosmos_core.types import Outcome
 
 RESULT = "result.json"
+STORED = "stored"
+"""Key of a result whose outputs lie in an artifact store: they may be missing here until a stage reads them."""
 Result = dict[str, Any]
 
 
@@ -133,7 +135,8 @@ def read_result(stage_path: Path) -> Result | None:
 
 
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
-    """Return what is wrong with the outputs of a finished stage; None when they are what was committed.
+    """Return what is wrong with the outputs of a finished stage; None when they are what was committed. One that an
+    artifact store has may be missing.
 
     Size, modification time and inode as recorded are trusted; when one differs, or when `thorough`, the content is
     hashed again. A file that was only touched or copied has its record renewed.
@@ -144,6 +147,8 @@ def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str 
         try:
             status = file.stat()
         except (FileNotFoundError, NotADirectoryError):
+            if result.get(STORED):
+                continue
             return f"{record['path']} is gone"
         if status.st_size != record["size"]:
             return f"{record['path']} has {status.st_size} bytes instead of {record['size']}"
@@ -169,6 +174,8 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
     """
     for record in result["outputs"]:
         file = target / record["path"]
+        if result.get(STORED) and not (source / record["path"]).is_file():
+            continue
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         copy_file(source / record["path"], file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.directory import RUNS
 from cosmos_core.run.files import SHARED, read_json, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
-from cosmos_core.run.manifest import Result, problem, read_result
+from cosmos_core.run.manifest import STORED, Result, problem, read_result
 from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
@@ -73,8 +73,10 @@ def plan(
     output_dir: Path,
     *,
     thorough: bool = False,
+    stored: Callable[[str], Result | None] = lambda fingerprint: None,
 ) -> dict[str, Decision]:
-    """Decide for every stage, in topological order, without touching anything.
+    """Decide for every stage, in topological order, without touching anything. `stored` returns what an artifact store
+    has that was made with a fingerprint.
 
     Raises:
         ConfigError, ModelError, DataError: an input of a stage is missing.
@@ -93,7 +95,10 @@ def plan(
             decisions[stage.name] = Decision("run", "looks at the outside world, so it runs each time")
             continue
         found = fingerprint(pipeline, stage, kind, upstream, digests)
-        decisions[stage.name] = decide(output_dir, None, found, thorough=thorough) or Decision(
+        decision = decide(output_dir, None, found, thorough=thorough)
+        if (decision is None or decision.action == "run") and (result := stored(found.value)):
+            decision = Decision("adopt", f"same fingerprint in {result[STORED]}", result=result)
+        decisions[stage.name] = decision or Decision(
             "run", _why_new(output_dir, pipeline.config.name, stage.name, found)
         )
     return decisions

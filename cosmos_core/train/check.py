@@ -94,6 +94,8 @@ def _of_diffusion(stage: Stage) -> list[str]:
     family.set_scheduler_timestep(1)
     if stage.kind.makes == "data":
         return found + importlib.import_module("cosmos_core.data.prepare_media").look(stage)
+    if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
+        family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:
         with torch.device("meta"):
             choose_trained(family.folder.build(family.denoiser_name), policy, family.lora_targets)

@@ -47,6 +47,8 @@ class Generation:
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
         self._stage, self._trainer, self._stack = stage, trainer, stack
         self._scores: dict[Hashable, ScoreGroups] = {}
+        self._newest = 0
+        """The version that was sent last."""
 
     @cached_property
     def engine(self) -> Engine:
@@ -56,6 +58,7 @@ class Generation:
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.engines_apart:
             engine = _fleet(stage)
+            engine.resync = lambda: self.resync(self._newest)
         else:
             settings = _settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
             if stage.recipe.policy.is_diffusers:
@@ -91,6 +94,7 @@ class Generation:
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the present weights to the engine as `version`; return metrics."""
+        self._newest = version
         return self._publisher.publish(version)
 
     def score(self, weights: Rewards) -> ScoreGroups:

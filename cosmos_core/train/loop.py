@@ -175,7 +175,7 @@ class Loop:
             return False
         self.stage.progress.phase("validate")
         try:
-            self.apart.wait(lambda: check_stop(self.stage))
+            self.apart.wait(self.step, lambda: check_stop(self.stage))
         except StopAsked:
             raise self._preempted() from None
         return True

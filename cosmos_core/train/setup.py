@@ -198,7 +198,7 @@ def _ahead(
     prompts: Sequence[Prompt],
     order: PromptOrder,
     generation: Generation,
-    apart: ValidationApart | None,
+    apart: ValidationApart | None = None,
 ) -> GroupSource:
     """Return a source of groups that engines of their own generate while the ranks train."""
 
@@ -259,7 +259,7 @@ def _apart(stage: Stage, generation: Generation) -> ValidationApart | None:
     assert isinstance(rows, Prompts)
     score = generation.score_here(reward_weights(stage.recipe))
     completions = Completions(rows, generation.fleet, score, stage)
-    return ValidationApart(completions, generation.fleet, stage.progress.beat)
+    return ValidationApart(completions, generation.fleet, generation.resync, stage.progress.beat)
 
 
 def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:

@@ -37,9 +37,12 @@ class Ended(NamedTuple):
 class ValidationApart:
     """One validation at a time; all ranks call its methods together."""
 
-    def __init__(self, completions: Completions, fleet: Fleet, beat: Callable[[], None]) -> None:
-        """`completions` scores on the first rank alone."""
-        self._completions, self._fleet, self._beat = completions, fleet, beat
+    def __init__(
+        self, completions: Completions, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
+    ) -> None:
+        """`completions` scores on the first rank alone; `resync` sends the present weights, as those of a step, to
+        engines that have none."""
+        self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """What is being validated; None: nothing is."""
         self.on_end: Callable[[Ended], None] = lambda ended: None
@@ -79,14 +82,17 @@ class ValidationApart:
             raise problem
         self.on_end(Ended(step, metrics))
 
-    def wait(self, between: Callable[[], None]) -> None:
-        """Return when nothing is being validated; `between` is called meanwhile, and may raise."""
+    def wait(self, present: int, between: Callable[[], None]) -> None:
+        """Return when nothing is being validated; `between` is called meanwhile, and may raise. `present`: the step of
+        the present weights, which an engine that died gets."""
         while self.step is not None:
             if is_first():
                 self._done.wait(_POLL_SECONDS)
             self._beat()
             self.check()
             between()
+            if self.step is not None and broadcast_object(self._fleet.is_stale if is_first() else None):
+                self._resync(present)
 
     def _run(self, step: int, asked: Sequence[Future[Group]]) -> None:
         """Score groups as they come; on the first rank."""

@@ -53,11 +53,11 @@ class Saves:
             ConfigError, UploadError: the store refuses, or is not reached; what arrived stays.
         """
         sent = []
-        for manifest in sorted(self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}"), key=_step):
+        for manifest in sorted(self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}"), key=step_of):
             name = manifest.parent.parent.name
             if name in self._there or (stop is not None and stop.is_set()):
                 continue
-            with told(self._url), _linked(manifest.parent, self._stage_path / "sending" / name) as folder:
+            with told(self._url), linked(manifest.parent, self._stage_path / "sending" / name) as folder:
                 if folder is None:
                     continue
                 if self._bucket.head(self._key(name, _MANIFEST)) is None:
@@ -72,7 +72,7 @@ class Saves:
         Raises:
             ConfigError, UploadError: the store refuses, or is not reached.
         """
-        here = max((_step(path) for path in self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}")), default=-1)
+        here = max((step_of(path) for path in self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}")), default=-1)
         with told(self._url):
             keys = [each.key for each in self._bucket.objects(f"{self._prefix}/step_")]
             steps = [key.split("/")[-3] for key in keys if key.endswith(f"/policy/{_MANIFEST}")]
@@ -144,7 +144,7 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
 
 
 @contextmanager
-def _linked(source: Path, target: Path) -> Iterator[Path | None]:
+def linked(source: Path, target: Path) -> Iterator[Path | None]:
     """Give the files of a checkpoint a second name; None: it was removed meanwhile."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -167,6 +167,7 @@ def _linked(source: Path, target: Path) -> Iterator[Path | None]:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def _step(manifest: Path) -> int:
+def step_of(manifest: Path) -> int:
+    """Return the step of the checkpoint that a manifest is of."""
     number = manifest.parent.parent.name.removeprefix("step_")
     return int(number) if number.isdigit() else -1

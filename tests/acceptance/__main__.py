@@ -15,6 +15,7 @@ from pathlib import Path
 from cosmos_core.observe.logs import configure
 from tests.acceptance import (
     apart,
+    chaos,
     colours,
     diffusion,
     digits,
@@ -50,6 +51,7 @@ PARTS = {
     "nodes": nodes.prove,
     "rewards": rewards.prove,
     "digits_served": digits_served.prove,
+    "chaos": chaos.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

@@ -43,8 +43,7 @@ class Orchestra:
 
     def open(self) -> None:
         """Start the server, make the pool, deploy everything in `prefect.yaml`."""
-        self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
-        wait_until(self._answers, 120, f"the server answers; its log: {self.folder}/server.log")
+        self.start_server()
         done = subprocess.run(
             [sys.executable, "-m", "cosmos_core", "bootstrap"], cwd=ROOT, env=self.environment, capture_output=True,
             text=True, timeout=180,
@@ -52,17 +51,23 @@ class Orchestra:
         assert done.returncode == 0, done.stderr
         self.prefect("deploy", "--all")
 
+    def start_server(self) -> subprocess.Popen[str]:
+        """Start the server, with the database that there is."""
+        found = self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        wait_until(self._answers, 120, f"the server answers; its log: {self.folder}/server.log")
+        return found
+
     def _answers(self) -> bool:
         try:
             return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
         except httpx.TransportError:
             return False
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         with open(self.folder / f"{name}.log", "a") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "prefect", *arguments],
-                cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
+                cwd=ROOT, env=self.environment | variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
             )  # fmt: skip
 
     def ensure_worker(self) -> subprocess.Popen[str]:
@@ -70,10 +75,16 @@ class Orchestra:
             self.worker = self.start_worker("local")
         return self.worker
 
+    def machine(self, pool: str) -> Path:
+        """The folder of runs of the worker of a pool, for what comes to it from an artifact store."""
+        return self.folder / f"machine-{pool}"
+
     def start_worker(self, pool: str) -> subprocess.Popen[str]:
         log = self.folder / f"worker-{pool}.log"
         before = log.read_text().count("started!") if log.exists() else 0
-        found = self.start(f"worker-{pool}", "worker", "start", "--pool", pool)
+        found = self.start(
+            f"worker-{pool}", "worker", "start", "--pool", pool, COSMOS_OUTPUT_DIR=str(self.machine(pool))
+        )
         wait_until(lambda: log.read_text().count("started!") > before, 90, f"the worker is up; its log: {log}")
         return found
 

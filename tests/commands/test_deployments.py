@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,25 +144,6 @@ target = "OUTPUTS/published"
 """
 
 
-@pytest.fixture(scope="module")
-def orchestra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
-    folder = tmp_path_factory.mktemp("orchestra")
-    orchestra = Orchestra(folder)
-    try:
-        orchestra.open()
-        yield orchestra
-    finally:
-        orchestra.close()
-    assert not processes_below(folder)
-
-
-@pytest.fixture
-def place(workspace: Workspace, orchestra: Orchestra) -> Workspace:
-    """A workspace whose commands talk to the server."""
-    workspace.environment |= orchestra.settings
-    return workspace
-
-
 def write(place: Workspace, text: str) -> str:
     return str(place.write("pipeline.toml", text.replace("OUTPUTS", str(place.path / "outputs"))))
 
@@ -198,19 +178,26 @@ def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Or
     expect_gone(flow_run, 15)
 
 
-def test_a_schedule_fires(orchestra: Orchestra, place: Workspace) -> None:
+def test_a_schedule_fires_and_without_new_data_the_second_firing_trains_nothing(
+    orchestra: Orchestra, place: Workspace
+) -> None:
     """With SQLAlchemy 2.1 the scheduler of Prefect ended in an error at each turn, and nothing was ever scheduled."""
     config = write(place, COUNTING.replace("[pipeline]", '[pipeline]\noutput_dir = "OUTPUTS"'))
     orchestra.ensure_worker()
-    deployment = httpx.get(f"{orchestra.url}/deployments/name/post-train/local", timeout=30).json()["id"]
-    wanted = [{"schedule": {"interval": 30}, "active": True, "parameters": {"config": config}}]
+    deployment = httpx.get(f"{orchestra.url}/deployments/name/retrain/local", timeout=30).json()["id"]
+    wanted = [{"schedule": {"interval": 20}, "active": True, "parameters": {"config": config}}]
     orchestra.post(f"deployments/{deployment}/schedules", wanted)
     try:
-        wait_until(lambda: scheduled(orchestra, config), 60, "the scheduler made a run")
-        orchestra.wait_for(scheduled(orchestra, config)[0]["id"], "COMPLETED", 120)
+        wait_until(lambda: len(scheduled(orchestra, config)) >= 2, 60, "the scheduler made runs")
+        first, second = (run["id"] for run in scheduled(orchestra, config)[:2])
+        orchestra.wait_for(first, "COMPLETED", 120)
+        found = orchestra.wait_for(second, "COMPLETED", 120)
     finally:
-        orchestra.prefect("deployment", "schedule", "clear", "post-train/local", "--accept-yes")
-    assert read_result(sorted((place.path / "outputs").glob("2*"))[0] / "stages" / "second_half") is not None
+        orchestra.prefect("deployment", "schedule", "clear", "retrain/local", "--accept-yes")
+    [run] = (place.path / "outputs").glob("2*")
+    assert read_result(run / "stages" / "second_half") is not None
+    assert found["state"]["name"] == "NothingNew"
+    assert found["state"]["message"] == f"nothing new since run {run.name}, which was published"
 
 
 def scheduled(orchestra: Orchestra, config: str) -> list[dict[str, Any]]:

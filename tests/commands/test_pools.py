@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
+from cosmos_core.upload.artifact_store import ArtifactStore
+from cosmos_core.upload.s3 import S3Target
 from tests.commands.orchestra import ROOT, Orchestra
 from tests.conftest import Workspace, processes_below, wait_until
+from tests.store import Proxy
 
 TWO = """
 [pipeline]
@@ -43,24 +44,7 @@ arguments = { steps = 3 }
 """
 
 
-@pytest.fixture(scope="module")
-def orchestra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
-    folder = tmp_path_factory.mktemp("pools")
-    orchestra = Orchestra(folder)
-    try:
-        orchestra.open()
-        for pool in ("cpu", "gpu"):
-            orchestra.start_worker(pool)
-        yield orchestra
-    finally:
-        orchestra.close()
-    assert not processes_below(folder)
-
-
-@pytest.fixture
-def place(workspace: Workspace, orchestra: Orchestra) -> Workspace:
-    workspace.environment |= orchestra.settings
-    return workspace
+POOLS = ("cpu", "gpu")
 
 
 def write(place: Workspace, steps: int) -> str:
@@ -232,3 +216,116 @@ def test_a_pool_without_a_deployment_is_one_line(orchestra: Orchestra, place: Wo
     write(place, 3)
     done = place.cosmos("run", "two.toml", "--set", "first.work_pool=tpu", code=64)
     assert "work_pool = 'tpu': the server has no deployment stage/tpu; add one like stage/cpu" in done.stderr
+
+
+APART = """
+[pipeline]
+name = "apart"
+threads = 1
+grace_seconds = 10
+output_dir = "OUTPUTS"
+artifact_store = "STORE"
+
+[policy]
+model_max_length = 64
+model_gradient_checkpointing = false
+
+[train]
+param_dtype = "float32"
+compile = false
+
+[[pipeline.stages]]
+name = "task"
+kind = "custom"
+entry = "cosmos_core.data.arithmetic:make"
+arguments = { train_rows = 400, heldout_rows = 20, hidden_size = 32 }
+work_pool = "cpu"
+
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+after = "task"
+model = "stage:task"
+data = "stage:task"
+work_pool = "gpu"
+
+[pipeline.stages.overrides.train]
+epoch = 1000
+max_num_steps = 30
+train_batch_per_replica = 16
+optm_lr = 3e-3
+train_policy = { type = "sft", mini_batch = 16, conversation_column_name = "messages" }
+ckpt = { enable_checkpoint = true, save_freq = 3, max_keep = 2 }
+
+[[pipeline.stages]]
+name = "export"
+kind = "export"
+after = "sft"
+model = "stage:sft"
+work_pool = "cpu"
+
+[[pipeline.stages]]
+name = "gate"
+kind = "gate"
+after = "sft"
+require = ["loss > 0"]
+
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = ["gate", "export"]
+model = "stage:export"
+target = "STORE/published"
+work_pool = "cpu"
+"""
+
+
+def write_apart(place: Workspace, name: str) -> str:
+    text = APART.replace("OUTPUTS", str(place.path / "outputs")).replace("STORE", f"s3://models/{name}")
+    return str(place.write("apart.toml", text))
+
+
+def weights(orchestra: Orchestra, run: str) -> dict[str, str]:
+    """Digests of what was exported, on the machine that did."""
+    result = read_result(orchestra.machine("cpu") / run / "stages" / "export")
+    assert result is not None
+    return {file["path"]: file["sha256"] for file in result["outputs"] if file["path"].endswith(".safetensors")}
+
+
+def test_machines_that_share_no_disk_bring_a_pipeline_to_its_end_and_one_that_is_empty_goes_on(
+    orchestra: Orchestra, place: Workspace, s3: Proxy
+) -> None:
+    config = write_apart(place, "apart")
+    orchestra.wait_for(orchestra.run("post-train/local", f"config={config}", "run_id=apart"), "COMPLETED", 240)
+    run = place.path / "outputs" / "apart"
+    states = {stage.name: read_state(stage).state for stage in (run / "stages").iterdir()}
+    assert states == dict.fromkeys(("task", "sft-data", "sft", "export", "gate", "publish"), "done")
+    assert len((run / "stages" / "sft" / "metrics.jsonl").read_text().splitlines()) == 30
+    assert (run / "report.html").is_file()
+    assert not list(run.glob("stages/*/safetensors/**/*.safetensors")), "no weights where none are read"
+    assert {path.name for path in orchestra.machine("gpu").glob("apart/stages/*")} == {"task", "sft-data", "sft"}
+    assert len(weights(orchestra, "apart")) == 1
+    assert S3Target("models/apart/published").published() is not None
+
+    # The machine of the training dies with its disk; the next one has nothing but the store.
+    shutil.rmtree(orchestra.machine("gpu"))  # what was made there would be reused
+    config = write_apart(place, "empty")
+    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=empty")
+    sft = place.path / "outputs" / "empty" / "stages" / "sft"
+    saved = ArtifactStore("s3://models/empty")
+    wait_until(lambda: stored_steps(orchestra, saved), 180, "a checkpoint is stored")
+    for pid in pids_of(child(place.path / "outputs" / "empty", "sft")["flow_run"]):
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(orchestra.machine("gpu"))
+    orchestra.wait_for(flow_run, "COMPLETED", 240)
+    events = [json.loads(line) for line in (sft / "events.jsonl").read_text().splitlines()]
+    assert [each["detail"].partition("_")[0] for each in events if each["event"] == "fetched"] == ["step"]
+    assert len((sft / "metrics.jsonl").read_text().splitlines()) == 30
+    assert weights(orchestra, "empty") == weights(orchestra, "apart")
+
+
+def stored_steps(orchestra: Orchestra, saved: ArtifactStore) -> list[str]:
+    """Names of the checkpoints that are stored of the training that runs on the machine of the pool `gpu`."""
+    path = orchestra.machine("gpu") / "empty" / "stages" / "sft"
+    found = read_json(path / "fingerprint.json")
+    return saved.checkpoints(found["value"], path).names() if isinstance(found, dict) else []

@@ -17,10 +17,12 @@ from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.open_diffusion import recompute_blocks
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
+from tests import tiny_pipelines
 from tests.effects.change import recipe
 from tests.unit.trainers import NoView
 
@@ -28,15 +30,36 @@ MESHES = {
     "replicas": {"dp_replicate_size": 4, "dp_shard_size": 1},
     "shards": {"dp_shard_size": 4},
     "hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "context": {"cp_size": 2, "dp_shard_size": 2},
 }
-CASES = {"sd3": {}, "sd3-lora": {"policy.lora.r": 2}, "cosmos_predict": {}}
-"""Pipeline, and what is said of its adapter."""
-PRECISE = {"cosmos_predict": (torch.float32, 1e-5)}
+_RECOMPUTED = {"policy.model_gradient_checkpointing": True}
+CASES: dict[str, dict[str, Any]] = {
+    "sd3": {}, "sd3-lora": {"policy.lora.r": 2}, "cosmos_predict": {}, "cosmos_predict-lora": {"policy.lora.r": 2},
+    "sana_video": {}, "sana_video-recomputed": _RECOMPUTED,
+}  # fmt: skip
+"""Pipeline, and what is said of its adapter and of the backward pass."""
+PRECISE = {"cosmos_predict": (torch.float32, 1e-5), "sana_video": (torch.float32, 1e-5)}
 """Dtype and tolerance of those that do not compute in float64."""
 
 
+def usual_cells() -> list[tuple[str, str]]:
+    """The cells that the suite has."""
+    return [cell for cell in cells() if cell[0] in {"sd3", "sd3-lora", "cosmos_predict"} and cell[1] != "context"]
+
+
+def cells() -> list[tuple[str, str]]:
+    """Each case with each mesh that it can be on: ranks share the tokens of clips alone."""
+    return [
+        (case, mesh)
+        for case in CASES
+        for mesh in MESHES
+        if mesh != "context" or case.partition("-")[0] in tiny_pipelines.CLIPS
+    ]
+
+
 def samples(name: str) -> list[FlowSample]:
-    """Seven samples of two shapes, so that some ranks have nothing to do at the end."""
+    """Seven samples of two shapes, clips of a third with an odd number of tokens too: some ranks have nothing to do at
+    the end."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> Tensor:
@@ -44,10 +67,15 @@ def samples(name: str) -> list[FlowSample]:
 
     found = []
     for i in range(7):
-        side = 8 if i % 3 else 4
-        shape = (16, 3, side, side) if name == "cosmos_predict" else (4, side, side)
-        text = {"prompt_embeds": tensor(6, 32)} | ({} if len(shape) == 4 else {"pooled_prompt_embeds": tensor(32)})
-        given = i % 3 if len(shape) == 4 else 0
+        is_clip = name in tiny_pipelines.CLIPS
+        side = (4, 8, 6)[i % 3] if name == "sana_video" else 8 if i % 3 else 4
+        shape = (16, 3, side, side) if is_clip else (4, side, side)
+        text = {"prompt_embeds": tensor(6, 8 if name == "sana_video" else 32)}
+        if name == "sana_video":
+            text["prompt_attention_mask"] = torch.ones(6, dtype=torch.int64)
+        elif not is_clip:
+            text["pooled_prompt_embeds"] = tensor(32)
+        given = i % 3 if name == "cosmos_predict" else 0
         found.append(FlowSample(tensor(*shape), 0.1 + 0.1 * i, text, tensor(*shape), num_given=given))
     return found
 
@@ -66,6 +94,8 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
     dtype, _ = PRECISE.get(name, (torch.float64, 1e-9))
     model = family.load_denoiser(dtype)
     choose_trained(model, config.policy, family.lora_targets)
+    if CASES[case] == _RECOMPUTED:
+        recompute_blocks(model, config.policy.model_gradient_checkpointing)
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu") if mesh else None
     adapter = Denoiser(model, family, train, sizes)
     trainer = Trainer(adapter, train, Progress(scratch / "p.json"))
@@ -84,13 +114,12 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
     }
 
 
-def on_meshes(folder: Path, stop: threading.Event) -> None:
+def on_meshes(folder: Path, chosen: list[tuple[str, str]], stop: threading.Event) -> None:
     """Each case on each mesh; the first rank writes what came out."""
     torch.set_num_threads(1)
-    for mesh, sizes in MESHES.items():
-        for case in CASES:
-            own = folder / f"{mesh}-{case}-{dist.get_rank()}"
-            own.mkdir()
-            found = computed(folder, case, own, **sizes)
-            if dist.get_rank() == 0:
-                torch.save(found, folder / f"{mesh}-{case}.pt")
+    for case, mesh in chosen:
+        own = folder / f"{mesh}-{case}-{dist.get_rank()}"
+        own.mkdir()
+        found = computed(folder, case, own, **MESHES[mesh])
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{mesh}-{case}.pt")

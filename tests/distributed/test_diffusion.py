@@ -1,4 +1,5 @@
-"""A denoiser on four ranks, as replicas, shards and both: loss, gradients, predictions and weights are those of one."""
+"""A denoiser on four ranks, as replicas, shards, both, and sharing clips: loss, gradients, predictions and weights are
+those of one rank."""
 
 from __future__ import annotations
 
@@ -10,23 +11,42 @@ import torch
 
 from cosmos_core.cluster.group import WorkerGroup
 from tests import tiny_pipelines
-from tests.distributed.diffusion import CASES, MESHES, PRECISE, computed, on_meshes
+from tests.distributed.diffusion import PRECISE, cells, computed, on_meshes, usual_cells
+
+FURTHER = [cell for cell in cells() if cell not in usual_cells()]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("denoisers")
-    for name in {case.partition("-")[0] for case in CASES}:
+def answers(found: Path, chosen: list[tuple[str, str]]) -> Path:
+    for name in {case.partition("-")[0] for case, _ in chosen}:
         tiny_pipelines.save(name, found / name)
-    WorkerGroup(4, "local").run(partial(on_meshes, found))
+    WorkerGroup(4, "local").run(partial(on_meshes, found, chosen))
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", CASES)
-def test_four_ranks_do_what_one_does(case: str, mesh: str, folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return answers(tmp_path_factory.mktemp("denoisers"), usual_cells())
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return answers(tmp_path_factory.mktemp("denoisers"), FURTHER)
+
+
+@pytest.mark.parametrize(("case", "mesh"), usual_cells())
+def test_four_ranks_do_what_one_does(case: str, mesh: str, usual: Path, tmp_path: Path) -> None:
+    compare(case, mesh, usual, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "mesh"), FURTHER)
+def test_so_they_do_further_cases(case: str, mesh: str, further: Path, tmp_path: Path) -> None:
+    compare(case, mesh, further, tmp_path)
+
+
+def compare(case: str, mesh: str, folder: Path, tmp_path: Path) -> None:
     one, four = computed(folder, case, tmp_path), torch.load(folder / f"{mesh}-{case}.pt")
-    _, tolerance = PRECISE.get(case, (torch.float64, 1e-9))
+    _, tolerance = PRECISE.get(case.partition("-")[0], (torch.float64, 1e-9))
     assert four["loss"] == pytest.approx(one["loss"], rel=tolerance)
     assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=max(tolerance, 1e-7))  # norms are in float32
     for ours, theirs in zip(one["predicted"], four["predicted"], strict=True):

@@ -22,6 +22,7 @@ from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed, RewardError, StageFailed
 from cosmos_core.launch.estimate import estimate_table
+from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import update_state
@@ -30,6 +31,7 @@ from tasks.elsewhere import perform_elsewhere
 from tasks.kinds import all_kinds
 from tasks.reward_service import reward_service
 from tasks.stage import perform, should_retry
+from tests import store
 from tests.effects.change import GRPO, SFT, Change, changes, nested
 from tests.unit.tiny_model import save_tiny_model
 
@@ -274,6 +276,22 @@ def test_it_changes_where_a_stage_runs(
     ):
         perform_elsewhere(create_run(after), after.stage("second"))
     assert asked == [expected]
+
+
+@changes((Change("pipeline.artifact_store", "s3://models/ours", ALONE), "stages/second/result.json"))
+def test_it_changes_where_results_are_stored(
+    change: Change, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(found: Pipeline) -> list[str]:
+        run = create_run(found)
+        perform(run, "second")
+        objects = Bucket("models").objects(f"ours/runs/{run.id}/")
+        return [each.key.partition(f"/{run.id}/")[2] for each in objects if each.key.endswith("result.json")]
+
+    with store.store() as proxy:
+        store.use(proxy.url, monkeypatch)
+        before, after = map(stored, sides(change, tmp_path))
+    assert (before, after) == ([], [expected])
 
 
 @changes((Change("pipeline.stages.reward_service_pool", "gpu", {**ALONE, "pipeline.stages.reward_service": "r.toml"}),

@@ -87,7 +87,7 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
         stage = stage_of(tmp_path / "stage", recipe, kind="rl")
         loop = Loop(stage, parts, feed, parts, saver, publish=lambda step: steps.append(step) or {},
                     publish_every=recipe.train.sync_weight_interval)  # fmt: skip
-        monkeypatch.setattr(loop, "_restore", lambda: 0)
+        monkeypatch.setattr(loop, "_restore", lambda: (0, False))
         monkeypatch.setattr(loop, "_save", lambda: None)
         monkeypatch.setattr(loop, "_step", lambda: {} if loop.step < 7 else None)
         loop.run()

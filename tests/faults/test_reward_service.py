@@ -168,8 +168,8 @@ def test_health_metrics_and_page_show_how_it_goes(server: Running, tmp_path: Pat
     enqueue = server.service.replicas[0][0]
     note_health(tmp_path, {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_TOKEN": server.token})
     [noted] = json.loads((tmp_path / "reward_service.json").read_text())["services"]
-    assert (noted["url"], noted["status"]) == (server.url, "ok")
-    assert noted["rewards"]["mean"]["items"] > 0 and noted["rewards"]["mean"]["ready"] == 1.0
+    assert noted["url"] == server.url and noted["status"] in {"ok", "degraded"}, "its processes were killed just now"
+    assert noted["rewards"]["mean"]["items"] > 0 and noted["rewards"]["mean"]["restarts"] > 0
     assert noted["refused"]["401"] > 0 and "secret" not in (tmp_path / "reward_service.json").read_text()
     page = httpx.get(f"{server.url}/", auth=("anybody", server.token))
     assert page.status_code == 200 and "its process was killed by signal 9" in page.text

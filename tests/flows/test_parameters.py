@@ -59,7 +59,8 @@ def test_every_deployment_names_a_flow_and_gives_parameters_that_it_has() -> Non
         assert set(deployment.get("parameters", {})) <= set(parameter_schema(flow).properties)
         assert deployment["enforce_parameter_schema"] is True
         flows[f"{flow.name}/{deployment['name']}"] = deployment["work_pool"]["name"]
-    wanted = ("post-train/local", "retrain/local", "stage/local", "stage/cpu", "stage/gpu")
+    pools = ("stage/local", "stage/cpu", "stage/gpu", "reward-service/cpu", "reward-service/gpu")
+    wanted = ("post-train/local", "retrain/local", *pools)
     assert flows == {name: name.partition("/")[2] for name in wanted}, "a deployment is named after its pool"
 
 

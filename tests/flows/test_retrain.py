@@ -91,9 +91,11 @@ def test_it_trains_only_for_new_content_and_publishes_only_what_is_better(tmp_pa
     name, message = nightly.fire()
     assert name == "NotPromoted" and "accuracy = 0.52, bound 0.5, noise 0.0" in message
     assert nightly.fire()[0] == "NothingNew", "what was refused is not trained again"
+    nightly.rows({"accuracy": 0.3})
+    assert nightly.fire()[0] == "NotPromoted" and len(nightly.target.history()) == 1, "a worse model is stopped"
     nightly.rows({"accuracy": 0.9})
     assert nightly.fire()[0] == "Completed"
-    assert len(nightly.runs) == 3
+    assert len(nightly.runs) == 4
     old, new = nightly.target.history()
     assert old.startswith(first)
 

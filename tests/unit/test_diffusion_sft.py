@@ -21,11 +21,12 @@ from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.flow_sample import Draws, FlowSample
 from cosmos_core.data.media_rows import MediaRow, open_media
-from cosmos_core.errors import Preempted
+from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.models.denoiser import Denoiser, Wants
 from cosmos_core.models.families import open_family
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.train import check
 from cosmos_core.train.setup import hand_over, open_trainer, train
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
@@ -291,9 +292,22 @@ def test_the_published_form_is_proven_in_half_precision_and_carries_the_adapter(
 
 
 @pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [("sd3", 2, "no tokens that ranks can share"), ("cosmos_predict", 2, "shares the clips of SANA-Video alone")],
+)
+def test_check_refuses_ranks_that_cannot_share_a_clip(
+    inputs: Inputs, tmp_path: Path, name: str, size: int, said: str
+) -> None:
+    config = recipe({**BASE, "policy.parallelism.cp_size": size})
+    with pytest.raises(ConfigError, match=f"policy.parallelism.cp_size = {size}.*{said}"):
+        check.run(stage_of(tmp_path, config, model=inputs.model(name)))
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"policy.parallelism.cp_size": 2}, "policy.parallelism.cp_size = 2: this version spreads diffusion models by"),
+        ({"policy.parallelism.tp_size": 2}, "policy.parallelism.tp_size = 2: this version spreads diffusion models by"),
+        ({"policy.parallelism.cp_size": 2}, "train.compile = true excludes policy.parallelism.cp_size = 2 for"),
         ({"policy.enable_liger_kernel": True}, "Liger has no kernels for diffusion models"),
         ({"policy.lora.modules_to_save": ["proj_out"]}, "diffusers loads adapters alone"),
         ({"policy.lora.init_lora_weights": "pissa"}, "moves a part of the base weights"),

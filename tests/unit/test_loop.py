@@ -31,7 +31,6 @@ from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import row_metrics
 from cosmos_core.train.setup import hand_over, open_trainer
 from cosmos_core.train.setup import train as train_stage
-from cosmos_core.train.validation_apart import Ended
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sft
@@ -352,88 +351,3 @@ def test_a_named_checkpoint_at_the_end_of_the_training_is_refused(inputs: Path, 
     policy = earlier.path / "checkpoints/step_3/policy"
     with pytest.raises(ConfigError, match=r"is at step 3 and this training ends at step 3; raise train\.epoch"):
         train_stage(stage(tmp_path / "out/stages/second", inputs, resume=str(policy), steps=3))
-
-
-class Slow:
-    """Validation by engines apart: each is done once so many train steps went by, with a value that is given."""
-
-    def __init__(self, values: dict[int, float], asked: list[int]) -> None:
-        self.values, self.asked, self.step, self.left = values, asked, None, 0
-        self.on_end: Callable[[Ended], None] = lambda ended: None
-
-    def begin(self, step: int) -> None:
-        self.step, self.left = step, 2
-        self.asked.append(step)
-
-    def check(self) -> None:
-        self.left -= 1
-        if self.step is not None and self.left < 0:
-            step, self.step = self.step, None
-            self.on_end(Ended(step, {"validation/reward": self.values[step]}))
-
-    def wait(self, between: Callable[[], None]) -> None:
-        while self.step is not None:
-            between()
-            self.check()
-
-
-def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: int = 0) -> Best | None:
-    """Six steps, of which the second and the fourth are validated while the next are taken."""
-    checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=1, asynchronous=False)
-    at.stop_requested = False
-    apart: Any = Slow({2: 0.9, 4: 0.5, 6: 0.1}, asked)
-
-    def publish(step: int) -> dict[str, float]:
-        published.append(step)
-        return {}
-
-    def watch(step: int, metrics: dict[str, float]) -> dict[str, float]:
-        at.stop_requested = step == stop_after
-        return {}
-
-    assert at.data is not None
-    feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
-    loop = Loop(
-        at, open_trainer(at), feed, sft(), checkpointer, publish=publish, apart=apart, watch=watch,
-        measure=lambda step: {"validation/reward": apart.values[step]},
-    )  # fmt: skip
-    try:
-        loop.run()
-    except Preempted as stopped:
-        assert stop_after and "while step 2 was validated; the checkpoint is of step 2" in str(stopped)
-    finally:
-        checkpointer.close()
-    return loop.best
-
-
-def apart_stage(path: Path, inputs: Path) -> Stage:
-    config = recipe({**STEPS, "validation.freq": 2, "train.ckpt.max_keep": 1})
-    return stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")
-
-
-def test_the_training_goes_on_while_engines_validate_and_the_best_step_is_the_one_that_was_measured(
-    inputs: Path, tmp_path: Path
-) -> None:
-    at, published, asked = apart_stage(tmp_path / "rl", inputs), [], []
-    assert train_apart(at, published, asked) == Best(2, "validation/reward", 0.9)
-    assert asked == [2, 4]
-    # Step 3 has no weights of its own in the engines, which still have those of step 2; likewise 5.
-    assert published == [0, 1, 2, 4, 6]
-    lines = read_metrics(at.path / "metrics.jsonl")
-    found = [(line["step"], line["validation/reward"]) for line in lines if "validation/reward" in line]
-    assert found == [(2, 0.9), (4, 0.5), (6, 0.1)]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert kept(at) == [2, 6] and named(at) == {"step": 2, "metric": "validation/reward", "value": 0.9}
-
-
-def test_a_validation_that_a_stop_cut_off_is_made_again_and_told_once(inputs: Path, tmp_path: Path) -> None:
-    whole = apart_stage(tmp_path / "whole", inputs)
-    train_apart(whole, [], [])
-    at, asked = apart_stage(tmp_path / "rl", inputs), []
-    train_apart(at, [], asked, stop_after=3)
-    train_apart(at, [], asked)
-    assert asked == [2, 2, 4]
-    lines, expected = ([{k: v for k, v in line.items() if k in {"step", "loss", "validation/reward"}}
-                        for line in read_metrics(each.path / "metrics.jsonl")] for each in (at, whole))  # fmt: skip
-    assert sorted(lines, key=str) == sorted(expected, key=str)
-    assert named(at) == named(whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from cosmos_core.models.lora import add_adapter, merged, plain_state, save_adapt
 from cosmos_core.models.prove import prove_export
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.hf import HfEngine
-from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.train.setup import run, train
 from cosmos_core.types import Prompt, Sampling
@@ -266,34 +264,6 @@ def test_an_engine_of_its_own_gets_merged_weights_and_answers_as_the_adapted_mod
     expected, found = answers(model), answers(plain)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected] != stale
     assert all(one.logprobs == pytest.approx(o.logprobs, abs=1e-4) for one, o in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(("lora", "form"), [({}, "adapter"), ({"modules_to_save": ["lm_head"]}, "module")])
-def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_is_trained(
-    folder: Path, lora: dict[str, Any], form: str
-) -> None:
-    settings = {"target_modules": ["q_proj", "up_proj"], "r_pattern": {"up_proj": 3}, **lora}
-    model = ours(folder, settings)
-    disturb(model)
-    apart = EngineSettings(
-        model, load_tokenizer(str(folder)), str(folder), RolloutConfig(), 64, torch.float32, is_apart=True
-    )
-    engine = HfEngine(apart)
-
-    def own(token_ids: Sequence[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits = model.eval()(torch.tensor([list(token_ids)])).logits[0, :-1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
-
-    publisher = WeightPublisher(engine, model, own, torch.float32)
-    for version in (1, 2):
-        metrics = publisher.publish(version)
-        found = torch.tensor(engine.logprobs([5, 6, 7, 8, 9, 10]))
-        torch.testing.assert_close(found, own([5, 6, 7, 8, 9, 10]), rtol=0, atol=1e-5)
-        disturb(model)
-    factors = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" in name)
-    assert engine.weight_format == form
-    assert (metrics["sync/bytes"] == factors) == (form == "adapter")
 
 
 @pytest.fixture(scope="module")

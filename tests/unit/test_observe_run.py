@@ -198,22 +198,6 @@ def test_the_page_of_a_finished_run_is_well_formed_and_loads_nothing(tmp_path: P
     assert len(ids) == len(set(ids))
 
 
-def test_the_page_says_how_the_reward_service_of_a_stage_was(tmp_path: Path) -> None:
-    run = finished_run(tmp_path)
-    rewards = {"ocr": {"items": 320.0, "errors": 2.0, "ready": 1.0, "restarts": 3.0, "retried": 4.0, "seconds": 61.5}}
-    services = [
-        {"url": "http://rewards:8080", "status": "degraded", "rewards": rewards, "refused": {"429": 7.0}},
-        {"url": "http://theirs:8080", "status": "tells nothing"},
-    ]
-    write(run / "stages" / "grpo" / "reward_service.json", {"services": services, "restarts": 2})
-    text = Page(report.build(run)).text
-    assert "http://rewards:8080 degraded ocr 320 2 1 3 4 61.5 429: 7" in text
-    assert "http://theirs:8080 tells nothing" in text
-    assert "The service was started again 2 times." in text
-    write(run / "stages" / "grpo" / "reward_service.json", {"services": [HOSTILE, 7]})
-    assert "<script" not in report.build(run)
-
-
 def test_a_completion_with_a_script_is_shown_and_not_run(tmp_path: Path) -> None:
     source = report.build(finished_run(tmp_path))
     assert "<script" not in source and str(escape(HOSTILE)) in source

@@ -1,6 +1,6 @@
-"""Rewards whose model classes are in packages of their own: what we ask of those, with stand-ins for the packages.
+"""Rewards whose model classes are in packages of their own: what we ask of those, with fakes of the packages.
 
-A stand-in has the package's signature, and inside a tiny random vision-language model of transformers' real classes in
+A fake has the package's signature, and inside a tiny random vision-language model of transformers' real classes in
 place of Qwen2-VL 7B; a published one has never run here.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,10 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import fetch, pinned_url
 from tasks.kinds import all_kinds
 from tasks.stage import perform
-from tests import store
 from tests.store import Proxy
 from tests.unit.tiny_model import save_tiny_model
 
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with store.store() as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def here(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy.reset()
-    store.use(proxy.url, monkeypatch)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def put(url: str, **files: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -203,3 +204,19 @@ def test_a_request_for_weights_that_no_engine_has_any_more_is_told_so() -> None:
         with pytest.raises(LostWeights, match="the engines with the weights of step 1 have died"):
             fleet.request(PROMPTS[0], SAMPLING, 0, version=1).result(20)
         assert fleet.request(PROMPTS[0], SAMPLING, 0, version=2).result(20).version == 2
+
+
+def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_again() -> None:
+    handle = Threaded()
+
+    def resync() -> None:
+        with fleet.only_new():
+            fleet.load_weights(7, weights(7))
+
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(7, weights(7))
+        fleet.resync = resync
+        handle.engine.hangs.set()
+        fleet.submit(PROMPTS[:4], SAMPLING, 0)
+        threading.Timer(0.3, handle.kill).start()
+        assert [(group.prompt.id, group.version) for group in fleet.completed()] == [(i, 7) for i in range(4)]

@@ -141,6 +141,7 @@ def test_a_plain_recipe_is_swept_from_the_command_line_and_publishes_the_best_al
         ('grid = { "train.seed" = [1] }, metric = "validation/los"', r"sweep.metric = 'validation/los': no stage of"),
         ('grid = { "train.seed" = [1] }, metric = "m", through = "sft-data"', r"'sft-data' is not behind 'sft'"),
         ('grid = { "train.seed" = [1] }', r"sweep.metric: "),
+        ('grid = { "arguments.x" = [1] }, metric = "m"', r"'arguments.x': a stage of kind 'sft' takes no arguments"),
         ('grid = { "train.epoch" = [' + ",".join(map(str, range(1, 300))) + '] }, metric = "m"', r"299 combinations"),
     ],
 )  # fmt: skip

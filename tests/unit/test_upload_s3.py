@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,8 @@ from tests.store import Proxy, Request
 PART = 5 << 20  # the least that S3 takes
 
 
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with store.store() as found:
-        yield found
-
-
 @pytest.fixture(autouse=True)
-def here(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy.reset()
-    store.use(proxy.url, monkeypatch)
+def small_parts(here: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PART_BYTES", PART)
 
 

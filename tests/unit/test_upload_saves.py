@@ -6,27 +6,17 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cosmos_core.upload.saves import Saves, saves_url, sending
-from tests import store
 from tests.conftest import wait_until
 from tests.store import Proxy
 
 
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with store.store() as found:
-        yield found
-
-
 @pytest.fixture(autouse=True)
-def url(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    proxy.reset()
-    store.use(proxy.url, monkeypatch)
+def url(here: Proxy, request: pytest.FixtureRequest) -> str:
     return saves_url(f"s3://models/{request.node.name}", "sft", "20250101000000")
 
 

@@ -77,7 +77,8 @@ class PolicyParallelismConfig(ParallelismConfig):
     tp_size: Ranks = 1
     """Tensor-parallel ranks, by the plan that the model carries (Cosmos-RL: 2 when left out)."""
     cp_size: Ranks = 1
-    """Context-parallel ranks, which share one sequence (Ulysses); rows are packed."""
+    """Context-parallel ranks, which share one sequence (Ulysses), of SANA-Video the tokens of a clip; rows are
+    packed."""
     dp_shard_size: Annotated[int, Unit("ranks")] = 1
     """Ranks that shard the parameters (FSDP); -1: what the other sizes leave of `pipeline.gpus`, or of this machine's
     GPUs."""

@@ -65,7 +65,7 @@ class StageConfig(Table):
     deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
-    run. Empty: the machine of the flow."""
+    run, or there is an `artifact_store`. Empty: the machine of the flow."""
     retries: NonNegativeInt = 2
     """Consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
@@ -172,5 +172,9 @@ class PipelineConfig(Table):
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
     python: Annotated[str, NoResult] = ""
     """Interpreter of the workers; empty: this one."""
+    artifact_store: Annotated[str, Field(pattern=r"^(s3://[^/\s#]+(/[^\s#]+)?)?$"), NoResult] = ""
+    """`s3://BUCKET/PREFIX`, for machines that share no disk: outputs of stages and checkpoints of trainings are pushed
+    there, by content, and pulled where a stage reads them. Empty: the machines of all work pools share the folder of
+    runs."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
     """The graph, in any order."""

@@ -88,12 +88,17 @@ class PolicyConfig(Table):
 
     def _of_diffusion(self, stage: InStage) -> Iterator[str]:
         """What is not done for diffusion models."""
-        for axis in ("tp_size", "cp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
+        for axis in ("tp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (
                     f"policy.parallelism.{axis} = {size}: this version spreads diffusion models by dp_shard_size and "
-                    f"dp_replicate_size alone; set it to 1"
+                    f"dp_replicate_size, SANA-Video by cp_size too; set it to 1"
                 )
+        if stage.kind.has_mesh and stage.recipe.train.compile and self.parallelism.cp_size > 1:
+            yield (
+                f"train.compile = true excludes policy.parallelism.cp_size = {self.parallelism.cp_size} for diffusion "
+                f"models in this version; set it to false"
+            )
         if self.enable_liger_kernel:
             yield "policy.enable_liger_kernel = true: Liger has no kernels for diffusion models; leave it out"
         if stage.kind.trains and stage.recipe.train.fp8.enable_fp8:

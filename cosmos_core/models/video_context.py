@@ -1,0 +1,255 @@
+"""Context parallelism of video denoisers: the tokens of a clip are sharded over ranks, block by block.
+
+Before the first block and behind the last layer every rank has the whole clip. Between them each has an equal run of
+the tokens of all frames, the last filled up with zeros, and where a layer looks beyond its own tokens the ranks
+exchange: softmax attention trades tokens for heads (Ulysses, arXiv 2309.14509), linear attention adds up its sums over
+tokens, a convolution over time gets the frames at both borders. A rank's gradients are those of its own tokens; FSDP
+sums them over the ranks.
+
+Not here: which family does what, which its own file says.
+
+Shapes: B samples, N tokens of a rank, K heads, D head size, C channels, F frames of a rank, S positions of a frame.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from cosmos_core.parallel.context import exchanged
+
+Dims = Mapping[str, int]
+"""Arguments that have an entry for each token, and in which dimension."""
+
+
+class Shards:
+    """Which tokens of the clip in hand are this rank's; each block notes it anew, so that one that is computed again in
+    the backward pass finds what it found before."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.count = self.length = 0
+
+    def note(self, count: int, unit: int = 1) -> None:
+        """Take a clip of `count` tokens, of which `unit` stay together."""
+        self.count, self.length = count, unit * -(-count // (unit * self.size))
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of all, with zeros where there are no more."""
+        start = min(self.rank * self.length, self.count)
+        return self._filled(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
+
+    def all(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks; the gradient of each rank's goes back to it."""
+        found: Tensor = _Gather.apply(tensor, dim, self.group)
+        return found.narrow(dim, 0, self.count)
+
+    def real(self, like: Tensor) -> Tensor:
+        """Return 1 for each token of this rank and 0 where it is filled up: N."""
+        return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
+
+    def to_heads(self, states_BKND: Tensor) -> Tensor:
+        """Return all tokens of some heads in place of some tokens of all heads."""
+        return exchanged(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
+
+    def to_tokens(self, states_BKND: Tensor) -> Tensor:
+        """Undo `to_heads`."""
+        return exchanged(self._filled(states_BKND, 2, self.length * self.size), 2, 1, self.group)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks, each of which goes on with it for its own tokens."""
+        found: Tensor = _Sum.apply(tensor, self.group)
+        return found
+
+    def borders(self, frames_BCFS: Tensor) -> Tensor:
+        """Return the frames of this rank between the one before and the one behind them, zeros at the ends."""
+        edges = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
+        of_all = self.sum(functional.pad(edges[None], (0,) * 2 * edges.ndim + (self.rank, self.size - 1 - self.rank)))
+        nothing = torch.zeros_like(edges[0])
+        before = of_all[self.rank - 1, 1] if self.rank else nothing
+        behind = of_all[self.rank + 1, 0] if self.rank + 1 < self.size else nothing
+        return torch.cat([before[:, :, None], frames_BCFS, behind[:, :, None]], dim=2)
+
+    @staticmethod
+    def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
+        missing = length - tensor.shape[dim]
+        return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
+
+
+def shard_blocks(
+    denoiser: Any, shards: Shards, dims: Dims, adapt: Callable[[dict[str, Any]], None], ends: Mapping[str, Dims]
+) -> None:
+    """Make the blocks of a denoiser take and give this rank's tokens.
+
+    Args:
+        denoiser: with `transformer_blocks`, and `proj_out` as its last layer.
+        shards: notes in `adapt` which tokens there are.
+        dims: of the arguments of a block, without `hidden_states`, which the first is given whole.
+        adapt: changes the other arguments of a block, by name, before anything is sharded.
+        ends: layers behind the blocks with arguments that are still whole.
+    """
+
+    def shard_in(arguments: dict[str, Any], dims: Dims) -> None:
+        for name, dim in dims.items():
+            value = arguments.get(name)
+            if isinstance(value, tuple):
+                arguments[name] = tuple(shards.own(each, dim) for each in value)
+            elif isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == shards.count:
+                arguments[name] = shards.own(value, dim)
+
+    for i, block in enumerate(denoiser.transformer_blocks):
+
+        def enter(arguments: dict[str, Any], is_first: bool = i == 0) -> None:
+            adapt(arguments)
+            shard_in(arguments, {**dims, **({"hidden_states": 1} if is_first else {})})
+
+        _change_arguments(block, enter)
+    for name, of_end in ends.items():
+        _change_arguments(denoiser.get_submodule(name), lambda arguments, of_end=of_end: shard_in(arguments, of_end))
+    denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.all(output, 1))
+
+
+class UlyssesAttention:
+    """Softmax attention among the tokens of a clip, as `CosmosAttnProcessor2_0` of diffusers computes it."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Tensor:
+        """Return what the tokens of this rank attend to."""
+        assert encoder_hidden_states is None and attention_mask is None, "blocks attend to their own tokens so"
+
+        def heads(project: nn.Module) -> Tensor:
+            states: Tensor = project(hidden_states)
+            return states.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+
+        query, key, value = attn.norm_q(heads(attn.to_q)), attn.norm_k(heads(attn.to_k)), heads(attn.to_v)
+        if image_rotary_emb is not None:
+            query, key = (
+                apply_rotary_emb(each, image_rotary_emb, use_real=True, use_real_unbind_dim=-2) for each in (query, key)
+            )
+        query, key, value = (self._shards.to_heads(each) for each in (query, key, value))
+        found_BKND = self._shards.to_tokens(functional.scaled_dot_product_attention(query, key, value))
+        return _projected(attn, found_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
+
+
+class SummedLinearAttention:
+    """Linear attention among the tokens of a clip, as `SanaLinearAttnProcessor3_0` of diffusers computes it."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        """Return what the tokens of this rank attend to."""
+        assert encoder_hidden_states is None, "blocks attend to their own tokens so"
+
+        def heads(states: Tensor) -> Tensor:
+            return states.unflatten(2, (attn.heads, -1))
+
+        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), heads(attn.to_v(hidden_states))
+        query = query if attn.norm_q is None else attn.norm_q(query)
+        key = key if attn.norm_k is None else attn.norm_k(key)
+        query, key = functional.relu(heads(query)), functional.relu(heads(key))
+        key = key * self._shards.real(key)[None, :, None, None]
+        query_turned, key_turned = (_turned(each, *rotary_emb).float() for each in (query, key))
+        key_sum_BKD = self._shards.sum(key.sum(1))
+        sums_BKDD = self._shards.sum(torch.einsum("bnkc,bnkd->bkcd", value.float(), key_turned))
+        scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
+        found_BNKD = torch.einsum("bkcd,bnkd->bnkc", sums_BKDD, query_turned) * scale_BNK[..., None]
+        return _projected(attn, found_BNKD.flatten(2).to(hidden_states.dtype))
+
+
+def see_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
+    """Let a convolution over time (B, C, F, S), which adds a frame of zeros at each end, see the frames of other
+    ranks."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        (frames_BCFS,) = args
+        is_real_F = shards.real(frames_BCFS)[:: tokens_per_frame()]
+        return (shards.borders(frames_BCFS * is_real_F[:, None]),)
+
+    convolution.register_forward_pre_hook(before)
+    convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
+
+
+def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of neighbours."""
+    one, other = states.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack([one * cos - other * sin, one * sin + other * cos], -1).flatten(-2).type_as(states)
+
+
+def _projected(attn: Any, states: Tensor) -> Tensor:
+    found: Tensor = attn.to_out[1](attn.to_out[0](states))
+    return found
+
+
+def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let `change` see and change the arguments of each call of a module by name."""
+    signature = inspect.signature(module.forward)
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = signature.bind(*args, **kwargs)
+        change(bound.arguments)
+        return bound.args, bound.kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate what all ranks have; each computes the same with it, so the gradient is not summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
+        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(found, tensor.contiguous(), group=group)
+        return torch.cat(found, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        own = gradients[0].narrow(ctx.dim, dist.get_rank(ctx.group) * ctx.length, ctx.length)
+        return own, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Add up what all ranks have; each goes on with tokens of its own, so the gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, group=group)
+    return found

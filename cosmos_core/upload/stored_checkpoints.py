@@ -1,0 +1,123 @@
+"""Checkpoints of one training in an artifact store: what a machine with an empty disk goes on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from cosmos_core.errors import UploadError
+from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.run.files import read_object
+from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
+from cosmos_core.upload.saves import FOLDER, linked, step_of
+
+logger = logging.getLogger(__name__)
+
+JOURNAL = "stored.jsonl"
+"""What has arrived, beside the stage, kept over a kill."""
+_MANIFEST = "manifest.json"
+_METRICS = "metrics.jsonl"
+
+
+class StoredCheckpoints:
+    """The checkpoints of one training, as many as its machine keeps."""
+
+    def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
+        self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
+        self._there: set[str] | None = None
+
+    def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
+        """Store every complete checkpoint that is not there, with the metrics up to it; return their names, `step_N`.
+
+        Those that the machine keeps no more are removed, when a newer one is there.
+        """
+        sent = []
+        manifests = sorted(self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}"), key=step_of)
+        for manifest in manifests:
+            name = manifest.parent.parent.name
+            with told(self._url):
+                if self._there is None:
+                    self._there = set(self.names())
+                if name in self._there:
+                    continue
+                with linked(manifest.parent, self._stage_path / "sending" / name) as folder:
+                    if folder is None:
+                        continue
+                    self._send(name, folder, pause)
+            self._there.add(name)
+            sent.append(name)
+        if sent:
+            self._remove_others({manifest.parent.parent.name for manifest in manifests})
+        return sent
+
+    def pull(self) -> str:
+        """Fetch the newest whole checkpoint that is newer than any here, with the metrics up to it; return its name,
+        or an empty string."""
+        here = max(map(step_of, self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}")), default=-1)
+        with told(self._url):
+            for name in sorted(self.names(), key=_number, reverse=True):
+                if _number(name) <= here:
+                    return ""
+                try:
+                    if self._fetch(name):
+                        return name
+                except UploadError as error:
+                    logger.warning("checkpoint %s is passed over: %s", name, error)
+        return ""
+
+    def clear(self) -> None:
+        """Remove them all: the stage is to begin anew."""
+        with told(self._url):
+            for each in list(self._bucket.objects(f"{self._prefix}/")):
+                self._bucket.remove(each.key)
+
+    @property
+    def _url(self) -> str:
+        return f"{SCHEME}{self._bucket.name}/{self._prefix}"
+
+    def _contents(self, pause: Callable[[], None] = lambda: None) -> Contents:
+        return Contents(self._bucket, f"{self._prefix}/content", pause)
+
+    def names(self) -> list[str]:
+        """Return the names of those that are there, `step_N`."""
+        keys = [each.key.removeprefix(f"{self._prefix}/") for each in self._bucket.objects(f"{self._prefix}/step_")]
+        return [key.removesuffix(".json") for key in keys if key.endswith(".json")]
+
+    def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
+        contents, saved = self._contents(pause), read_object(folder / _MANIFEST).get("files", {})
+        contents.send({its["sha256"]: folder / file for file, its in saved.items()}, self._stage_path / JOURNAL)
+        head = f"{FOLDER}/{name}/policy"
+        files = {f"{head}/{file}": Entry(its["size"], its["sha256"]) for file, its in saved.items()}
+        files[f"{head}/{_MANIFEST}"] = contents.write((folder / _MANIFEST).read_bytes())
+        metrics = self._stage_path / _METRICS
+        if metrics.is_file():
+            files[_METRICS] = contents.write(metrics.read_bytes())
+        write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
+
+    def _fetch(self, name: str) -> bool:
+        found, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
+        if found is None:
+            return False
+        files = bundle_of(found).files
+        is_last = [path for path in files if path.endswith(f"/{_MANIFEST}")]
+        for paths in ([path for path in files if path not in is_last], is_last):
+            self._contents().fetch({self._stage_path / path: files[path] for path in paths})
+        return True
+
+    def _remove_others(self, kept: set[str]) -> None:
+        newest = max(map(_number, kept))
+        with told(self._url):
+            names, digests = self.names(), set()
+            for name in names:
+                if name not in kept and _number(name) < newest:
+                    self._bucket.remove(f"{self._prefix}/{name}.json")
+                    continue
+                found, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
+                digests |= {each.sha256 for each in bundle_of(found).files.values()} if found else set()
+            self._contents().keep_only(digests)
+
+
+def _number(name: str) -> int:
+    digits = name.removeprefix("step_")
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,137 @@
+"""What one machine says of a stage that it works on, and others are shown: small files, replaced as they change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.run.manifest import RESULT
+from cosmos_core.run.stage import PROFILES
+from cosmos_core.run.state import State
+from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
+
+_EVENTS, _STATE = "events.jsonl", "state.json"
+_SHOWN = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
+_SHOWN_AT_THE_END = (*_SHOWN, "logs/*.log")  # secrets of others are masked in a log when its attempt has ended
+_NOT_SHOWN = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
+_MOST_BYTES = {".jsonl": 64 << 20}
+_MOST_OTHERS = 1 << 20
+
+
+class StoredRecord:
+    """The files of one stage of a run."""
+
+    def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
+        self._bucket, self._prefix = bucket, prefix
+        self._stage_path, self._machine = stage_path, machine
+        self._contents = Contents(bucket, f"{prefix}/content")
+        self._known: dict[str, Entry] | None = None
+        self._etag = ""
+
+    def push(self, *, is_last: bool = False) -> None:
+        """Store what has changed; `is_last`: logs too."""
+        with told(self._url):
+            if self._known is None:
+                found, _ = read_document(self._bucket, self._index)
+                self._known = dict(bundle_of(found).files) if found else {}
+            files = {} if is_last else {path: each for path, each in self._known.items() if path.startswith("logs/")}
+            for file in _shown(self._stage_path, _SHOWN_AT_THE_END if is_last else _SHOWN):
+                path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
+                before = self._known.get(path)
+                files[path] = before if before and before == _content(data) else self._contents.write(data)
+            if files == self._known:
+                return
+            info = {"machine": self._machine, "path": str(self._stage_path)}
+            write_document(self._bucket, self._index, Bundle(files, info).as_json())
+            for entry in set(self._known.values()) - set(files.values()):
+                self._contents.remove(entry)
+            self._known = files
+
+    def pull(self) -> bool:
+        """Make the files here those of the machine that wrote last, unless it is this one, in this folder; return
+        whether anything was new."""
+        with told(self._url):
+            found, etag = read_document(self._bucket, self._index)
+            if found is None or etag == self._etag:
+                return False
+            bundle = bundle_of(found)
+            if bundle.info == {"machine": self._machine, "path": str(self._stage_path)}:
+                return False
+            known = self._known or {}
+            for path, entry in bundle.files.items():
+                data = self._contents.read(entry) if known.get(path) != entry else None
+                if data is not None:  # else it was replaced meanwhile, and comes with what is pulled next
+                    self._write_here(self._stage_path / path, data)
+            self._known, self._etag = dict(bundle.files), etag
+        return True
+
+    def state(self) -> State | None:
+        """Return where the stage stands, by the machine that wrote last."""
+        with told(self._url):
+            found, _ = read_document(self._bucket, self._index)
+            entry = bundle_of(found).files.get(_STATE) if found else None
+            data = self._contents.read(entry) if entry else None
+        return _of_no_process(data) if data else None
+
+    @property
+    def _url(self) -> str:
+        return f"{SCHEME}{self._bucket.name}/{self._prefix}"
+
+    @property
+    def _index(self) -> str:
+        return f"{self._prefix}/record.json"
+
+    def _write_here(self, file: Path, data: bytes) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.name == _STATE and (state := _of_no_process(data)):
+            data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
+        if file.name == _EVENTS:
+            data = _merged(data, file.read_bytes() if file.is_file() else b"")
+        temporary = file.with_name(f".{file.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+        temporary.write_bytes(data)
+        os.replace(temporary, file)
+
+
+def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
+    found = {file for pattern in patterns for file in stage_path.glob(pattern)}
+    return sorted(
+        file
+        for file in found
+        if file.name not in _NOT_SHOWN
+        and not file.name.startswith(".")
+        and file.is_file()
+        and file.stat().st_size <= _MOST_BYTES.get(file.suffix, _MOST_OTHERS)
+    )
+
+
+def _content(data: bytes) -> Entry:
+    return Entry(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _of_no_process(data: bytes) -> State | None:
+    """The state as it is told on another machine, where its pids are those of others."""
+    try:
+        state = State.model_validate_json(data)
+    except ValueError:
+        return None
+    return state.model_copy(
+        update={"pid": None, "pid_started": None, "mark": "", "launcher_pid": None, "launcher_started": None}
+    )
+
+
+def _merged(*files: bytes) -> bytes:
+    """Lines of all, once each, by their time."""
+    lines = {line for data in files for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")}
+
+    def moment(line: bytes) -> float:
+        try:
+            return float(json.loads(line)["time"])
+        except (ValueError, TypeError, KeyError):
+            return 0.0
+
+    return b"".join(line + b"\n" for line in sorted(lines, key=moment))

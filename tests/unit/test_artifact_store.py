@@ -1,0 +1,315 @@
+"""Machines that share no disk: what one made another reads, once and verified, and goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError, DataError, UploadError
+from cosmos_core.run.bucket import Bucket
+from cosmos_core.run.directory import Run, create_run, open_run
+from cosmos_core.run.files import read_json
+from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.state import read_state, update_state
+from cosmos_core.upload import lease
+from cosmos_core.upload.artifact_store import ArtifactStore, check_store
+from cosmos_core.upload.lease import Holder
+from tasks.kinds import all_kinds
+from tasks.stage import perform
+from tasks.stored import OUTPUT_DIR, Stored, received
+from tests.conftest import PROGRAMS
+from tests.store import Proxy, Request
+from tests.unit.test_upload_saves import checkpoint
+
+CHAIN = f"""
+[pipeline]
+threads = 1
+grace_seconds = 5
+output_dir = "OUTPUTS"
+artifact_store = "STORE"
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "{PROGRAMS}/counting.py:count"
+arguments = {{ steps = 3, seconds = 0.01 }}
+
+[[pipeline.stages]]
+name = "second"
+kind = "custom"
+entry = "{PROGRAMS}/counting.py:count"
+after = "first"
+arguments = {{ steps = 4, seconds = 0.01 }}
+
+[[pipeline.stages]]
+name = "gate"
+kind = "gate"
+after = "second"
+require = ["count >= 4"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def url(here: Proxy, request: pytest.FixtureRequest) -> str:
+    return f"s3://models/{request.node.name[:60]}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, url: str) -> Run:
+    return begun(tmp_path, url, "here")
+
+
+def begun(folder: Path, url: str, machine: str) -> Run:
+    text = CHAIN.replace("OUTPUTS", str(folder / machine)).replace("STORE", url)
+    (folder / f"{machine}.toml").write_text(text)
+    return create_run(load_pipeline(folder / f"{machine}.toml", (), all_kinds()), run_id="one")
+
+
+def on(run: Run, stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The run on another machine, which is given a stage of it."""
+    monkeypatch.setenv(OUTPUT_DIR, str(folder))
+    return received(Stored(run, run.pipeline.stage(stage)).send_run(), stage)
+
+
+def written(proxy: Proxy) -> list[str]:
+    return [request.key for request in proxy.requests if request.method == "PUT"]
+
+
+def is_object(request: Request) -> bool:
+    return "/objects/" in request.key
+
+
+def test_each_machine_makes_its_stage_of_what_the_others_have_made(
+    tmp_path: Path, run: Run, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perform(run, "first")
+    assert written(proxy)[-1].endswith("/runs/one/stages/first/result.json"), "its manifest is written last"
+    there = on(run, "second", tmp_path / "there", monkeypatch)
+    assert there.path == tmp_path / "there" / "one" and there.output_dir == tmp_path / "there"
+    Stored(there, there.pipeline.stage("second")).receive_inputs()
+    assert problem(there.stage_path("first"), read_result(there.stage_path("first")) or {}, thorough=True) is None
+    assert (there.stage_path("first") / "out.txt").read_text() == (run.stage_path("first") / "out.txt").read_text()
+    made, was_reused = perform(there, "second")
+    assert not was_reused
+
+    # Here the metrics and the state are known, and no weights.
+    found = Stored(run, run.pipeline.stage("second")).receive_result()
+    path = run.stage_path("second")
+    assert found is not None and found["digest"] == made["digest"]
+    assert read_state(path).state == "done" and read_state(path).launcher_pid is None
+    assert (path / "metrics.jsonl").read_text() == (there.stage_path("second") / "metrics.jsonl").read_text()
+    assert not (path / "out.txt").exists() and problem(path, found) is None
+    assert perform(run, "gate")[0]["metrics"] == {"count": 4.0}
+
+
+def test_what_another_machine_has_made_is_reused_and_does_not_travel(
+    tmp_path: Path, run: Run, url: str, proxy: Proxy
+) -> None:
+    first, _ = perform(run, "first")
+    other = begun(tmp_path, url, "other")
+    proxy.reset()
+    result, was_reused = perform(other, "first")
+    assert was_reused and result["digest"] == first["digest"]
+    assert result["reused_from"] == f"{url}/made/{first['fingerprint']}"
+    assert read_state(other.stage_path("first")).state == "reused"
+    assert not [r for r in proxy.requests if is_object(r) and r.method != "HEAD"]
+    # A content that the store has lost is made again.
+    for each in list(Bucket("models").objects(f"{url.removeprefix('s3://models/')}/objects/")):
+        Bucket("models").remove(each.key)
+    assert not perform(begun(tmp_path, url, "third"), "first")[1]
+
+
+def test_the_same_content_travels_and_is_kept_once(tmp_path: Path, url: str, proxy: Proxy) -> None:
+    files = {"a/weights": b"w" * 5000, "b/weights": b"w" * 5000, "c": b"c"}
+    here, there = tmp_path / "here" / "stage", tmp_path / "there" / "stage"
+    records = []
+    for path, data in files.items():
+        (here / path).parent.mkdir(parents=True, exist_ok=True)
+        (here / path).write_bytes(data)
+        records.append({"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    found = ArtifactStore(url)
+    found.put_outputs(here, {"outputs": records})
+    assert len(written(proxy)) == 2
+    proxy.reset()
+    found.fetch_outputs({"outputs": records}, there, {records[2]["sha256"]: here / "c"})
+    assert {path: (there / path).read_bytes() for path in files} == files
+    assert len([request for request in proxy.requests if request.method == "GET"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "method"),
+    [("503", "PUT"), ("reset", "PUT"), ("flip", "PUT"), ("lost", "PUT"), ("503", "GET"), ("truncate", "GET"),
+     ("lost", "GET")],
+)  # fmt: skip
+def test_what_a_bad_network_does_is_mended(
+    fault: str, method: str, tmp_path: Path, run: Run, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if method == "PUT":
+        proxy.once(fault, lambda request: is_object(request) and request.method == "PUT")
+    perform(run, "first")
+    there = on(run, "second", tmp_path / "there", monkeypatch)
+    if method == "GET":
+        proxy.once(fault, lambda request: is_object(request) and request.method == "GET")
+    Stored(there, there.pipeline.stage("second")).receive_inputs()
+    result = read_result(there.stage_path("first"))
+    assert result is not None and problem(there.stage_path("first"), result, thorough=True) is None
+
+
+def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run: Run, url: str, proxy: Proxy) -> None:
+    proxy.reset(lambda request: "flip" if is_object(request) and request.method == "PUT" else "")
+    with pytest.raises(UploadError, match="arrived altered 3 times"):
+        perform(run, "first")
+    proxy.reset()
+    assert ArtifactStore(url).result("one", "first") is None
+    assert read_state(run.stage_path("first")).state == "failed"
+    made = (run.stage_path("first") / "visits.txt").read_text()
+    assert perform(run, "first")[1], "it was made, and is sent now"
+    assert (run.stage_path("first") / "visits.txt").read_text() == made
+    assert ArtifactStore(url).result("one", "first") is not None
+
+
+def test_an_object_that_was_altered_there_is_one_line(
+    tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _ = perform(run, "first")
+    there = on(run, "second", tmp_path / "there", monkeypatch)
+    digest = result["outputs"][0]["sha256"]
+    key = f"{url.removeprefix('s3://models/')}/objects/{digest[:2]}/{digest}"
+    Bucket("models").write(key, b"x" * 64)
+    with pytest.raises(UploadError, match=rf"^s3://models/{key} arrived altered 3 times$"):
+        perform(there, "second")
+    Bucket("models").remove(key)
+    with pytest.raises(UploadError, match=r"out\.txt, is gone; make its stage again"):
+        perform(there, "second")
+
+
+def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
+    tmp_path: Path, run: Run, url: str, proxy: Proxy
+) -> None:
+    there, found = tmp_path / "there" / "stage", ArtifactStore(url)
+    here = run.stage_path("first")
+    for step in (2, 4, 6):
+        checkpoint(here, step)
+    (here / "metrics.jsonl").write_text('{"step": 6}\n')
+    assert found.checkpoints("f", here).push() == ["step_2", "step_4", "step_6"]
+    assert [key.rpartition("/")[2] for key in written(proxy) if key.endswith(".json")] == [
+        "step_2.json", "step_4.json", "step_6.json",
+    ]  # fmt: skip
+    assert found.checkpoints("f", here).push() == []
+    content = hashlib.sha256(bytes([6]) * 1000).hexdigest()
+    Bucket("models").remove(f"{url.removeprefix('s3://models/')}/made/f/checkpoints/content/{content[:2]}/{content}")
+    assert found.checkpoints("f", there).pull() == "step_4", "that of step 6 is not whole"
+    policy = there / "checkpoints/step_4/policy"
+    assert (policy / "rank_0.safetensors").read_bytes() == bytes([4]) * 1000
+    assert read_json(policy / "manifest.json") == read_json(here / "checkpoints/step_4/policy/manifest.json")
+    assert (there / "metrics.jsonl").read_text() == '{"step": 6}\n'
+    assert found.checkpoints("other", there).pull() == ""
+
+    # As many are kept as the machine keeps, and nothing of the others.
+    shutil.rmtree(here / "checkpoints/step_2")
+    shutil.rmtree(here / "checkpoints/step_4")
+    checkpoint(here, 8)
+    found.checkpoints("f", here).push()
+    keys = [each.key for each in Bucket("models").objects(f"{url.removeprefix('s3://models/')}/made/f/")]
+    assert sorted(key.rpartition("/")[2] for key in keys if key.endswith(".json")) == ["step_6.json", "step_8.json"]
+    assert not [key for key in keys if key.endswith(hashlib.sha256(bytes([2]) * 1000).hexdigest())]
+    found.checkpoints("f", here).clear()
+    assert not list(Bucket("models").objects(f"{url.removeprefix('s3://models/')}/made/f/"))
+
+
+def test_the_state_goes_with_the_stage_and_a_stage_that_is_forced_is_made_again_elsewhere(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = on(run, "first", tmp_path / "there", monkeypatch)
+    perform(there, "first")
+    path = run.stage_path("first")
+    assert Stored(run, run.pipeline.stage("first")).receive_result() is not None
+    shutil.rmtree(path)
+    update_state(path, forced=True, forced_by="a person")
+    again = on(run, "first", tmp_path / "there", monkeypatch)
+    assert read_state(again.stage_path("first")).forced and not read_result(again.stage_path("first"))
+    assert not perform(again, "first")[1]
+    assert read_state(again.stage_path("first")).forced is False
+    # Another machine, which has nothing, reuses it.
+    assert perform(on(run, "first", tmp_path / "third", monkeypatch), "first")[1]
+
+
+def test_a_failure_elsewhere_is_told_here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = on(run, "first", tmp_path / "there", monkeypatch)
+    pipeline = there.path / "pipeline.toml"
+    pipeline.write_text(pipeline.read_text().replace("steps = 3", "steps = 3\nrefuse = true"))
+    with pytest.raises(DataError, match="refused on purpose"):
+        perform(open_run(there.path, all_kinds()), "first")
+    assert Stored(run, run.pipeline.stage("first")).receive_result() is None
+    state = read_state(run.stage_path("first"))
+    assert (state.state, state.error_type) == ("failed", "DataError") and "refused on purpose" in state.error
+    [log] = (run.stage_path("first") / "logs").iterdir()
+    assert log.name == "attempt_1.log"
+
+
+def holder(pid: int = 1, machine: str = "other") -> Holder:
+    return Holder(machine, pid, 1.0)
+
+
+def take(url: str, who: Holder, gone: tuple[int, ...] = ()) -> Any:
+    return ArtifactStore(url).lease("f", who, lambda other: other.pid in gone)
+
+
+class Waits(Exception):
+    """What a test gives up waiting with."""
+
+
+def give_up(found: Holder) -> None:
+    raise Waits(found.pid)
+
+
+def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.1)
+    first, second = take(url, holder(1)), take(url, holder(2))
+    assert first.acquire(give_up) is False
+    with pytest.raises(Waits, match="1"):
+        second.acquire(give_up)
+    first.release()
+    # A response that was lost: it was written.
+    proxy.once("lost", lambda request: request.method == "PUT")
+    assert second.acquire(give_up) is False
+    # Who renews keeps it, for longer than a lease lasts.
+    monkeypatch.setattr(lease, "LAPSED_SECONDS", 0.5)
+    tries: list[Holder] = []
+
+    def patient(found: Holder) -> None:
+        tries.append(found)
+        if len(tries) == 20:
+            raise Waits
+
+    third = take(url, holder(3))
+    with pytest.raises(Waits):
+        third.acquire(patient)
+    # Who is gone on the same machine loses it at once, who is silent after a time; and notices.
+    successor = take(url, holder(4), gone=(2,))
+    assert successor.acquire(give_up) is False
+    second._thread.join(10)
+    with pytest.raises(Exception, match="another machine has taken the work over"):
+        second.check()
+    successor._stop.set()
+    assert third.acquire(lambda found: None) is True
+    third.check()
+    third.release()
+
+
+def test_what_is_wrong_with_the_store_is_found_before_anything_runs(tmp_path: Path, url: str) -> None:
+    text = CHAIN.replace("OUTPUTS", str(tmp_path))
+    (tmp_path / "p.toml").write_text(text.replace("STORE", "s3://nowhere-at-all/x"))
+    with pytest.raises(ConfigError, match=r"artifact_store = 's3://nowhere-at-all/x': .* there is no such bucket"):
+        check_store(load_pipeline(tmp_path / "p.toml", (), all_kinds()))
+    (tmp_path / "p.toml").write_text(text.replace("STORE", "/a/folder"))
+    with pytest.raises(ConfigError, match="artifact_store"):
+        load_pipeline(tmp_path / "p.toml", (), all_kinds())
+    with pytest.raises(ConfigError, match="there is no such run"):
+        received(f"{url}/runs/none", "first")

@@ -1,0 +1,47 @@
+"""What of a model with an adapter reaches an engine in another process: the adapter alone, or all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.rollout.base import EngineSettings
+from cosmos_core.rollout.hf import HfEngine
+from cosmos_core.rollout.publish import WeightPublisher
+from tests.unit.test_lora import disturb, folder, ours  # noqa: F401 - a fixture
+
+
+@pytest.mark.parametrize(("lora", "form"), [({}, "adapter"), ({"modules_to_save": ["lm_head"]}, "module")])
+def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_is_trained(
+    folder: Path,  # noqa: F811
+    lora: dict[str, Any],
+    form: str,
+) -> None:
+    settings = {"target_modules": ["q_proj", "up_proj"], "r_pattern": {"up_proj": 3}, **lora}
+    model = ours(folder, settings)
+    disturb(model)
+    apart = EngineSettings(
+        model, load_tokenizer(str(folder)), str(folder), RolloutConfig(), 64, torch.float32, is_apart=True
+    )
+    engine = HfEngine(apart)
+
+    def own(token_ids: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([list(token_ids)])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    publisher = WeightPublisher(engine, model, own, torch.float32)
+    for version in (1, 2):
+        metrics = publisher.publish(version)
+        found = torch.tensor(engine.logprobs([5, 6, 7, 8, 9, 10]))
+        torch.testing.assert_close(found, own([5, 6, 7, 8, 9, 10]), rtol=0, atol=1e-5)
+        disturb(model)
+    factors = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" in name)
+    assert engine.weight_format == form
+    assert (metrics["sync/bytes"] == factors) == (form == "adapter")
