@@ -100,7 +100,7 @@ def cached_against_uncached(
             for b, i in enumerate(chosen)
         ])  # fmt: skip
         times.append(_now())
-        for name, began, ended in zip(spent, times, times[1:], strict=True):
+        for name, began, ended in zip(spent, times[:-1], times[1:], strict=True):
             spent[name].append(ended - began)
 
     found = _in_turns(lambda step: learn(feed.samples(step)[0]), uncached, options.steps)
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"any of: {', '.join(PARTS)}; none: all")
     parser.add_argument("--batch", type=int, default=8, help="images of a step of `cached`, a quarter of the others'")
     parser.add_argument("--steps", type=int, default=10, help="measured")
-    parser.add_argument("--tokens", type=int, default=8, help="of the T5, beside those of the CLIPs")
+    parser.add_argument("--tokens", type=int, default=16, help="of the T5, beside those of the CLIPs")
     options = parser.parse_args()
     if unknown := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"no part {', '.join(unknown)}; there are: {', '.join(PARTS)}")
