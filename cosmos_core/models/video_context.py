@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def shard_blocks(
 
         _change_arguments(block, enter)
     for name, of_end in ends.items():
-        _change_arguments(denoiser.get_submodule(name), lambda arguments, of_end=of_end: shard_in(arguments, of_end))
+        _change_arguments(denoiser.get_submodule(name), partial(shard_in, dims=of_end))
     denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.all(output, 1))
 
 
