@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -226,8 +227,9 @@ def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
         )
     (output_dir / SHARED).mkdir(exist_ok=True)
     for old in (output_dir / SHARED).glob("new-*"):
-        if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another command has just finished with it
+            if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=output_dir / SHARED, ignore_cleanup_errors=True) as folder:
         new = Path(folder) / "run"
         (new / "stages").mkdir(parents=True)
