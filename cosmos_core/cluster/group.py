@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
+_REPLY_SECONDS = 10.0
+"""Between questions to ranks whether they have ended: the reply that says so can be lost with a connection."""
 _STORE_BYTES = 1 << 30
 """Of shared memory: for two buckets of weights on their way to engines, and what was not read yet."""
 _MOST_RESTARTS = 3
@@ -204,10 +206,16 @@ class Rank:
 
     def __init__(self) -> None:
         self._told = Told()
+        self._outcome: tuple[bool, Any] | None = None
 
     def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
         """Return what the program returned or raised on this rank."""
-        return _outcome(program, self._told, rendezvous)
+        self._outcome = _outcome(program, self._told, rendezvous)
+        return self._outcome
+
+    def ended(self) -> tuple[bool, Any] | None:
+        """Return what `run` returned, whose reply may be lost on its way; None: it still runs."""
+        return self._outcome
 
     def stop(self) -> None:
         """Ask the program to stop."""
@@ -324,7 +332,7 @@ def _gpus_per_rank(ray: Any, size: int) -> int:
 def _followed(
     ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool], actors: Any | None
 ) -> Any:
-    waiting, asked, first = list(calls), False, None
+    waiting, asked, first, looked = list(calls), False, None, time.monotonic()
     if actors is not None:
         members[0].have.remote(actors.handles)
     while waiting:
@@ -333,13 +341,22 @@ def _followed(
             ray.get([member.stop.remote() for member in members])
         if actors is not None and actors.adjust():
             members[0].have.remote(actors.handles)
-        done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
-        for call in done:
+        done, _ = ray.wait(waiting, timeout=_POLL_SECONDS)
+        found = {call: call for call in done}
+        if not done and time.monotonic() - looked > _REPLY_SECONDS:
+            found = {call: members[calls.index(call)].ended.remote() for call in waiting}
+            looked = time.monotonic()
+        for call, reply in found.items():
             try:
-                value = _value(ray.get(call))
+                outcome = ray.get(reply, timeout=_REPLY_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                continue
             except ray.exceptions.RayActorError as error:
                 raise RankFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
-            first = value if call is calls[0] else first
+            if outcome is not None:
+                waiting.remove(call)
+                value = _value(outcome)
+                first = value if call is calls[0] else first
     return first
 
 

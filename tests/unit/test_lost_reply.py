@@ -1,0 +1,49 @@
+"""A rank whose reply is lost with its connection: it is asked whether it has ended, and the run goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cosmos_core.cluster import group
+
+
+class GetTimeoutError(Exception):
+    """As Ray's, where no reply has come in time."""
+
+
+class Ray:
+    """No call of it ever returns by itself; a rank tells its outcome at the second question."""
+
+    exceptions = SimpleNamespace(GetTimeoutError=GetTimeoutError, RayActorError=ConnectionError)
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def wait(self, calls: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        return [], calls
+
+    def get(self, reply: Any, timeout: float) -> Any:
+        self.asked.append(reply)
+        if self.asked.count(reply) < 2:
+            raise GetTimeoutError
+        return reply
+
+
+def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
+    outcomes: list[tuple[bool, Any]] = [(True, "of the first"), (True, "of the second")]
+    members = [SimpleNamespace(ended=SimpleNamespace(remote=lambda outcome=outcome: outcome)) for outcome in outcomes]
+    ray = Ray()
+    assert group._followed(ray, members, ["call 0", "call 1"], lambda: False, None) == "of the first"
+    assert sorted(ray.asked) == sorted(outcomes * 2)
+
+
+def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
+    outcome = (False, group.StageFailed("no room"))
+    member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: outcome))
+    with pytest.raises(group.StageFailed, match="no room"):
+        group._followed(Ray(), [member], ["call"], lambda: False, None)
