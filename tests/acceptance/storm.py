@@ -183,7 +183,7 @@ def proof(done: list[Storm], seed: int, seconds: float, at_once: int) -> page.Pr
     """The section of `docs/acceptance.md`."""
     failed = [storm for storm in done if storm.problems]
     what = Counter(words for storm in done for words in map(_kind, storm.happened) if words)
-    problems = Counter(_kind(problem) for storm in failed for problem in storm.problems)
+    problems = Counter(problem.split()[0] for storm in failed for problem in storm.problems)
     trunks = Counter(storm.trunk for storm in done)
     rows = [
         ["storms", len(done)],
