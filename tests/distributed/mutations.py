@@ -46,6 +46,11 @@ def _without_gradient(tensor: torch.Tensor, *sizes: Any) -> torch.Tensor:
     return _to_all(tensor.detach(), *sizes)
 
 
+def _own_piece(states: torch.Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    size = dist.get_world_size(group)
+    return torch.cat([states.chunk(size, dim=chunk_dim)[dist.get_rank(group)]] * size, dim=cat_dim)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """What is broken, and where it must show."""
@@ -63,7 +68,7 @@ MUTATIONS = {
     "gradients are averaged over ranks": _mutation(DP2, FSDPModule, "set_gradient_divide_factor", _averaged),
     "the loss is that of one rank": _mutation(DP2, Mesh, "all_gather_object", _own_losses),
     "ranks have the same rows": _mutation(DP2, Mesh, "select_own", _same_rows),
-    "attention sees a piece of a row": _mutation(CP2, context, "_exchanged", lambda states, *_: states),
+    "attention sees a piece of a row": _mutation(CP2, context, "exchanged", _own_piece),
     "norms have the gradient of some heads": _mutation(
         TP2, tensor._SummedBackward, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
     ),
