@@ -120,8 +120,8 @@ def is_possible(recipe: Any) -> bool:
     they die, and it is the trained weights that are measured."""
     train = recipe.train
     return bool(
-        recipe.mode == "disaggregated"
-        and recipe.train.train_policy.has_rollouts
+        train.train_policy.has_rollouts
+        and recipe.mode == "disaggregated"
         and train.ckpt.enable_checkpoint
         and not train.ema_enable
     )
