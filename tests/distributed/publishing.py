@@ -47,22 +47,22 @@ def problems(
         rank = split(copy.deepcopy(whole), mesh, scratch)
         wrong: list[str] = []
         for is_shared in (True, False):
-            weights = publish._Weights(rank.adapter.model, rank.adapter.whole, BUCKET_BYTES)
-            assert weights._gatherer is not None and weights._gatherer._is_shared
-            weights._gatherer._is_shared = is_shared
             for form in ("checkpoint", "module"):
-                wrong += differences(weights, expected_weights(whole, form), form)
+                weights = publish._Weights(rank.adapter.model, rank.adapter.whole, form, BUCKET_BYTES)
+                assert weights._gatherer is not None and weights._gatherer._is_shared
+                weights._gatherer._is_shared = is_shared
+                wrong += differences(weights, expected_weights(whole, form))
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, wrong)
         found.append(sorted({name for each in of_all for name in each}))
     return found
 
 
-def differences(weights: publish._Weights, expected: dict[str, Tensor], form: Any) -> list[str]:
+def differences(weights: publish._Weights, expected: dict[str, Tensor]) -> list[str]:
     got: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
     wrong = []
-    for number, bucket in enumerate(weights.buckets(form)):
+    for number, bucket in enumerate(weights.buckets()):
         # An engine that still has tensors of buckets before.
         wrong += [f"{name} was written over" for name, tensor in kept.items() if not torch.equal(tensor, got[name])]
         got |= {name: tensor.clone() for name, tensor in bucket}
