@@ -60,9 +60,16 @@ class Trainer:
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Let the model compute with named weights inside the block; `policy` are its own."""
+        """Let the model compute with named weights inside the block; `policy` are its own.
+
+        What FSDP has gathered of other weights, and keeps for a backward pass that does not come, is given up.
+        """
         with self.named.use(name):
-            yield
+            self.adapter.runner.reshard()
+            try:
+                yield
+            finally:
+                self.adapter.runner.reshard()
 
     def set_learning_rate(self, step: int, total_steps: int | None) -> dict[str, float]:
         """Set the rates of train step `step`, counted from 0, and return them as metrics."""
