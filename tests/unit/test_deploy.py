@@ -148,7 +148,7 @@ PREFECT = '#!/usr/bin/env bash\necho "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALL
 def test_the_slurm_script_starts_a_worker_and_over_several_nodes_a_ray_cluster(nodes: int, tmp_path: Path) -> None:
     script = DEPLOY / "slurm" / "worker.sbatch"
     programs = {"srun": SRUN, "prefect": PREFECT, "scontrol": "#!/usr/bin/env bash\nprintf 'n1\\nn2\\n'\n",
-                "sleep": '#!/usr/bin/env bash\n[ "$1" = 10 ] || exec /bin/sleep "$1"\n'}  # fmt: skip
+                "sleep": '#!/usr/bin/env bash\n[ "$1" = 10 ] && exec /bin/sleep 2\nexec /bin/sleep "$1"\n'}  # fmt: skip
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
