@@ -1,6 +1,6 @@
 """The long proofs: `python -m tests.acceptance [PART ...]` runs them and writes `docs/acceptance.md`.
 
-No part of the suite: half an hour on two cores. Each part replaces its own section of the page and leaves the other
+No part of the suite. Each part replaces its own section of the page and leaves the other
 as it was, with its commit and date. Exit code 1 when a bar is not met; the page says which.
 """
 

@@ -290,7 +290,7 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
     wait_until(lambda: min(step(place, "lost", "left"), step(place, "lost", "right")) >= 5, 90, "both at step 5")
     worker = orchestra.ensure_worker()
     worker.send_signal(signal.SIGTERM)
-    worker.wait(timeout=400)
+    worker.wait(timeout=180)
     expect_gone(flow_run, 60)
     stages = place.path / "outputs" / "lost" / "stages"
     saved = {name: json.loads((stages / name / "checkpoint.json").read_text())["step"] for name in ("left", "right")}
@@ -311,7 +311,7 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(orchestra: Orchestra, p
     wait_until(lambda: min(step(place, "alone", "left"), step(place, "alone", "right")) >= 5, 90, "both at step 5")
     worker = orchestra.ensure_worker()
     worker.kill()
-    worker.wait(timeout=400)
+    worker.wait(timeout=180)
     for name in ("left", "right"):
         (place.path / "outputs" / f"go-{name}").touch()
     assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_type"] == "COMPLETED"
