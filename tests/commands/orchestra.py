@@ -104,13 +104,17 @@ class Orchestra:
         return re.search(r"UUID: ([0-9a-f-]{36})", said)[1]  # type: ignore[index]
 
     def ask(self, what: str, **filters: Any) -> Any:
-        return self.post(what, filters)
+        """What a filter finds; a question may be put again, so a server that is slow to answer is asked once more."""
+        try:
+            return self.post(what, filters)
+        except httpx.TimeoutException:
+            return self.post(what, filters)
 
     def post(self, what: str, value: Any) -> Any:
         """Post JSON as Prefect's own client does: once more where a busy server says 503."""
         deadline = time.monotonic() + 60
         while True:
-            answer = httpx.post(f"{self.url}/{what}", json=value, timeout=30)
+            answer = httpx.post(f"{self.url}/{what}", json=value, timeout=60)
             if answer.status_code != 503 or time.monotonic() > deadline:
                 break
             time.sleep(1)

@@ -141,21 +141,25 @@ def test_the_options_of_the_slurm_script_are_those_of_sbatch_and_stand_before_it
 
 
 SRUN = '#!/usr/bin/env bash\necho "srun $*" >> "$CALLS"; sleep 30 & trap "kill $!" TERM; wait\n'
-PREFECT = '#!/usr/bin/env bash\necho "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"\n'
+# The worker stays until every node has been asked for, however slowly the machine starts what is in the background.
+PREFECT = """#!/usr/bin/env bash
+echo "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"
+[ "$SLURM_JOB_NUM_NODES" = 1 ] || until [ "$(grep -c ^srun "$CALLS")" = 2 ]; do /bin/sleep 0.1; done
+"""
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_slurm_script_starts_a_worker_and_over_several_nodes_a_ray_cluster(nodes: int, tmp_path: Path) -> None:
     script = DEPLOY / "slurm" / "worker.sbatch"
     programs = {"srun": SRUN, "prefect": PREFECT, "scontrol": "#!/usr/bin/env bash\nprintf 'n1\\nn2\\n'\n",
-                "sleep": '#!/usr/bin/env bash\n[ "$1" = 10 ] && exec /bin/sleep 2\nexec /bin/sleep "$1"\n'}  # fmt: skip
+                "sleep": '#!/usr/bin/env bash\n[ "$1" = 10 ] || exec /bin/sleep "$1"\n'}  # fmt: skip
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "PREFECT_API_URL": "http://x/api",
                    "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "n[1-2]"}  # fmt: skip
-    subprocess.run(["bash", str(script)], env=environment, check=True, timeout=30)
+    subprocess.run(["bash", str(script)], env=environment, check=True, timeout=120)
     lines = sorted(calls.read_text().splitlines())
     address = "n1:6379" if nodes > 1 else ""
     assert lines[0] == f"prefect worker start --pool gpu --type process --limit 1 ray={address}"
@@ -164,7 +168,7 @@ def test_the_slurm_script_starts_a_worker_and_over_several_nodes_a_ray_cluster(n
         assert any("--nodelist=n1 ray start --head --port=6379" in line for line in lines)
         assert any("--exclude=n1 ray start --address=n1:6379" in line for line in lines)
     del environment["PREFECT_API_URL"]
-    refused = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=30)
+    refused = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=120)
     assert refused.returncode != 0 and "set PREFECT_API_URL" in refused.stderr
 
 
