@@ -46,8 +46,8 @@ SFT = plain_diffusion_sft.Settings(
     seed=1,
 )  # fmt: skip
 NFT = plain_diffusion_nft.Settings(
-    prompts_per_step=4, completions=8, num_steps=10, num_levels=4, size=16, batch=32, beta=1.0, kl_beta=1e-4,
-    learning_rate=1e-4, adam_epsilon=1e-8, clip_norm=1.0, max_tokens=16, seed=1,
+    prompts_per_step=4, completions=8, num_steps=10, num_levels=4, size=16, batch=32, per_update=32, beta=1.0,
+    kl_beta=1e-4, learning_rate=1e-4, adam_epsilon=1e-8, clip_norm=1.0, max_tokens=16, seed=1,
 )  # fmt: skip
 
 

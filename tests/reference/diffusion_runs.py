@@ -83,6 +83,7 @@ def nft(
         **_COMMON, "train.train_policy.type": "grpo", "train.train_policy.trainer_type": "diffusion_nft",
         "train.train_policy.dataset.name": str(folder / "prompts"), "train.train_policy.mini_batch": settings.batch,
         "train.train_policy.reward_function": "tests.reference.diffusion_runs:redness",
+        "train.train_policy.batch_size_per_optimize": settings.per_update,
         "train.train_policy.kl_beta": settings.kl_beta, "train.seed": settings.seed, "train.max_num_steps": steps,
         "train.train_policy.dataloader_seed": settings.seed,
         "train.train_batch_per_replica": settings.prompts_per_step * settings.completions,

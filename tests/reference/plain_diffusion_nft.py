@@ -41,6 +41,7 @@ class Settings:
     num_levels: int  # of them that are learned
     size: int  # pixels of a side
     batch: int  # samples of a forward pass
+    per_update: int  # completions of an optimizer step
     beta: float
     kl_beta: float
     learning_rate: float
@@ -51,7 +52,8 @@ class Settings:
 
 
 class Training:
-    """`step(n)` takes train step n; prompts are in the order of the data set."""
+    """`step(n)` takes train step n; prompts are in the order of the data set, of which those that fill no step are left
+    out."""
 
     def __init__(
         self, folder: Path, prompts: Sequence[str], reward: Callable[[str, Tensor], float], settings: Settings
@@ -71,17 +73,28 @@ class Training:
     def step(self, step: int) -> float:
         """Draw, learn, and let the old policy follow at once; return the mean reward."""
         count = self.settings.prompts_per_step
-        rows = [(step * count + position) % len(self.prompts) for position in range(count)]
+        rows = [step % (len(self.prompts) // count) * count + position for position in range(count)]
         drawn = [self.draw(row, step) for row in rows]
         scores = [
             [self.reward(self.prompts[i], each) for each in self.pixels(x)] for i, x in zip(rows, drawn, strict=True)
         ]
         rewards = torch.tensor(scores, dtype=torch.float64)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(correction=0) + EPSILON)
-        samples = [
-            (row, drawn[g][k], 0.5 + advantages[g, k].clamp(-MOST, MOST).item() / (2 * MOST), i, seed)
+        kept = [
+            (row, drawn[g][k], 0.5 + advantages[g, k].clamp(-MOST, MOST).item() / (2 * MOST), k)
             for g, row in enumerate(rows) if rewards[g].min() < rewards[g].max()
             for k in range(self.settings.completions)
+        ]  # fmt: skip
+        for start in range(0, len(kept), self.settings.per_update):
+            self.update(step, kept[start : start + self.settings.per_update])
+        self.old.load_state_dict(self.model.state_dict())
+        return rewards.mean().item()
+
+    def update(self, step: int, completions: Sequence[tuple[int, Tensor, float, int]]) -> None:
+        """Take an optimizer step on some completions."""
+        samples = [
+            (row, x0, weight, i, seed)
+            for row, x0, weight, k in completions
             for seed in [_seed(self.settings.seed, step, row, k + 2**20)]
             for i in np.argsort(np.random.PCG64(seed).random_raw(self.settings.num_steps), kind="stable").tolist()
             [: self.settings.num_levels]
@@ -91,8 +104,6 @@ class Training:
             (self.loss(samples[start : start + self.settings.batch]) / len(samples)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
         self.optimizer.step()
-        self.old.load_state_dict(self.model.state_dict())
-        return rewards.mean().item()
 
     @torch.no_grad()
     def draw(self, row: int, step: int) -> Tensor:

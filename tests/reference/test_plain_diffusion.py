@@ -1,5 +1,5 @@
-"""SFT of a diffusion model as a stage runs it ends with the weights of a plain loop that encodes and draws by
-itself."""
+"""SFT and DiffusionNFT as stages run them end with the weights of plain loops that encode, draw and learn by
+themselves."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import train
 from tests import tiny_pipelines
-from tests.reference import diffusion_runs, plain_diffusion_sft
+from tests.reference import diffusion_runs, plain_diffusion_nft, plain_diffusion_sft
 
 STEPS = 4
+NFT_STEPS = 2  # of two updates each; later a pixel may round to another byte, and its reward jumps
 TOLERANCE = 1e-6
 SFT = plain_diffusion_sft.Settings(
     batch=3, learning_rate=1e-3, adam_epsilon=1e-4, weight_decay=0.1, clip_norm=0.5, prompt_dropout=0.3, max_tokens=16,
     seed=11,
 )  # fmt: skip
+NFT = plain_diffusion_nft.Settings(
+    prompts_per_step=2, completions=3, num_steps=4, num_levels=3, size=16, batch=3, per_update=3, beta=0.8,
+    kl_beta=0.05, learning_rate=1e-3, adam_epsilon=1e-4, clip_norm=0.5, max_tokens=16, seed=11,
+)  # fmt: skip
+PROMPTS = ["7 red", "blue cat", "a dog", "white", "left out"]
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +68,19 @@ def test_the_plain_loop_that_encodes_in_the_step_is_the_same(model: Path, tmp_pa
     once, always = (plain_diffusion_sft.Training(model, rows, SFT) for _ in range(2))
     once.prepare()
     assert [once.step(step) for step in range(2)] == pytest.approx([always.step(step) for step in range(2)], rel=1e-5)
+
+
+def test_nft_ends_with_the_weights_of_the_plain_loop(model: Path, tmp_path: Path) -> None:
+    stage, plain = diffusion_runs.nft(tmp_path, model, PROMPTS, NFT, steps=NFT_STEPS)
+    rewards = [plain.step(step) for step in range(NFT_STEPS)]
+    ours = trained(stage)
+    lines = read_metrics(stage.path / "metrics.jsonl")
+    assert [line["reward/mean"] for line in lines] == pytest.approx(rewards, abs=1e-5), "other images"
+    assert difference(ours, plain.model) <= TOLERANCE
+    assert difference(plain.reference, plain.model) > 1000 * TOLERANCE, "nothing was learned"
+    for change in ({"beta": 0.9}, {"kl_beta": 0.1}, {"num_levels": 2}, {"clip_norm": 0.1}, {"per_update": 6}):
+        with torch.random.fork_rng():
+            other = plain_diffusion_nft.Training(model, PROMPTS, plain.reward, replace(NFT, **change))
+            for step in range(NFT_STEPS):
+                other.step(step)
+        assert difference(ours, other.model) > 5 * TOLERANCE, f"the comparison would not see {change}"
