@@ -109,6 +109,7 @@ class Ahead:
             "time/wait": time.perf_counter() - began,
             "rollout/version_lag": float(max(lags)),
             "rollout/version_lag_mean": float(np.mean(lags)),
+            **{f"rollout/groups_of_lag_{lag}": float(count) for lag, count in enumerate(np.bincount(lags))},
             "rollout/outdated": float(self._num_outdated - outdated),
             "rollout/restarts": float(self.fleet.num_restarts - restarts),
         }

@@ -49,6 +49,9 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
             groups, metrics = source.next(step)
             trained += ids(groups)
             lags.append(metrics["rollout/version_lag"])
+            histogram = {k: metrics.get(f"rollout/groups_of_lag_{k}", 0) for k in range(allowed + 1)}
+            assert sum(histogram.values()) == len(groups) and histogram[int(lags[-1])] > 0
+            assert histogram == {k: sum(step - g.group.version == k for g in groups) for k in range(allowed + 1)}
             outdated += metrics["rollout/outdated"]
             time.sleep(0.05 if step % 2 else 0.0)  # a train step, in which engines go on
             fleet.load_weights(step + 1, weights(step + 1))

@@ -284,6 +284,17 @@ def test_a_completion_with_an_invalid_reward_is_left_out_and_its_group_compared_
     assert [list(sample.loss_mask) for sample in found] == [[0, 0, 1, 1]] * 2
 
 
+def test_groups_of_one_prompt_are_compared_each_in_itself_and_unequal_ones_too() -> None:
+    prompt = Prompt(0, (5, 6), "2+2=", "4")
+
+    def group(*rewards: float) -> ScoredGroup:
+        drawn = (Completion((Segment((i, 9), True, (-0.1, -0.2), 0),), "stop", "x") for i in range(len(rewards)))
+        return ScoredGroup(Group(prompt, tuple(drawn), 0), tuple(map(Score, rewards)))
+
+    found, _ = Grpo(GrpoConfig(unbiased_advantage=True)).credit([group(1.0, 0.0), group(10.0, 4.0, 1.0)])
+    assert [sample.advantage for sample in found] == [0.5, -0.5, 5.0, -1.0, -4.0]
+
+
 def test_trainer_and_hf_engine_give_the_same_log_probabilities(task: Path, tmp_path: Path) -> None:
     config = recipe(GRPO, train_batch_per_replica=16, max_num_steps=2)
     stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
