@@ -189,6 +189,7 @@ def _in_turns(stage: Stage, order: PromptOrder, generation: Generation) -> Group
     sync = Sync(
         order, generation.engine, generation.score(trained_rewards(recipe)), training_sampling(recipe),
         stage.progress, recipe.rollout.batch_size, between=lambda step: check_stop(stage),
+        publish_every=recipe.train.sync_weight_interval,
     )  # fmt: skip
     return in_turns(sync, order, recipe)
 
@@ -208,7 +209,10 @@ def _ahead(
             apart.check()
 
     recipe, policy, size = stage.recipe, stage.recipe.train.train_policy, rows_per_step(stage.recipe)
-    chosen, allowed, beyond, most_steps = group_filter(recipe), *policy.lookahead
+    chosen, takes_turns = group_filter(recipe), recipe.mode == "colocated_separated"
+    allowed, beyond, most_steps = policy.lookahead
+    if takes_turns:  # whatever was in flight would be lost when the engines sleep
+        allowed, beyond, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
     num_steps = total_steps(recipe, size, len(prompts))
     source = Ahead(
         generation.fleet,
@@ -217,12 +221,13 @@ def _ahead(
         training_sampling(recipe),
         stage.progress,
         num_groups=size,
-        allowed=allowed if recipe.mode == "disaggregated" else 0,
+        allowed=allowed,
         resync=generation.resync,
         between=between,
         beyond=beyond,
         most_steps=most_steps,
         filter=chosen,
+        takes_turns=takes_turns,
     )
     generation.close_with(source.close)
     return source

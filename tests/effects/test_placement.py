@@ -36,6 +36,10 @@ def ahead(recipe: Recipe, folder: Path) -> Ahead:
     (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, DAPO), {"beyond": (128, 7)}),
     (Change("train.train_policy.max_inflight_steps", 9, APART), {"most_steps": (None, 9)}),
     (Change("mode", "colocated_separated", APART), {"allowed": (4, 0)}),
+    (Change("mode", "colocated_separated", {**APART, "train.sync_weight_interval": 3}), {"allowed": (4, 2)}),
+    (Change("mode", "colocated_separated", APART), {"takes_turns": (False, True)}),
+    (Change("mode", "colocated_separated", APART), {"most_steps": (None, 1)}),
+    (Change("mode", "colocated_separated", DAPO), {"beyond": (128, 0)}),
 )
 def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
     before, after = ahead(change.before, tmp_path / "before"), ahead(change.after, tmp_path / "after")

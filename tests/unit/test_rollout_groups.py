@@ -107,10 +107,21 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     def refuse(step: int) -> None:
         raise RuntimeError("stopped")
 
+    assert metrics["rollout/groups_of_lag_0"] == 5.0 and metrics["rollout/version_lag_mean"] == 0.0
+
     source.between = refuse
     with pytest.raises(RuntimeError, match="stopped"):
         source.next(3)
     assert engine.events[-2:] == ["wake", "submit [3, 4]"]
+
+
+def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:
+    engine: Any = Shuffling()
+    valid: Any = lambda groups: [ScoredGroup(group, (Score(1.0), Score(0.0))) for group in groups]  # noqa: E731
+    source = Sync(lambda step: PROMPTS[:1], engine, valid, SAMPLING, Progress(tmp_path / "p.json"), 1, publish_every=3)
+    for step in range(6):
+        source.next(step)
+    assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2
 
 
 def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path: Path) -> None:

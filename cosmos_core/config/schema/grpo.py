@@ -131,6 +131,11 @@ class GrpoConfig(RlConfig):
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
                 "log-probabilities of the rollouts are for; set one of them"
             )
+        if self.unbiased_kl_estimate and self.kl_estimator == "k2":
+            raise ValueError(
+                "unbiased_kl_estimate is for kl_estimator = 'k3': the gradient of 'k2' is that of the reverse KL "
+                "already, and times the ratio it is that of nothing; leave one of them out"
+            )
         if self.reference_reset_interval and not self.kl_beta:
             raise ValueError("reference_reset_interval needs a reference: set kl_beta above 0, or leave it out")
         return self
