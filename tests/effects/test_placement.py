@@ -15,7 +15,7 @@ from cosmos_core.rollout.ahead import Ahead
 from cosmos_core.train import generation, setup
 from cosmos_core.train.feeds import PromptOrder
 from cosmos_core.train.loop import Loop
-from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.effects.change import GRPO, Change, changes, recipe, stage_of
 
 APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}
 DAPO = {**APART, "train.train_policy.variant": "dapo"}
@@ -57,6 +57,11 @@ def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple
         return 0 if group is None else group.wanted()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
+
+
+def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
+    group = worker._engines(stage_of(tmp_path, recipe({**APART, "rollout.parallelism.tp_size": 4}), kind="rl"))
+    assert (group.wanted(), group.processes) == (1, 4)
 
 
 @changes(

@@ -380,9 +380,12 @@ def test_every_rule_has_a_case_on_either_side() -> None:
 def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     for mode in ("colocated", "colocated_separated", "disaggregated"):
         assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
-    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.n_init_replicas=3"))
-    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine apart from the trainer has one GPU"):
-        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.tp_size=2"))
+    several = ("rollout.parallelism.n_init_replicas=3", "rollout.parallelism.tp_size=2")
+    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *several))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine shares the GPU of one rank"):
+        check_capabilities(load(tmp_path, GRPO, "mode='colocated_separated'", *several))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: backend 'hf' has the whole model on each rank"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.backend='hf'", *several))
     average = ("train.ema_enable=true", "validation.enable=true")
     with pytest.raises(ConfigError, match="moving average of train"):
         check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))
