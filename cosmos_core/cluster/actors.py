@@ -98,7 +98,10 @@ class Actors:
         remote: Any = ray.remote  # its types know functions alone
         # Of the cluster that this process starts, cores are not counted: there may be more actors later.
         self._actor = remote(
-            num_cpus=0 if is_embedded else group.processes, num_gpus=gpus, max_concurrency=_CALLS_AT_ONCE, max_restarts=-1
+            num_cpus=0 if is_embedded else group.processes,
+            num_gpus=gpus,
+            max_concurrency=_CALLS_AT_ONCE,
+            max_restarts=-1,
         )(type(group.name, (_Host,), {}))
         self.handles: list[ActorHandle] = []
         self.adjust()

@@ -1,10 +1,9 @@
 """Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's own, or one beside it (`replica`).
 
-In the trainer's process weights are handed over by reference and no child can outlive the stage; beside it an engine may
-have ranks of its own (`vllm_ranks`). vLLM changes much of
-the process that it starts in; `_process_kept` undoes that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here.
-What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one, and prompts with images were never given to
-it.
+In the trainer's process weights are handed over by reference and no child can outlive the stage; an engine beside it
+may have ranks of its own (`vllm_ranks`). vLLM changes much of the process that it starts in; `_process_kept` undoes
+that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here. What concerns GPUs alone (sleep levels, CUDA graphs) was
+never run on one, and prompts with images were never given to it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def make_task(folder: Path, hidden_size: int = 64) -> Path:
         config_ = StageConfig(name=name, kind=kind)
         return Stage(folder / name, config_, config, model, data, {}, "f" * 64, kind=all_kinds()[kind])
 
-    arithmetic.make(stage("task", "custom", recipe(0)), train_rows=64, heldout_rows=8, hidden_size=hidden_size, layers=2)
+    arithmetic.make(
+        stage("task", "custom", recipe(0)), train_rows=64, heldout_rows=8, hidden_size=hidden_size, layers=2
+    )
     prepare.run(stage("prompts", "prepare", recipe(0), str(folder / "task/model")))
     return folder
 

@@ -15,7 +15,7 @@ from cosmos_core.rollout.ahead import Ahead
 from cosmos_core.train import generation, setup
 from cosmos_core.train.feeds import PromptOrder
 from cosmos_core.train.loop import Loop
-from tests.effects.change import GRPO, Change, changes, recipe, stage_of
+from tests.effects.change import GRPO, Change, changes, stage_of
 
 APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}
 DAPO = {**APART, "train.train_policy.variant": "dapo"}
@@ -60,7 +60,8 @@ def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple
 
 
 def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
-    group = worker._engines(stage_of(tmp_path, recipe({**APART, "rollout.parallelism.tp_size": 4}), kind="rl"))
+    spread = Change("rollout.parallelism.tp_size", 4, APART).after
+    group = worker._engines(stage_of(tmp_path, spread, kind="rl"))
     assert (group.wanted(), group.processes) == (1, 4)
 
 

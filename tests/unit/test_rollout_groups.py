@@ -83,6 +83,8 @@ def test_groups_that_come_in_any_order_are_given_in_that_of_the_prompts() -> Non
     found = generate(engine, PROMPTS, SAMPLING, 6)
     assert [(group.prompt.id, group.step, group.version) for group in found] == [(i, 6, 6) for i in range(5)]
     assert generate(engine, [], SAMPLING, 6) == []
+    again = generate(engine, [PROMPTS[1], PROMPTS[0], PROMPTS[1]], SAMPLING, 6)
+    assert [group.prompt.id for group in again] == [1, 0, 1], "a prompt may come twice"
 
 
 def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path: Path) -> None:
