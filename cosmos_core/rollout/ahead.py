@@ -170,7 +170,7 @@ class Ahead:
             if self.filter is None or self.filter.keeps(scored):
                 kept.append(scored)
             if self.filter is not None and len(sampled) == self.num_groups:
-                check_scores(step, sampled)
+                check_scores(step, sampled, self.filter.metrics)
         return kept, sampled
 
     def _asked(self, position: int, prompt: Prompt) -> Future[Group]:

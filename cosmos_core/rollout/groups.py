@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from cosmos_core.errors import RewardError
 from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import ScoreGroups
@@ -160,7 +161,7 @@ class Dynamic:
             seconds += time.perf_counter() - round_began
             scored = self.sync.scored(groups)
             sampled += scored
-            check_scores(step, sampled)
+            check_scores(step, sampled, self.filter.metrics)
             kept += [group for group in scored if self.filter.keeps(group)]
             num_rounds += 1
         self._drawn = drawn
@@ -184,16 +185,23 @@ class Dynamic:
         self._drawn = int(str(state["drawn"]))
 
 
-def check_scores(step: int, groups: Sequence[ScoredGroup]) -> None:
-    """Refuse groups of train step `step` that say nothing: other prompts would be scored no better.
+def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
+    """Refuse groups of train step `step` that say nothing: other prompts would be scored no better. `metrics`: what
+    they are filtered by.
 
     Raises:
-        RewardError: no completion has a valid reward, because a function raises.
-        StageFailed: no completion has one for another reason.
+        RewardError: no completion has a valid reward, because a function raises; or none has one of the metrics.
+        StageFailed: no completion has a valid reward for another reason.
     """
     scores = [score for group in groups for score in group.scores]
     if all(score.value is None for score in scores):
         raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
+    known = sorted({name for score in scores for name in score.metrics})
+    if unknown := [name for name in metrics if name not in known]:
+        raise RewardError(
+            f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown))}; take of "
+            f"{', '.join(map(repr, known)) or 'none'}"
+        )
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:

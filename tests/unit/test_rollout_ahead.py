@@ -187,6 +187,19 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         source.close()
 
 
+def test_a_metric_that_no_reward_reports_is_refused_before_all_prompts_are_used_up(tmp_path: Path) -> None:
+    with fleet_of(Threaded()) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, filter=Filter(("acuracy",)), score=reported)
+        with pytest.raises(RewardError, match="filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"):
+            source.next(0)
+        source.close()
+
+
+def reported(groups: Sequence[Group]) -> list[ScoredGroup]:
+    return [ScoredGroup(group, (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0}))) for group in groups]
+
+
 def test_rewards_that_are_all_invalid_end_the_training_before_all_prompts_are_used_up(tmp_path: Path) -> None:
     def raised(groups: Sequence[Group]) -> list[ScoredGroup]:
         return [ScoredGroup(group, (Score(None, error="KeyError", is_raised=True),) * 2) for group in groups]

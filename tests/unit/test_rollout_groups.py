@@ -21,7 +21,9 @@ from cosmos_core.rollout.groups import Dynamic, Sync
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import RolloutFeed
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
+from tests.effects.change import GRPO, recipe
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sequence_logprobs
 
@@ -145,6 +147,38 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
     engine.waiting.clear()
     groups, _ = source.next(0)
     assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}
+
+
+def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
+    """Steps of two groups, of which those are of use whose completions differ."""
+    config = recipe({
+        **GRPO, "train.train_policy.variant": "dapo", "train.train_batch_per_replica": 4, "rollout.n_generation": 2,
+    })  # fmt: skip
+    engine: Any = Shuffling()
+
+    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(group, (Score(1.0), Score(1.0 - difference))) for group in groups]
+
+    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(folder / "p.json"), 2)
+    source = Dynamic(sync, lambda start, count: PROMPTS[start : start + count], 2)
+    return RolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
+
+
+def test_prompts_that_end_before_anything_was_learned_fail_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="step 1: the rewards inside each of 5 groups are equal"):
+        dynamic_feed(tmp_path, 0.0).next()
+    feed = dynamic_feed(tmp_path, 0.0)
+    feed.step = 1  # something was
+    assert feed.next() is None
+    assert dynamic_feed(tmp_path, 1.0).next() is not None
+
+
+def test_dynamic_sampling_goes_on_behind_the_prompts_of_a_training_without_it(tmp_path: Path) -> None:
+    feed = dynamic_feed(tmp_path, 1.0)
+    feed.load_state_dict({"step": 1, "source": {}})
+    assert feed.state_dict() == {"step": 1, "source": {"drawn": 2}}
+    feed.load_state_dict({"step": 1, "source": {"drawn": 3}})
+    assert feed.state_dict() == {"step": 1, "source": {"drawn": 3}}
 
 
 class Recording:
