@@ -53,6 +53,7 @@ from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
     held_out,
+    most_tokens,
     prepared_folder,
     reward_weights,
     row_metrics,
@@ -217,7 +218,7 @@ def _ahead(
     source = Ahead(
         generation.fleet,
         order.take if chosen else steps_of(order, size, num_steps),
-        generation.score_here(policy.rewards),
+        generation.score_here(trained_rewards(recipe)),
         training_sampling(recipe),
         stage.progress,
         num_groups=size,
@@ -262,14 +263,15 @@ def _apart(stage: Stage, generation: Generation) -> ValidationApart | None:
         return None
     rows = held_out(prepared_folder(stage))
     assert isinstance(rows, Prompts)
-    score = generation.score_here(reward_weights(stage.recipe))
+    score = generation.score_here(reward_weights(stage.recipe), most_tokens(stage.recipe))
     completions = Completions(rows, generation.fleet, score, stage)
     return ValidationApart(completions, generation.fleet, generation.resync, stage.progress.beat)
 
 
 def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:
     """Return what measures completions of held-out prompts."""
-    completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
+    score = generation.score(reward_weights(stage.recipe), most_tokens(stage.recipe))
+    completions = Completions(rows, generation.engine, score, stage)
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 

@@ -133,6 +133,9 @@ RULES: dict[tuple[str, str], list[Case]] = {
            f"{P}.rollout_correction='mask'", f"{P}.use_decoupled_loss=true"),
         no(f"{P}: reference_reset_interval needs a reference: set kl_beta above 0, or leave it out",
            f"{P}.reference_reset_interval=10"),
+        kept(f"{P}.algo", "rloo", f"{P}.algo='rloo'", f"{P}.unbiased_advantage=true"),
+        no(f"{P}: unbiased_advantage = true leaves out the division that algo = 'batch-std' is; set one of them",
+           f"{P}.algo='batch-std'", f"{P}.unbiased_advantage=true"),
         no(f"{P}: unbiased_kl_estimate is for kl_estimator = 'k3': the gradient of 'k2' is that of the reverse KL "
            "already, and times the ratio it is that of nothing; leave one of them out",
            f"{P}.unbiased_kl_estimate=true", f"{P}.kl_estimator='k2'"),

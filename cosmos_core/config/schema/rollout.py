@@ -128,7 +128,7 @@ class RolloutConfig(Table):
         """See `Table.refusals`."""
         train, policy = stage.recipe.train, stage.recipe.policy
         if stage.kind.feed == "rollouts":
-            if self.n_generation < 2:
+            if self.n_generation < 2 and train.train_policy.compares_groups:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             if train.train_batch_per_replica % self.n_generation:
                 yield (
