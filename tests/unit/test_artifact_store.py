@@ -212,6 +212,12 @@ def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
     assert (there / "metrics.jsonl").read_text() == '{"step": 6}\n'
     assert found.checkpoints("other", there).pull() == ""
 
+    # What could not be read there is sent again by who comes as far.
+    third, again = tmp_path / "third" / "stage", found.checkpoints("f", tmp_path / "third" / "stage")
+    assert again.pull() == "step_4"
+    checkpoint(third, 6)
+    assert again.push() == ["step_6"] and found.checkpoints("f", tmp_path / "fourth" / "stage").pull() == "step_6"
+
     # As many are kept as the machine keeps, and nothing of the others.
     shutil.rmtree(here / "checkpoints/step_2")
     shutil.rmtree(here / "checkpoints/step_4")
