@@ -66,6 +66,8 @@ class Loop:
     step: int = 0
     """Train steps that are complete."""
     _hooks: Hooks = field(init=False)
+    _measured_at: int = -1
+    """The newest step whose weights were validated; -1: none."""
     _is_held: bool = False
     """Weights were not published, because engines still measure those of another step."""
     _last: dict[str, float] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Loop:
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)
         is_told = self._settle()
+        is_told = self._measure_last() or is_told
         self.checkpointer.wait()
         if is_told or self.checkpointer.latest() != self.step:
             self._save()
@@ -162,7 +165,7 @@ class Loop:
     def _validated(self, ended: Ended) -> None:
         """Take what was measured of an earlier step."""
         self._hooks("post_validation_hook", current_step=ended.step, **ended.metrics)
-        self.best = best_of(self.best, ended.step, ended.metrics)
+        self.best, self._measured_at = best_of(self.best, ended.step, ended.metrics), ended.step
         self._last |= ended.metrics
         self.stage.metrics.log(ended.step, ended.metrics)
         if self._is_held:
@@ -178,6 +181,17 @@ class Loop:
             self.apart.wait(self.step, lambda: check_stop(self.stage))
         except StopAsked:
             raise self._preempted() from None
+        return True
+
+    def _measure_last(self) -> bool:
+        """Validate the last step where the data ended before anybody could know that it was; return whether it did."""
+        if self.measure is None or self.step == 0 or self._measured_at == self.step:
+            return False
+        self.publish(self.step)  # the engine may have given up its weights for those of a step that never came
+        measured = self._measured(self.step)
+        self.best = best_of(self.best, self.step, measured)
+        self._last |= measured
+        self.stage.metrics.log(self.step, measured)
         return True
 
     def _step(self) -> dict[str, float] | None:
@@ -248,6 +262,7 @@ class Loop:
         if own:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
+            self._measured_at = int(str(state.extra.get("measured_at", own)))
             self.stage.progress.saved(own)
         if start:
             self._hooks("load_checkpoint_hook", step=start)
@@ -278,6 +293,7 @@ class Loop:
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
             "best": asdict(self.best) if self.best else None,
+            "measured_at": self._measured_at,
             "is_unmeasured": self.apart is not None and self.apart.step == self.step,
         }  # fmt: skip
         self.stage.metrics.sync()
@@ -312,6 +328,7 @@ class Loop:
                 measured = self.measure(step)
             self.publish(step)
         self._hooks("post_validation_hook", current_step=step, **measured)
+        self._measured_at = step
         return {**measured, "time/validate": time.perf_counter() - began}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

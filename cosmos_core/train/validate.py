@@ -15,7 +15,15 @@ from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn
 from cosmos_core.train.generation import Generation
-from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
+from cosmos_core.train.measure import (
+    SAMPLES,
+    Completions,
+    held_out,
+    most_tokens,
+    prepared_folder,
+    reward_weights,
+    row_metrics,
+)
 from cosmos_core.train.reference import handed_on
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.types import Outcome
@@ -39,7 +47,7 @@ def run(stage: Stage) -> Outcome:
     if isinstance(drawn, Prompts | DrawnPrompts):
         with ExitStack() as stack:
             generation = Generation(stage, trainer, stack)
-            score = generation.score(reward_weights(stage.recipe))
+            score = generation.score(reward_weights(stage.recipe), most_tokens(stage.recipe))
             metrics = Completions(drawn, generation.engine, score, stage).measure(0)
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
     if not isinstance(rows, Prompts | DrawnPrompts):
