@@ -25,6 +25,7 @@ import tomli_w
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
+from cosmos_core.run.directory import read_facts
 from cosmos_core.run.files import write_text
 from cosmos_core.run.manifest import RESULT, STORED, Result
 from cosmos_core.upload.bundle import Contents, Entry, exchange_document, read_document, write_document
@@ -58,8 +59,9 @@ class ArtifactStore:
 
         Runs that began on two machines in the same second have one name, and two in the store.
         """
-        files = {name: _text(run_path / name) for name in RUN_FILES}
-        names = (f"{run_path.name}{suffix}" for suffix in _suffixes())
+        files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
+        run_id = facts.run_id if facts and facts.run_id else run_path.name  # a machine that opened it may say otherwise
+        names = (f"{run_id}{suffix}" for suffix in _suffixes())
         with told(self.url):
             return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files))}"
 

@@ -212,6 +212,13 @@ def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
     assert (there / "metrics.jsonl").read_text() == '{"step": 6}\n'
     assert found.checkpoints("other", there).pull() == ""
 
+    # What could not be read there is sent again by who comes as far.
+    third, again = tmp_path / "third" / "stage", found.checkpoints("f", tmp_path / "third" / "stage")
+    assert again.pull() == "step_4"
+    shutil.rmtree(third / "checkpoints/step_6")  # as much of it as came
+    checkpoint(third, 6)
+    assert again.push() == ["step_6"] and found.checkpoints("f", tmp_path / "fourth" / "stage").pull() == "step_6"
+
     # As many are kept as the machine keeps, and nothing of the others.
     shutil.rmtree(here / "checkpoints/step_2")
     shutil.rmtree(here / "checkpoints/step_4")
@@ -328,20 +335,18 @@ def test_a_process_of_another_container_of_this_name_is_not_taken_for_gone() -> 
 def test_runs_that_have_one_name_on_two_machines_do_not_mix(
     tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = begun(tmp_path, url, "other", steps=5)
-    mine, its = perform(run, "first")[0], perform(other, "first")[0]
-    assert mine["metrics"]["count"] == 3.0 and its["metrics"]["count"] == 5.0
-    there = [on(each, "second", tmp_path / "there", monkeypatch) for each in (run, other, run)]
-    assert [each.path.name for each in there] == ["one", "one-2", "one"]
-    for each, first in zip(there, (mine, its, mine), strict=True):
+    runs = [run, begun(tmp_path, url, "other", steps=5), begun(tmp_path, f"{url}-b", "third", steps=6)]
+    first = [perform(each, "first")[0] for each in runs]
+    assert [result["metrics"]["count"] for result in first] == [3.0, 5.0, 6.0]
+    there = [on(each, "second", tmp_path / "there", monkeypatch) for each in (*runs, run)]
+    assert [each.path.name for each in there] == ["one", "one-2", "one-3", "one"], "the third of another store"
+    for each, result in zip(there, (*first, first[0]), strict=True):
         perform(each, "second")
-        assert (read_result(each.stage_path("first")) or {})["digest"] == first["digest"]
-    for each in (run, other):
+        assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
+    for each in runs:
         assert Stored(each, each.pipeline.stage("second")).receive_result() is not None
-    assert sorted(ArtifactStore(url).result(name, "first")["metrics"]["count"] for name in ("one", "one-2")) == [
-        3.0,
-        5.0,
-    ]
+    counts = [(ArtifactStore(url).result(name, "first") or {})["metrics"]["count"] for name in ("one", "one-2")]
+    assert counts == [3.0, 5.0]
 
 
 def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
