@@ -38,6 +38,7 @@ from cosmos_core.run.inputs import (
     resume_source,
     reward_names,
     reward_service_file,
+    reward_service_parts,
     teacher_source,
 )
 from cosmos_core.run.libraries import LIBRARIES
@@ -127,6 +128,8 @@ def fingerprint(
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
     if service := reward_service_file(stage):
         ingredients["reward_service"] = digests.of_file(service)
+        if parts := reward_service_parts(service):
+            ingredients["rewards"] = {name: _content(path, ("*",), digests) for name, path in parts.items()}
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it

@@ -24,6 +24,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.errors import DataError
 from cosmos_core.run.bucket import Bucket, Object, split_url, told
+from cosmos_core.run.content import leaves_folder
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
 from cosmos_core.run.lock import Lock
@@ -147,6 +148,8 @@ def _relative(url: str, each: Object) -> str:
 
 
 def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
+    if outside := next((each.key for each in objects if leaves_folder(_relative(url, each))), None):
+        raise DataError(f"{url}: the object {outside!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(each.size for each in objects)

@@ -133,7 +133,11 @@ def test_two_ranks_train_what_one_trains_when_some_rows_show_no_image(workspace:
     ("setting", "message"),
     [
         ("policy.parallelism.cp_size=2", "policy.parallelism.cp_size = 2: this version shards models that are shown"),
-        ("train.train_policy.enable_dp_load_balancing=true", "enable_dp_load_balancing = true: rows with images go"),
+        pytest.param(
+            "train.train_policy.enable_dp_load_balancing=true",
+            "enable_dp_load_balancing = true: rows with images go",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_images_exclude_is_said_in_one_line(workspace: Workspace, setting: str, message: str) -> None:

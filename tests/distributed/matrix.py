@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -171,11 +173,31 @@ def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: Train
     rank.add_model("teacher", teacher)
 
 
-def run_cases(cases: list[Case], models: Path, scratch: Path, stop: threading.Event) -> None:
+def cells(cases: Sequence[Case]) -> list[Any]:
+    """Return the parameters of a test: the index of each case. The suite takes cases until each value of each setting
+    was there, and each mesh with each algorithm; the others are `full`."""
+    seen: set[tuple[str, Any]] = set()
+    found = []
+    for index, case in enumerate(cases):
+        values = {(field.name, getattr(case, field.name)) for field in fields(case) if field.name != "mini_batch"}
+        values.add(("mesh and algorithm", (case.mesh, case.algorithm)))
+        marks = pytest.mark.full if values <= seen else ()
+        found.append(pytest.param(index, marks=marks, id=case.name))
+        seen |= values
+    return found
+
+
+def chosen(request: pytest.FixtureRequest, test: str) -> set[int]:
+    """Return the indices for which a test of this file runs."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    return {item.callspec.params["index"] for item in items if item.path == request.path and item.originalname == test}
+
+
+def run_cases(cases: dict[int, Case], models: Path, scratch: Path, stop: threading.Event) -> None:
     """Every case on one rank of a group; the first rank writes the answers, or why there are none."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    for index, case in enumerate(cases):
+    for index, case in cases.items():
         try:
             found = computed(case, models, scratch)
         except ModelError as error:

@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.models.hf import load_model
-from tests.distributed.matrix import Case, computed
+from tests.distributed.matrix import Case, cells, chosen, computed
 from tests.distributed.mutations import expert_flops
 from tests.distributed.test_invariance import BAR, CP2, DP2, DP4, HSDP, PP2, TP2, TP2_DP2, answers, compare
 from tests.unit.tiny_families import save_family
@@ -131,32 +131,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return answers([*TWO, *REFUSED], 2, models, tmp_path_factory.mktemp("two"))
+def of_two(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Path]:
+    cases = {index: TWO[index] for index in chosen(request, "test_two_ranks_do_what_one_does")}
+    refused = dict(enumerate(REFUSED, start=len(TWO)))
+    return answers(cases | refused, 2, models, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def of_four(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return answers(FOUR, 4, models, tmp_path_factory.mktemp("four"))
+def of_four(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Path]:
+    cases = {index: FOUR[index] for index in chosen(request, "test_four_ranks_do_what_one_does")}
+    return answers(cases, 4, models, tmp_path_factory.mktemp("four"))
 
 
 def alone(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     return computed(replace(case, mesh=(), mini_batch=4, packed=False, checkpointing=False), models, scratch)
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=[case.name for case in TWO])
-def test_two_ranks_do_what_one_does(index: int, of_two: list[Path], models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", cells(TWO))
+def test_two_ranks_do_what_one_does(index: int, of_two: dict[int, Path], models: Path, tmp_path: Path) -> None:
     case = TWO[index]
     compare(alone(case, models, tmp_path), torch.load(of_two[index]), BAR[case.dtype])
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED)), ids=[case.name for case in REFUSED])
-def test_what_a_family_cannot_is_refused_by_name(index: int, of_two: list[Path]) -> None:
+def test_what_a_family_cannot_is_refused_by_name(index: int, of_two: dict[int, Path]) -> None:
     assert list(REFUSED.values())[index] in of_two[len(TWO) + index].with_suffix(".txt").read_text()
 
 
-@pytest.mark.parametrize("index", range(len(FOUR)), ids=[case.name for case in FOUR])
-def test_four_ranks_do_what_one_does(index: int, of_four: list[Path], models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", cells(FOUR))
+def test_four_ranks_do_what_one_does(index: int, of_four: dict[int, Path], models: Path, tmp_path: Path) -> None:
     case = FOUR[index]
     compare(alone(case, models, tmp_path), torch.load(of_four[index]), BAR[case.dtype])
 

@@ -173,6 +173,7 @@ def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_w
     assert read_json(stage.path / "best.json") == read_json(alone.path / "best.json")
 
 
+@pytest.mark.full
 def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: Path, tmp_path: Path) -> None:
     stage = rl(task, tmp_path / "rl", recipe(2, ranks=2, allowed_outdated_steps=2))
     worker(stage, {2: kill("RolloutEngine")})

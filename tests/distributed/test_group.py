@@ -93,7 +93,7 @@ def assert_like(done: Stage, alone: dict[str, Any]) -> None:
         assert (found[name] - weight).abs().max() <= 2e-5, name
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_the_answer_is_that_of_the_first_rank(launcher: Any) -> None:
     assert WorkerGroup(2, launcher).run(members.total) == 3.0
 
@@ -113,7 +113,7 @@ def test_a_rank_that_dies_ends_all(launcher: Any) -> None:
         WorkerGroup(2, launcher).run(members.die)
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_all_ranks_stop_at_the_same_step(launcher: Any, tmp_path: Path) -> None:
     started = tmp_path / "started"
     first, second = WorkerGroup(2, launcher).run(partial(members.stop_together, started), started.exists)
@@ -181,6 +181,7 @@ def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: P
     assert [line["step"] for line in read_metrics(path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.full
 def test_a_training_that_began_on_one_rank_ends_on_two(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     path = tmp_path / "sft"
     with pytest.raises(Preempted, match="stopped after step 3 of 5"):
@@ -192,6 +193,7 @@ def test_a_training_that_began_on_one_rank_ends_on_two(task: Path, tmp_path: Pat
     assert_like(two, alone)
 
 
+@pytest.mark.full
 def test_a_training_goes_through_pipelines_and_ends_on_one_rank(
     task: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:

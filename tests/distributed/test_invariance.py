@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cosmos_core.cluster.group import WorkerGroup
-from tests.distributed.matrix import VOCABULARY, Case, computed, run_cases
+from tests.distributed.matrix import VOCABULARY, Case, cells, chosen, computed, run_cases
 
 DP2, DP4 = (("dp_shard_size", 2),), (("dp_shard_size", 4),)
 HSDP = (("dp_replicate_size", 2), ("dp_shard_size", 2))
@@ -126,19 +126,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(cases: list[Case], size: int, models: Path, folder: Path) -> list[Path]:
+def answers(cases: dict[int, Case], size: int, models: Path, folder: Path) -> dict[int, Path]:
     WorkerGroup(size, "local").run(partial(run_cases, cases, models, folder))
-    return [folder / f"{index}.pt" for index in range(len(cases))]
+    return {index: folder / f"{index}.pt" for index in cases}
 
 
 @pytest.fixture(scope="module")
-def of_two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return answers(TWO, 2, models, tmp_path_factory.mktemp("two"))
+def of_two(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Path]:
+    cases = {index: TWO[index] for index in chosen(request, "test_two_ranks_do_what_one_does")}
+    return answers(cases, 2, models, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def of_four(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return answers(FOUR, 4, models, tmp_path_factory.mktemp("four"))
+def of_four(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Path]:
+    cases = {index: FOUR[index] for index in chosen(request, "test_four_ranks_do_what_one_does")}
+    return answers(cases, 4, models, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +175,13 @@ def compare(expected: dict[str, Any], found: dict[str, Any], bar: float) -> None
         torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=max(1e-6, 1e3 * bar), msg=name)
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=[case.name for case in TWO])
-def test_two_ranks_do_what_one_does(index: int, of_two: list[Path], alone: Any) -> None:
+@pytest.mark.parametrize("index", cells(TWO))
+def test_two_ranks_do_what_one_does(index: int, of_two: dict[int, Path], alone: Any) -> None:
     case = TWO[index]
     compare(alone(case), torch.load(of_two[index]), bar_of(case))
 
 
-@pytest.mark.parametrize("index", range(len(FOUR)), ids=[case.name for case in FOUR])
-def test_four_ranks_do_what_one_does(index: int, of_four: list[Path], alone: Any) -> None:
+@pytest.mark.parametrize("index", cells(FOUR))
+def test_four_ranks_do_what_one_does(index: int, of_four: dict[int, Path], alone: Any) -> None:
     case = FOUR[index]
     compare(alone(case), torch.load(of_four[index]), bar_of(case))

@@ -27,6 +27,7 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_record_notices_what_it_looks_for(undisturbed: Path) -> None:
     rows = killed.rows_of_steps(undisturbed)
     assert killed.problems(rows) == []

@@ -157,7 +157,7 @@ def test_an_expert_that_is_missing_is_refused(models: Path, tmp_path: Path) -> N
     assert "tensors that belong together, like the experts of a layer, some are missing" in first == second
 
 
-@pytest.mark.parametrize("mesh", [DP4, TP2_DP2], ids=["dp4", "tp2 dp2"])
+@pytest.mark.parametrize("mesh", [pytest.param(DP4, marks=pytest.mark.full), TP2_DP2], ids=["dp4", "tp2 dp2"])
 def test_a_rank_takes_the_memory_of_its_shard(mesh: dict[str, int], models: Path, tmp_path: Path) -> None:
     num_parameters, _ = loading.save_large(tmp_path / "large", layers=4, dtype=torch.bfloat16)
     program = partial(loading.peaks, tmp_path / "large", mesh, models / "tied", tmp_path)

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -98,6 +99,7 @@ def test_two_ranks_generate_learn_and_validate_in_a_chain(workspace: Workspace) 
     assert not processes_below(workspace.path)
 
 
+@pytest.mark.full
 def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace: Workspace) -> None:
     workspace.write("p.toml", text(100_000, two=2))
     flow = workspace.start("run", "p.toml")

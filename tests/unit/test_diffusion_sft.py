@@ -200,7 +200,13 @@ def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> N
 
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [("sd3", {}), ("sd3", LORA), ("sana", LORA), ("sana_video", {}), ("cosmos_predict", LORA)],
+    [
+        pytest.param("sd3", {}, marks=pytest.mark.full),
+        ("sd3", LORA),
+        pytest.param("sana", LORA, marks=pytest.mark.full),
+        ("sana_video", {}),
+        ("cosmos_predict", LORA),
+    ],
     ids=["sd3-full", "sd3-lora", "sana-lora", "sana_video-full", "cosmos_predict-lora"],
 )
 def test_a_training_falls_and_its_export_draws_what_the_policy_draws(
@@ -277,7 +283,10 @@ def test_training_never_loads_the_encoders(inputs: Inputs, tmp_path: Path) -> No
     assert len(open_media(inputs.data("sd3"), "train")) == 8
 
 
-@pytest.mark.parametrize("name", tiny_pipelines.FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("sd3", "cosmos_predict") else pytest.param(n, marks=pytest.mark.full) for n in tiny_pipelines.FAMILIES],
+)
 def test_the_published_form_is_proven_in_half_precision_and_carries_the_adapter(
     inputs: Inputs, tmp_path: Path, name: str
 ) -> None:

@@ -88,7 +88,7 @@ def metrics_of(stage: Stage) -> list[dict[str, Any]]:
     return [line for line in read_metrics(stage.path / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("weights", [pytest.param({}, marks=pytest.mark.full), LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("name", list(TRAININGS))
 def test_a_training_raises_its_reward_and_is_exported(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path

@@ -73,9 +73,9 @@ def exporting(path: Path, upstream: dict[str, Any], checkpoint: str) -> Stage:
     "settings",
     [
         pytest.param({}, marks=pytest.mark.full),
-        {"train.ema_enable": True},
+        pytest.param({"train.ema_enable": True}, marks=pytest.mark.full),
         LORA,
-        {"policy.freeze_pattern": ["embed_tokens"]},
+        pytest.param({"policy.freeze_pattern": ["embed_tokens"]}, marks=pytest.mark.full),
     ],
     ids=["all weights", "average", "adapter", "frozen"],
 )
