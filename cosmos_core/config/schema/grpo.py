@@ -155,8 +155,8 @@ class GrpoConfig(RlConfig):
                 f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
             )
         if self.use_decoupled_loss:
-            say(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / rollout "
-                "policy already")  # fmt: skip
+            say(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
+                "rollout policy already")  # fmt: skip
             return self.derived(use_decoupled_loss=False)
         return self
 
