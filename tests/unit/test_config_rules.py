@@ -133,8 +133,6 @@ RULES: dict[tuple[str, str], list[Case]] = {
            f"{P}.rollout_correction='mask'", f"{P}.use_decoupled_loss=true"),
         no(f"{P}: reference_reset_interval needs a reference: set kl_beta above 0, or leave it out",
            f"{P}.reference_reset_interval=10"),
-        kept(f"{P}.use_decoupled_loss", True, f"{P}.use_decoupled_loss=true", f"{P}.aipo_rho=2.0",
-             f"{P}.aipo_form='clamped'"),
         changed(f"{P}.use_decoupled_loss", False, f"{P}.use_decoupled_loss=true", f"{P}.aipo_rho=2.0",
                 said=f"{P}.use_decoupled_loss: false, because aipo_rho weights tokens by policy / rollout policy "
                 "already"),
