@@ -67,7 +67,7 @@ class Loop:
     """Train steps that are complete."""
     _hooks: Hooks = field(init=False)
     _measured_at: int = -1
-    """The newest step whose weights were validated; -1: none."""
+    """The newest step that was validated, or that another run has left behind; -1: none."""
     _is_held: bool = False
     """Weights were not published, because engines still measure those of another step."""
     _last: dict[str, float] = field(default_factory=dict)
@@ -91,6 +91,8 @@ class Loop:
         self.publish(start)
         if is_unmeasured:
             self._begin_validation()
+        elif self._was_cut_off(start) and self._measure_last():
+            self._save()
         if self.measure and self.stage.recipe.validation.val_before_train and start == 0:
             self._log(0, self._measured(0))
         with StepProfiler(self.stage, start) as profiler:
@@ -120,7 +122,7 @@ class Loop:
             if is_due and self.apart and not is_last:
                 saves = True  # it may be the best, which will be known when its weights are gone
             elif is_due:
-                measured = self._measured(self.step)
+                measured = self._measured(self.step, metrics)
                 metrics |= measured
                 self.best = best_of(self.best, self.step, measured)
             self._log(self.step, metrics)
@@ -259,6 +261,7 @@ class Loop:
             self._restore_rng(start, state.extra["rng"])
         else:  # opening the model has seeded those of torch
             seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
+        self._measured_at = start
         if own:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
@@ -313,20 +316,30 @@ class Loop:
             algorithm=self.algorithm.state_dict(),
         )
 
-    def _measured(self, step: int) -> dict[str, float]:
+    def _was_cut_off(self, start: int) -> bool:
+        """Return whether a stop was asked for while the step that the training goes on from was validated."""
+        return self.apart is None and self._measured_at < start and start % self.stage.recipe.validation.freq == 0
+
+    def _measured(self, step: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
+        """Return what is measured of a step, whose own metrics are told where a stop cuts that off."""
         assert self.measure is not None
         self.stage.progress.phase("validate")
         began = time.perf_counter()
         self._hooks("pre_validation_hook", current_step=step)
         if step % self.publish_every:
             self.publish(step)
-        if self.average is None:
-            measured = self.measure(step)
-        else:
-            with self.trainer.weights(EMA):
-                self.publish(step)
+        try:
+            if self.average is None:
                 measured = self.measure(step)
-            self.publish(step)
+            else:
+                with self.trainer.weights(EMA):
+                    self.publish(step)
+                    measured = self.measure(step)
+                self.publish(step)
+        except StopAsked:
+            if metrics is not None:
+                self._log(step, metrics)
+            raise self._preempted() from None
         self._hooks("post_validation_hook", current_step=step, **measured)
         self._measured_at = step
         return {**measured, "time/validate": time.perf_counter() - began}

@@ -47,6 +47,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
 from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
+from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
@@ -154,7 +155,11 @@ class Completions:
 
     def measure(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps; some completions are added to `samples.jsonl`. Where images are drawn and
-        no reward is asked, they are all that is made, of the first prompts."""
+        no reward is asked, they are all that is made, of the first prompts.
+
+        Raises:
+            StopAsked: a signal asked to stop.
+        """
         if not self._is_scored:
             self._prompts = self._prompts[: gallery.MOST_PROMPTS]
         size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
@@ -164,6 +169,7 @@ class Completions:
             self._stage.progress.beat()
             made = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
             groups += self._score(made)
+            check_stop(self._stage)
         self._engine.sleep()
         return self.told(step, groups)
 

@@ -291,7 +291,8 @@ def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
     train = stage.recipe.train
     if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
         return lambda step, metrics: {}
-    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train)).alarm
+    sampling = training_sampling(stage.recipe)
+    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling).alarm
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

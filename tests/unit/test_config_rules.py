@@ -133,6 +133,12 @@ RULES: dict[tuple[str, str], list[Case]] = {
            f"{P}.rollout_correction='mask'", f"{P}.use_decoupled_loss=true"),
         no(f"{P}: reference_reset_interval needs a reference: set kl_beta above 0, or leave it out",
            f"{P}.reference_reset_interval=10"),
+        changed(f"{P}.use_decoupled_loss", False, f"{P}.use_decoupled_loss=true", f"{P}.aipo_rho=2.0",
+                said=f"{P}.use_decoupled_loss: false, because aipo_rho weights tokens by policy / rollout policy "
+                "already"),
+        no(f"{P}: rollout_correction = 'truncate' would weight tokens a second time: aipo_rho weights them by policy / "
+           "rollout policy; set one of them, or aipo_form = 'clamped'",
+           f"{P}.rollout_correction='truncate'", f"{P}.aipo_rho=2.0"),
         kept(f"{P}.algo", "rloo", f"{P}.algo='rloo'", f"{P}.unbiased_advantage=true"),
         no(f"{P}: unbiased_advantage = true leaves out the division that algo = 'batch-std' is; set one of them",
            f"{P}.algo='batch-std'", f"{P}.unbiased_advantage=true"),

@@ -148,40 +148,6 @@ def test_another_configuration_inherits_no_best_step(inputs: Path, tmp_path: Pat
     assert not (at.path / "best.json").exists()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
-    stopped: bool, inputs: Path, tmp_path: Path
-) -> None:
-    class Ends(SequenceFeed):
-        def next(self) -> Any:
-            return super().next() if self.step < 3 else None
-
-    at = stage(tmp_path / "sft", inputs)
-    at.recipe = at.recipe.derived(validation=at.recipe.validation.derived(freq=2))
-    assert at.data is not None
-    measured: list[int] = []
-    published: list[int] = []
-
-    def measure(step: int) -> dict[str, float]:
-        measured.append(step)
-        return {"validation/loss": 1 / step}
-
-    def publish(step: int) -> dict[str, float]:
-        published.append(step)
-        return {}
-
-    for _ in range(1 + stopped):  # who goes on from the last checkpoint does not measure it again
-        checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
-        feed = Ends(open_sequences(at.data, "train"), at.recipe)
-        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, measure=measure, publish=publish)
-        assert loop.run()["validation/loss"] == 1 / 3
-        checkpointer.close()
-    assert measured == [2, 3] and published == [0, 1, 2, 3, 3] + [3] * stopped
-    assert loop.best == Best(3, "validation/loss", 1 / 3)
-    lines = read_metrics(at.path / "metrics.jsonl")
-    assert [line["step"] for line in lines if "validation/loss" in line] == [2, 3]
-
-
 def test_the_result_names_the_best_step(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs)
     trained = train_stage(at)

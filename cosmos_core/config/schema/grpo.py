@@ -145,6 +145,22 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="after")
+    def _weighted_once(self, info: ValidationInfo) -> GrpoConfig:
+        """AIPO weights tokens by policy / rollout policy itself."""
+        if self.aipo_rho is None or self.aipo_form != "weighted":
+            return self
+        if self.rollout_correction:
+            raise ValueError(
+                f"rollout_correction = {self.rollout_correction!r} would weight tokens a second time: aipo_rho weights "
+                f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
+            )
+        if self.use_decoupled_loss:
+            say(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
+                "rollout policy already")  # fmt: skip
+            return self.derived(use_decoupled_loss=False)
+        return self
+
+    @model_validator(mode="after")
     def _behaviour_policy(self) -> GrpoConfig:
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
