@@ -335,7 +335,7 @@ def test_it_changes_how_certain_a_gate_must_be(change: Change, tmp_path: Path) -
     before, after = sides(change, tmp_path)
     (tmp_path / "there/v1").mkdir(parents=True)
     (tmp_path / "there/latest").symlink_to("v1")
-    (tmp_path / "there/v1/published.json").write_text('{"metrics": {"loss": 2.1, "loss_stderr": 0.5}}')
+    (tmp_path / "there/v1/published.json").write_text('{"files": {}, "metrics": {"loss": 2.1, "loss_stderr": 0.5}}')
     stages = [second(side, tmp_path) for side in (before, after)]
     for stage in stages:
         stage.inputs["first"]["metrics"]["loss_stderr"] = 0.5

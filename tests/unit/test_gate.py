@@ -47,7 +47,7 @@ def gate_stage(folder: Path, require: tuple[str, ...], published: dict[str, floa
     target = folder / "published"
     if published is not None:
         (target / "v1").mkdir(parents=True)
-        (target / "v1" / "published.json").write_text(json.dumps({"metrics": published}))
+        (target / "v1" / "published.json").write_text(json.dumps({"metrics": published, "files": {}}))
         (target / "latest").symlink_to("v1")
     inputs = {
         "before": {"metrics": {"accuracy": 0.4, "loss": 2.0}},
