@@ -50,6 +50,7 @@ KIND = StageKind(
         "train.seed",
         "train.train_policy.type",
         "train.train_policy.trainer_type",
+        "train.train_policy.learns_data",
         *DECIDE_ROWS,
         "policy.model_max_length",
         "policy.model_revision",
