@@ -29,6 +29,7 @@ from cosmos_core.data.media_splits import TRAIN, Source, Split, framing_of, in_t
 from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
+from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of_encoders
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import SHARED, replaced_folder, write_json
@@ -79,7 +80,9 @@ def source_of(stage: Stage) -> Source:
     folder = family.folder.path
     weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
-    return Source(family, digest_of(weights, type(family).__name__, settings), family.size_multiple, family.is_video)
+    code = [code_digest(policy.model_class)] if policy.model_class else []
+    digest = digest_of(weights, type(family).__name__, settings, *code)
+    return Source(family, digest, family.size_multiple, family.is_video)
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
