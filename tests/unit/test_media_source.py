@@ -114,6 +114,30 @@ def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp
     assert items[-1].problem.startswith("cut.tar: damaged tar file")
 
 
+def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):
+    shard = tar_of(tmp_path / "1.tar", {name: b"one" for name in ("1.txt", "2.txt", "3.txt")})
+    content = bytearray(shard.read_bytes())
+    content[1024 + 148 : 1024 + 156] = b"damaged!"  # the checksum of the second header
+    shard.write_bytes(content)
+    first, last = items_of(shard)
+    assert first.prompt == "one"
+    assert last.problem.startswith("1.tar: damaged tar file, the header at byte 1024 is damaged")
+
+
+def test_what_other_programs_leave_beside_prompts_does_no_harm(tmp_path):
+    """Captions beside metadata, files of macOS, and byte order marks of Windows."""
+    pair = {"1.json": b'{"key": 7}', "1.txt": b"\xef\xbb\xbfone", "1.png": png()}
+    [item] = items_of(tar_of(tmp_path / "1.tar", {"._1.json": b"\0", "._1.png": b"\0", **pair}))
+    assert (item.prompt, item.metadata, item.problem) == ("one", {"key": 7}, "")
+    folder = write_pairs(tmp_path / "pairs", 1)
+    (folder / "0000.json").write_text('{"prompt": "one"}', encoding="utf-8-sig")
+    for name in ("._0000.json", "._0000.png"):
+        (folder / name).write_bytes(b"\0")
+    assert [(item.prompt, item.problem) for item in items_of(folder)] == [("one", "")]
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n", encoding="utf-8-sig")
+    assert [item.prompt for item in items_of(tmp_path / "prompts.txt")] == ["one", "two"]
+
+
 def test_public_prompt_sets_are_read_with_what_their_rewards_compare_with(test_data):
     ocr = items_of(test_data / "prompts" / "ocr", split=["test"])
     assert len(ocr) > 100
