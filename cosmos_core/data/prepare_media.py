@@ -207,14 +207,22 @@ class _Work:
 
     def _given(self, path: Path) -> Entry | str:
         try:
-            return read_embedding(path, self._names)
+            found = read_embedding(path, tuple(self._usual))
         except DataError as error:
             return str(error)
+        for name, usual in self._usual.items():
+            if _form(found[name]) != _form(usual):
+                return (
+                    f"{path.name}: {name} is {list(found[name].shape)}, and the model's encoder gives "
+                    f"{list(usual.shape)}; only the number of tokens, the first of two, may be another"
+                )
+        return found
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
+    def _usual(self) -> Entry:
+        """The embedding of one text, as the encoder makes it."""
         with torch.no_grad():
-            return tuple(self._source.encoders.text_embedding([""]))
+            return {name: values[0] for name, values in self._source.encoders.text_embedding([""]).items()}
 
     def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
         """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
@@ -243,6 +251,11 @@ class _Work:
         for b, (index, _) in enumerate(batch):
             latents[index] = {"mean": mean[b]} | ({} if logvar is None else {"logvar": logvar[b]})
         return latents
+
+
+def _form(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return how many dimensions an embedding has, and its size without the number of tokens."""
+    return tensor.ndim, *tensor.shape[1:]
 
 
 class _Entries(NamedTuple):
