@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -208,6 +208,17 @@ def test_names_that_are_no_utf_8_and_half_characters_are_told_as_text(tmp_path, 
     outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
     assert outcome.metrics["data/train_rows"] == 1
     assert "0001.json: it has half a character (a lone surrogate)" in outcome.info["notices"][0]
+
+
+def test_an_embedding_of_another_form_than_the_encoders_is_named_before_it_is_learned(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 3)
+    for i, shape in enumerate(((5, 2), (1, 5, 2), (5, 3))):
+        save_file({"embeds": torch.ones(shape), "mask": torch.ones(5)}, source / f"000{i}.safetensors")
+    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.7})
+    [notice] = outcome.info["notices"]
+    assert "0001.safetensors: embeds is [1, 5, 2], and the model's encoder gives [1, 2]" in notice
+    assert "0002.safetensors: embeds is [5, 3]" in notice
+    assert open_media(stage_path(runs) / "data", "train")[0].text["embeds"].shape == (5, 2)
 
 
 def test_code_of_a_users_family_is_a_part_of_what_encodes(tmp_path, runs):
