@@ -158,5 +158,7 @@ def test_a_window_behind_the_last_step_of_a_rollout_is_refused(
         tmp_path, GRPO, "train.train_policy.trainer_type=flow_grpo", "policy.is_diffusers=true",
         "policy.diffusers.sample.num_steps=10", *(f"policy.diffusers.flow_rl.{setting}" for setting in settings),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=rf"window_size = \d: there are {count} such steps .*num_steps = 10; lower it"):
+    with pytest.raises(
+        ConfigError, match=rf"window_size = \d: there are {count} such steps .*num_steps = 10; lower it"
+    ):
         check_capabilities(pipeline)

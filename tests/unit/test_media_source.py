@@ -115,7 +115,7 @@ def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp
 
 
 def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):
-    shard = tar_of(tmp_path / "1.tar", {name: b"one" for name in ("1.txt", "2.txt", "3.txt")})
+    shard = tar_of(tmp_path / "1.tar", dict.fromkeys(("1.txt", "2.txt", "3.txt"), b"one"))
     content = bytearray(shard.read_bytes())
     content[1024 + 148 : 1024 + 156] = b"damaged!"  # the checksum of the second header
     shard.write_bytes(content)
