@@ -40,7 +40,7 @@ ENCODE = (
 KIND = StageKind(
     name="prepare",
     entry="cosmos_core.data.prepare:run",
-    result_version=5,
+    result_version=6,
     makes="data",
     reads_model="tokenizer",
     reads_data="source",
@@ -50,6 +50,7 @@ KIND = StageKind(
         "train.seed",
         "train.train_policy.type",
         "train.train_policy.trainer_type",
+        "train.train_policy.learns_data",
         *DECIDE_ROWS,
         "policy.model_max_length",
         "policy.model_revision",

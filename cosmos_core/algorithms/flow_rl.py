@@ -34,6 +34,8 @@ from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING = 1 << 20
 """Added to the number of a completion in the seeds of training, which rollouts have without."""
+_MOST = 100.0
+"""Of what is exponentiated: behind it comes a clip at about 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class FlowRl(Algorithm):
         )
         values, metrics = flow_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
-            values = [[None if a is None else -math.exp(-a) for a in row] for row in values]
+            values = [[None if a is None else -math.exp(min(-a, _MOST)) for a in row] for row in values]
         return rollouts_of(groups, values, self._seed), metrics | self._watch.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:

@@ -28,7 +28,7 @@ from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_lef
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2  # raised when the same bytes are read as other pixels or tokens
 _USUAL_ENTRIES, _MOST_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]

@@ -89,7 +89,10 @@ def _image(content: Content) -> Image:
     from PIL import ImageOps
 
     with pillow.open(BytesIO(content.read())) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I;16"):  # Pillow would make white of all but the darkest shades
+            upright = pillow.fromarray((np.asarray(upright).astype(np.uint16) >> 8).astype(np.uint8))
+        return upright.convert("RGB")
 
 
 def _framed(image: Image, framing: Framing) -> np.ndarray:
@@ -114,7 +117,7 @@ def _clip(content: Content, framing: Framing, draw: float) -> np.ndarray:
     frames: list[np.ndarray] = []
     for index, frame in enumerate(_frames(content)):
         if index == wanted[len(frames)]:
-            frames.append(_framed(frame.to_image(), framing))
+            frames.append(_framed(frame.to_image().rotate(frame.rotation, expand=True), framing))
         if len(frames) == len(wanted):
             return np.stack(frames)
     raise DataError(f"its frame {wanted[len(frames)]} of {total} cannot be decoded")

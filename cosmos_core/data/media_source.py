@@ -153,7 +153,7 @@ def _is_media_folder(path: Path) -> bool:
 
 def _json_of(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -162,13 +162,13 @@ def _pairs(folder: Path) -> Iterator[Item]:
     """Yield the items of NAME.json files, each with the media of its name."""
     media: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        if entry.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        if not entry.name.startswith(".") and entry.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
             media.setdefault(entry.stem, entry)
     embeddings = {file.stem: file for file in folder.iterdir() if file.suffix in EMBEDDING_SUFFIXES}
     described = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
     for file in described:
         try:
-            value = json.loads(file.read_text(encoding="utf-8"))
+            value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
             continue
@@ -194,10 +194,10 @@ def _metas(folder: Path) -> Iterator[Item]:
         for file in sorted((folder / below).iterdir())
         if file.suffix in EMBEDDING_SUFFIXES
     }
-    for file in sorted((folder / "metas").glob("*.txt")):
+    for file in sorted((folder / "metas").glob("[!.]*.txt")):
         where = f"metas/{file.name}"
         try:
-            prompt = file.read_text(encoding="utf-8").strip()
+            prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
             yield Item(where, "", problem=f"{where}: {first_line(error)}")
             continue
@@ -210,31 +210,47 @@ def _content(path: Path | None) -> Content | None:
 
 def _tars(path: Path) -> list[Path]:
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
+        found = (file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
+        return sorted(file for file in found if not file.name.startswith("."))
     return [path] if path.suffix == ".tar" else []
 
 
 def _members(path: Path) -> Iterator[Item]:
     """Yield the items of a webdataset shard: members that follow one another with one name up to its first dot."""
     group: dict[str, tarfile.TarInfo] = {}
-    name, end = "", 0
+    name = ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
                 folder, _, base = member.name.rpartition("/")
+                if base.startswith("."):  # macOS puts a file of its own beside each
+                    continue
                 stem, _, suffix = base.partition(".")
                 if group and f"{folder}/{stem}" != name:
                     yield _item_of_members(archive, path, group)
                     group = {}
                 name = f"{folder}/{stem}"
                 group[suffix.lower()] = member
-                end = member.offset_data + member.size
             if group:
                 yield _item_of_members(archive, path, group)
-        if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a block of zeros is behind the last member
-            raise tarfile.ReadError("unexpected end of data")
+            _check_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
         yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
+
+
+def _check_end(path: Path, offset: int) -> None:
+    """Look at what is where the reading of a tar file ended: it ends at whatever is no header of a member.
+
+    Raises:
+        tarfile.ReadError: that is no block of zeros, which is behind the last member.
+    """
+    with open(path, "rb") as file:
+        file.seek(offset)
+        block = file.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("unexpected end of data")
+    if any(block):
+        raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
 def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
@@ -245,11 +261,10 @@ def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarf
         member = group[media]
         content = Content(f".{media}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
     try:
-        if "json" in group:
-            value = json.loads(_bytes(archive, group["json"]))
-        else:
-            text = next((suffix for suffix in ("txt", "caption", "prompt") if suffix in group), None)
-            value = {} if text is None else {"prompt": _bytes(archive, group[text]).decode().strip()}
+        value = json.loads(_bytes(archive, group["json"])) if "json" in group else {}
+        text = next((suffix for suffix in ("txt", "caption", "prompt") if suffix in group), None)
+        if text is not None and isinstance(value, dict) and not _prompt_key(value):
+            value["prompt"] = _bytes(archive, group[text]).decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
         return Item(where, "", problem=f"{where}: {first_line(error)}")
     return _described(value, where, content, None)
@@ -264,7 +279,7 @@ def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
     """Yield the prompts of text files, a line each; blank lines are left out."""
     for file in files:
-        with open(file, encoding="utf-8", errors="replace") as lines:
+        with open(file, encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
@@ -300,8 +315,11 @@ def _described(value: Any, where: str, content: Content | None, embedding: Path 
     """Return the item that a JSON object describes."""
     if not isinstance(value, dict):
         return Item(where, "", problem=f'{where}: it must be a JSON object such as {{"prompt": "..."}}')
-    key = next((name for name in PROMPT_KEYS if isinstance(value.get(name), str)), None)
-    if key is None:
+    if (key := _prompt_key(value)) is None:
         return Item(where, "", problem=f"{where}: it has no text {', '.join(PROMPT_KEYS)}")
     metadata = {name: other for name, other in value.items() if name != key}
     return Item(where, value[key].strip(), metadata, content, embedding)
+
+
+def _prompt_key(value: dict[str, Any]) -> str | None:
+    return next((name for name in PROMPT_KEYS if isinstance(value.get(name), str)), None)

@@ -144,7 +144,7 @@ def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *,
         stage.progress.beat()
         rows.append(None if isinstance(found, str) else found)
         if isinstance(found, str):
-            skipped.append(found if found.startswith(item.where) else f"{item.where}: {found}")
+            skipped.append(_printable(found if found.startswith(item.where) else f"{item.where}: {found}"))
     if not rows:
         raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
     return Split(items, rows, skipped, len(rows), config)
@@ -166,7 +166,16 @@ def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
     except OSError as error:
         return f"{error.strerror}: {error.filename}"
     metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
-    return Row(item.where, item.prompt, metadata, text, media)
+    try:
+        (item.prompt + metadata).encode()
+    except UnicodeEncodeError:
+        return "it has half a character (a lone surrogate)"
+    return Row(_printable(item.where), item.prompt, metadata, text, media)
+
+
+def _printable(text: str) -> str:
+    """Return a text in which what is no UTF-8 of the name of a file is a question mark."""
+    return text.encode(errors="replace").decode()
 
 
 def in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

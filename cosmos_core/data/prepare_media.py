@@ -29,6 +29,7 @@ from cosmos_core.data.media_splits import TRAIN, Source, Split, framing_of, in_t
 from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
+from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of_encoders
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import SHARED, replaced_folder, write_json
@@ -79,7 +80,9 @@ def source_of(stage: Stage) -> Source:
     folder = family.folder.path
     weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
-    return Source(family, digest_of(weights, type(family).__name__, settings), family.size_multiple, family.is_video)
+    code = [code_digest(policy.model_class)] if policy.model_class else []
+    digest = digest_of(weights, type(family).__name__, settings, *code)
+    return Source(family, digest, family.size_multiple, family.is_video)
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
@@ -204,14 +207,22 @@ class _Work:
 
     def _given(self, path: Path) -> Entry | str:
         try:
-            return read_embedding(path, self._names)
+            found = read_embedding(path, tuple(self._usual))
         except DataError as error:
             return str(error)
+        for name, usual in self._usual.items():
+            if _form(found[name]) != _form(usual):
+                return (
+                    f"{path.name}: {name} is {list(found[name].shape)}, and the model's encoder gives "
+                    f"{list(usual.shape)}; only the number of tokens, the first of two, may be another"
+                )
+        return found
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
+    def _usual(self) -> Entry:
+        """The embedding of one text, as the encoder makes it."""
         with torch.no_grad():
-            return tuple(self._source.encoders.text_embedding([""]))
+            return {name: values[0] for name, values in self._source.encoders.text_embedding([""]).items()}
 
     def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
         """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
@@ -240,6 +251,11 @@ class _Work:
         for b, (index, _) in enumerate(batch):
             latents[index] = {"mean": mean[b]} | ({} if logvar is None else {"logvar": logvar[b]})
         return latents
+
+
+def _form(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return how many dimensions an embedding has, and its size without the number of tokens."""
+    return tensor.ndim, *tensor.shape[1:]
 
 
 class _Entries(NamedTuple):

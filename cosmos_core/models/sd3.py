@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.errors import ConfigError
 from cosmos_core.models.diffusion import TIMESTEPS, DiffusionModel, Text
+from cosmos_core.models.pipeline_folder import PipelineFolder
 
 PIPELINES = ("StableDiffusion3Pipeline",)
+
+_MOST_TOKENS = 512
 
 
 class SD3(DiffusionModel):
@@ -19,6 +25,19 @@ class SD3(DiffusionModel):
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
+
+    def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
+        """See `DiffusionModel`.
+
+        Raises:
+            ConfigError: the pipeline takes no prompts of such a length, so its exports could not be proven.
+        """
+        if config.max_prompt_length > _MOST_TOKENS:
+            raise ConfigError(
+                f"policy.diffusers.max_prompt_length = {config.max_prompt_length}: the T5 of a {folder.class_name} "
+                f"takes at most {_MOST_TOKENS} tokens; lower it"
+            )
+        super().__init__(folder, config, device)
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """See `DiffusionModel.text_embedding`; without a T5 its tokens are zeros, as in the pipeline."""

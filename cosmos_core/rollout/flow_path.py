@@ -134,7 +134,7 @@ def denoise(  # noqa: PLR0913 - what a way from noise to data is made of
     """
     put = given.put if given else lambda x: x
     x, solver = put(noise.float()), Dpm2(sigmas_N)
-    found = Path(x, tuple(i for i in sampling.trained_on if i in stochastic), [], [], [], [])
+    found = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
         if i not in stochastic:

@@ -108,8 +108,9 @@ def fingerprint(
     }
     if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
         ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
-    # Prompts are told of tools, which are described by their code.
-    called = labels if kind.scores or kind.trains else recipe.rollout.multi_turn_config.called_tools
+    # Prompts are told of tools, which are described by their code; a user's family encodes text and media.
+    tools = recipe.rollout.multi_turn_config.called_tools
+    called = labels if kind.scores or kind.trains else (*tools, recipe.policy.model_class)
     code = {label: code_digest(name) for name, label in labels.items() if name in called}
     if code or kind.scores or kind.trains:
         ingredients["code"] = code

@@ -157,4 +157,4 @@ def _learned_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[flo
     adapter: Any = trainer.adapter
     table = table_of(adapter.family, sampling.flow).tolist()
     stochastic = stochastic_steps(sampling.flow, sampling.seed, step)
-    return [table[i] for i in sampling.flow.trained_on if i in stochastic] or table[:-1]
+    return [table[i] for i in stochastic if i in sampling.flow.trained_on] or table[:-1]

@@ -150,3 +150,20 @@ def test_a_gate_takes_what_another_gate_hands_on(tmp_path: Path) -> None:
     pipeline = load(tmp_path, CHAIN + GATE.format("validation/accuracy > 0.5") + second)
     with pytest.raises(ConfigError, match=r"stage 'second': .* did you mean 'validation/accuracy'"):
         check_gates(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [(("window_size=2", "window_range=[9,12]"), 0), (("window_size=4", "window_range=[6,12]"), 3)],
+)
+def test_a_window_behind_the_last_step_of_a_rollout_is_refused(
+    tmp_path: Path, settings: tuple[str, ...], count: int
+) -> None:
+    pipeline = load(
+        tmp_path, GRPO, "train.train_policy.trainer_type=flow_grpo", "policy.is_diffusers=true",
+        "policy.diffusers.sample.num_steps=10", *(f"policy.diffusers.flow_rl.{setting}" for setting in settings),
+    )  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=rf"window_size = \d: there are {count} such steps .*num_steps = 10; lower it"
+    ):
+        check_capabilities(pipeline)

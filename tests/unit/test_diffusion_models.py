@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, Unguarded, substitute_torchvision
@@ -181,3 +182,10 @@ def test_sizes_that_the_network_cannot_take_are_refused(tmp_path: Path) -> None:
         family.latent_shape(48, 32, 5)
     with pytest.raises(ConfigError, match="inference_frames = 6 must be 1 more than a multiple of 4"):
         family.latent_shape(32, 32, 6)
+
+
+def test_a_prompt_longer_than_the_pipeline_takes_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
+    model = tiny_pipelines.save("sd3", tmp_path / "sd3")
+    policy = PolicyConfig(is_diffusers=True, diffusers=DiffusersConfig(max_prompt_length=600))
+    with pytest.raises(ConfigError, match=r"max_prompt_length = 600: the T5 of a .* takes at most 512 tokens"):
+        open_family(str(model), policy)

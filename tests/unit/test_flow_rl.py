@@ -286,6 +286,14 @@ def test_advantages_have_the_mean_of_their_prompt_and_the_spread_of_the_step() -
     assert plain == [[-1.0, 1.0]]
 
 
+def test_the_exponential_of_a_large_advantage_is_a_number(tmp_path: Path) -> None:
+    run = Run("sd3", tmp_path / "model", "flow_grpo", flow_rl={"exp_reward": True}, unbiased_advantage=True)
+    [group, _] = generate(run.engine, run.prompts, run.sampling, 0)
+    values = (0.0, 5000.0, 0.0, 5000.0)
+    rollouts, _ = run.algorithm.credit([ScoredGroup(group, tuple(Score(value, {}) for value in values))])
+    assert [rollout.advantage < -5 for rollout in rollouts] == [True, False, True, False]
+
+
 def test_rewards_that_are_normalised_each_do_not_drown_each_other() -> None:
     groups = scores([100.1, 200.0], big=[[100.0, 200.0]], small=[[0.1, 0.0]])
     together, _ = flow_advantages(groups, CreditSettings("group"))

@@ -181,6 +181,19 @@ def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> No
     assert torch.allclose(path.latents, path.after[0] - v * sigmas[3].float(), atol=1e-6)
 
 
+def test_steps_are_kept_in_the_order_that_they_are_taken_in_whatever_order_they_are_named_in() -> None:
+    sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
+    settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(3, 1, 1))
+    paths = []
+    for trained_on in ((3, 1, 1), (1, 3)):
+        generators = [torch.Generator().manual_seed(0)]
+        asked = replace(settings, trained_on=trained_on)
+        paths.append(denoise(lambda x, s: x * 0.1, noise, sigmas, asked, generators, range(5)))
+    mixed, ordered = paths
+    assert mixed.steps == ordered.steps == (1, 3)
+    assert torch.equal(torch.stack(mixed.before), torch.stack(ordered.before))
+
+
 def test_guidance_asks_for_the_empty_prompt_too() -> None:
     null = {"colour": torch.zeros(3)}
     groups = generate(engine(Denoiser(), null_text=null), prompts(), sampling(guidance_scale=0.5 + 1), step=0)

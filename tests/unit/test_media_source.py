@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import struct
 import tarfile
 from pathlib import Path
 
@@ -30,15 +31,17 @@ def png(color=RED, size=(8, 8)) -> bytes:
     return buffer.getvalue()
 
 
-def write_clip(path: Path, num_frames: int = 12, size: int = 32) -> Path:
-    """Write a video whose frame i has the grey value 10 i."""
+def write_clip(path: Path, num_frames: int = 12, size: int = 32, left: int | None = None) -> Path:
+    """Write a video whose frame i has the grey value 10 i, with `left` in its left half another one."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width = stream.height = size
         stream.pix_fmt = "yuv420p"
         stream.bit_rate = 4_000_000
         for i in range(num_frames):
-            frame = av.VideoFrame.from_ndarray(np.full((size, size, 3), 10 * i, np.uint8), format="rgb24")
+            pixels = np.full((size, size, 3), 10 * i, np.uint8)
+            pixels[:, : size // 2] = pixels[0, 0] if left is None else left
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
@@ -111,6 +114,30 @@ def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp
     assert items[-1].problem.startswith("cut.tar: damaged tar file")
 
 
+def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):
+    shard = tar_of(tmp_path / "1.tar", dict.fromkeys(("1.txt", "2.txt", "3.txt"), b"one"))
+    content = bytearray(shard.read_bytes())
+    content[1024 + 148 : 1024 + 156] = b"damaged!"  # the checksum of the second header
+    shard.write_bytes(content)
+    first, last = items_of(shard)
+    assert first.prompt == "one"
+    assert last.problem.startswith("1.tar: damaged tar file, the header at byte 1024 is damaged")
+
+
+def test_what_other_programs_leave_beside_prompts_does_no_harm(tmp_path):
+    """Captions beside metadata, files of macOS, and byte order marks of Windows."""
+    pair = {"1.json": b'{"key": 7}', "1.txt": b"\xef\xbb\xbfone", "1.png": png()}
+    [item] = items_of(tar_of(tmp_path / "1.tar", {"._1.json": b"\0", "._1.png": b"\0", **pair}))
+    assert (item.prompt, item.metadata, item.problem) == ("one", {"key": 7}, "")
+    folder = write_pairs(tmp_path / "pairs", 1)
+    (folder / "0000.json").write_text('{"prompt": "one"}', encoding="utf-8-sig")
+    for name in ("._0000.json", "._0000.png"):
+        (folder / name).write_bytes(b"\0")
+    assert [(item.prompt, item.problem) for item in items_of(folder)] == [("one", "")]
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n", encoding="utf-8-sig")
+    assert [item.prompt for item in items_of(tmp_path / "prompts.txt")] == ["one", "two"]
+
+
 def test_public_prompt_sets_are_read_with_what_their_rewards_compare_with(test_data):
     ocr = items_of(test_data / "prompts" / "ocr", split=["test"])
     assert len(ocr) > 100
@@ -136,6 +163,29 @@ def test_an_image_is_scaled_to_cover_its_size_and_cropped_around_the_middle(tmp_
     pixels = pixels_of(Content(False, tmp_path / "1.png"), Framing((10, 10)), 0.0)
     assert pixels.shape == (10, 10, 3)
     assert (pixels[:, 3:7] == RED).all()
+
+
+def test_grey_of_16_bits_keeps_its_shades(tmp_path):
+    shades = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    for name in ("1.png", "1.tif"):
+        Image.fromarray(shades).save(tmp_path / name)
+        pixels = pixels_of(Content(False, tmp_path / name), Framing((8, 8)), 0.0)
+        assert (pixels == (shades >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize(("matrix", "is_left_above"), [((0, 1, -1, 0), True), ((0, -1, 1, 0), False)])
+def test_a_clip_that_was_taken_upright_is_shown_upright(tmp_path, matrix, is_left_above):
+    """A telephone stores what it sees lying down, and in the head of the file how to turn it."""
+    clip = write_clip(tmp_path / "1.mp4", num_frames=1, size=32, left=200)
+    content = bytearray(clip.read_bytes())
+    at = content.index(b"tkhd") + 4 + 40  # behind version, times, number, length, layer and volume
+    a, b, c, d = (value << 16 for value in matrix)
+    content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    clip.write_bytes(content)
+    [frame] = pixels_of(Content(True, clip), Framing((32, 32), num_frames=1), 0.0)
+    top, bottom = frame[:12].mean(), frame[-12:].mean()
+    bright, dark = (top, bottom) if is_left_above else (bottom, top)
+    assert bright > 150 and dark < 50
 
 
 def test_buckets_keep_the_area_and_take_the_nearest_aspect_ratio():

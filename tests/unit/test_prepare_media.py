@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -18,7 +18,7 @@ from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import open_media, open_media_prompts
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.prepare import run as run_stage
-from cosmos_core.data.prepare_media import CACHE, Source, prepare
+from cosmos_core.data.prepare_media import CACHE, Source, prepare, source_of
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
@@ -198,6 +198,39 @@ def test_media_that_cannot_be_decoded_are_named_counted_and_skipped_up_to_a_shar
     assert "0002.json: there is no image or video beside it" in outcome.info["notices"][0]
     rows = open_media(stage_path(runs) / "data", "train")
     assert [rows[i].prompt for i in range(len(rows))] == ["number 0", "number 3"]
+
+
+def test_names_that_are_no_utf_8_and_half_characters_are_told_as_text(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 2)
+    for suffix in (".json", ".png"):
+        (source / f"0000{suffix}").rename(os.fsdecode(os.fsencode(source) + b"/caf\xe9" + suffix.encode()))
+    (source / "0001.json").write_text(r'{"prompt": "half \ud83d"}')
+    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
+    assert outcome.metrics["data/train_rows"] == 1
+    assert "0001.json: it has half a character (a lone surrogate)" in outcome.info["notices"][0]
+
+
+def test_an_embedding_of_another_form_than_the_encoders_is_named_before_it_is_learned(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 3)
+    for i, shape in enumerate(((5, 2), (1, 5, 2), (5, 3))):
+        save_file({"embeds": torch.ones(shape), "mask": torch.ones(5)}, source / f"000{i}.safetensors")
+    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.7})
+    [notice] = outcome.info["notices"]
+    assert "0001.safetensors: embeds is [1, 5, 2], and the model's encoder gives [1, 2]" in notice
+    assert "0002.safetensors: embeds is [5, 3]" in notice
+    assert open_media(stage_path(runs) / "data", "train")[0].text["embeds"].shape == (5, 2)
+
+
+def test_code_of_a_users_family_is_a_part_of_what_encodes(tmp_path, runs):
+    model, code = tiny_pipelines.save("sd3", tmp_path / "model"), tmp_path / "mine.py"
+    digests = set()
+    for text in ("", "# another\n"):
+        code.write_text(f"from cosmos_core.models.sd3 import SD3 as Mine\n{text}")
+        policy = {"is_diffusers": True, "model_class": f"{code}:Mine"}
+        stage = make_stage(stage_path(runs), tmp_path, policy=policy)
+        stage.model = str(model)
+        digests.add(source_of(stage).digest)
+    assert len(digests) == 2
 
 
 def test_aspect_ratio_buckets_give_latents_of_several_shapes(tmp_path, runs):

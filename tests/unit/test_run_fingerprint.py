@@ -332,3 +332,19 @@ def test_code_of_the_users_counts_by_what_is_in_it_and_not_by_where_it_lies(fold
         found.append({stage: fingerprint_of(pipeline, stage).value for stage in STAGES})
     assert found[0] == found[1]
     assert {stage for stage in STAGES if found[0][stage] != found[2][stage]} == {"sft", "validate"}
+
+
+def test_code_of_a_users_family_counts_where_it_encodes(folder: Path) -> None:
+    found = []
+    for text in ("Mine = 1\n", "Mine = 2\n"):
+        (folder / "mine.py").write_text(text)
+        pipeline = load_recipe(folder, "policy.is_diffusers=true", f"policy.model_class='{folder}/mine.py:Mine'")
+        found.append({stage: fingerprint_of(pipeline, stage).value for stage in STAGES})
+    assert {stage for stage in STAGES if found[0][stage] != found[1][stage]} >= {"prepare", "sft"}
+
+
+def test_images_beside_prompts_are_other_rows(folder: Path) -> None:
+    nft = ("policy.is_diffusers=true", "train.train_policy.trainer_type='diffusion_nft'")
+    learns = (*nft, "train.train_policy.learns_data=true", "policy.diffusers.flow_rl.data_beta=0.1")
+    before, after = (load_recipe(folder, *settings, kind="grpo") for settings in (nft, learns))
+    assert fingerprint_of(before, "prepare").value != fingerprint_of(after, "prepare").value

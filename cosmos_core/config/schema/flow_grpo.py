@@ -54,6 +54,13 @@ class FlowGrpoConfig(FlowPolicyConfig):
             )
         if not diffusers.sample.noise_level:
             yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
+        window = window_of(diffusers.flow_rl, diffusers.sample.num_steps)
+        if window and window.end - window.first < window.size:
+            yield (
+                f"policy.diffusers.flow_rl.window_size = {window.size}: there are {max(0, window.end - window.first)} "
+                f"such steps in window_range below the last of policy.diffusers.sample.num_steps = "
+                f"{diffusers.sample.num_steps}; lower it, or move the range"
+            )
         if not diffusers.flow_rl.window_size and not self.flow_sampling(diffusers).trained_on:
             yield (
                 f"policy.diffusers.flow_rl.train_on has no step below the last of policy.diffusers.sample.num_steps = "
