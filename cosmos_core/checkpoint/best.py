@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEST = "best.json"
-_SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, the first before the second, and whether more is better
+_SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, in this order, and whether more is better
 
 
 @dataclass(frozen=True, slots=True)
