@@ -19,8 +19,9 @@ def promote(
     opened = _opened(target)
     if not version:
         for name in opened.history():
-            metrics = opened.record_of(name).get("metrics", {})
-            told = ", ".join(f"{key} = {value:.4g}" for key, value in sorted(metrics.items())[:5])
+            metrics = opened.record_of(name).get("metrics", {}).items()
+            numbers = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
+            told = ", ".join(f"{key} = {value:.4g}" for key, value in numbers[:5])
             typer.echo(f"{name}  {told}".rstrip())
         return
     opened.point_to(version)

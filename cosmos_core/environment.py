@@ -30,6 +30,7 @@ _SECRET_NAME = re.compile(
 _LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
 _SHORTEST = 8
 """Characters of a value that is masked: a shorter one, like `false`, is also a word."""
+_BLOCK = 1 << 20
 _named: set[str] = set()
 
 
@@ -55,13 +56,19 @@ def masked(text: str, names: Iterable[str] = ()) -> str:
 
 
 def mask_file(file: Path, names: Iterable[str] = ()) -> None:
-    """Mask secrets in a file that others have written, such as a program that user's code has started."""
-    content = file.read_bytes()
-    clean = content
-    for secret in _secrets(names):
-        clean = clean.replace(secret.encode(), b"***")
-    if clean != content:
-        file.write_bytes(clean)
+    """Mask secrets in a file that others have written, such as a program that user's code has started.
+
+    They are overwritten where they stand: a log may be larger than the memory, and its disk full.
+    """
+    secrets = [secret.encode() for secret in _secrets(names)]
+    overlap = max(map(len, secrets), default=0)
+    start = 0
+    with open(file, "r+b", buffering=0) as log:
+        while secrets and (block := os.pread(log.fileno(), _BLOCK + overlap, start)):
+            for secret in secrets:
+                for found in re.finditer(re.escape(secret), block):
+                    os.pwrite(log.fileno(), b"*" * len(secret), start + found.start())
+            start += _BLOCK
 
 
 class _Masking:

@@ -103,6 +103,7 @@ def _engines(stage: Stage) -> Any:
         partial(wanted_engines, stage.path, stage.recipe.engines_apart),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
+        processes=stage.recipe.rollout.parallelism.tp_size,
     )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import UUID
 
+import httpx
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
@@ -21,6 +25,7 @@ from cosmos_core.launch.companion import companion
 from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
 
 _POLL_SECONDS = 2.0
+_UNHEARD_SECONDS = 600.0
 _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
@@ -40,8 +45,18 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     ):
         url = found[ENQUEUE_URL].partition("/api/")[0]
         RewardService(url=url, token=SecretStr(found[TOKEN])).save(block, overwrite=True)
-        while _is_wanted(client, block, of_flow_run):
-            time.sleep(_POLL_SECONDS)
+        _wait_while(partial(_is_wanted, client, block, of_flow_run))
+
+
+def _wait_while(is_wanted: Callable[[], bool]) -> None:
+    """Wait; a server that is started again says nothing for a while, and the stage goes on meanwhile."""
+    heard = time.monotonic()
+    while time.monotonic() - heard < _UNHEARD_SECONDS:
+        with suppress(httpx.HTTPError):
+            if not is_wanted():
+                return
+            heard = time.monotonic()
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:

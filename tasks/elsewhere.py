@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -114,11 +115,12 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
     if before and before.failures:
         sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (before.failures - 1)))
     try:
+        where = stored.send_run()
         found: Any = run_deployment(
             f"stage/{stage.work_pool}",
-            parameters={"run": stored.send_run(), "name": stage.name},
+            parameters={"run": where, "name": stage.name},
             timeout=0,
-            idempotency_key=f"{run.path}/{stage.name}/{attempt}",
+            idempotency_key=f"{where}/{stage.name}/{attempt}",
             tags=[f"cosmos-run:{run.id}"],
         )
     except ObjectNotFound as error:
@@ -141,6 +143,9 @@ def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirro
         try:
             found = client.read_flow_run(flow_run)
             heard = time.monotonic()
+        except ObjectNotFound as error:  # somebody deleted it
+            where = f"stage {stage.name!r} on {stage.work_pool!r}"
+            raise StageFailed(f"{where}: its flow run {flow_run} is gone from the server") from error
         except httpx.HTTPError:  # a server that is started again; the child goes on meanwhile
             if time.monotonic() - heard > _UNHEARD_SECONDS:
                 raise
@@ -162,10 +167,11 @@ def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirro
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
     """Ask the child to save and end, and wait for it as long as its worker may take."""
     flow_run = UUID(child.flow_run)
-    client.set_flow_run_state(flow_run, Cancelling())
-    deadline = time.monotonic() + grace_seconds
-    while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
-        time.sleep(_POLL_SECONDS)
+    with suppress(httpx.HTTPError, ObjectNotFound):  # that the stage is stopped is what counts here
+        client.set_flow_run_state(flow_run, Cancelling())
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
+            time.sleep(_POLL_SECONDS)
 
 
 def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
 from prefect.deployments import run_deployment
@@ -71,9 +72,11 @@ def _elsewhere(stage: StageConfig, path: Path, check: Callable[[], None]) -> Ite
             finally:
                 note_health(path, found)
         finally:
-            forget_service(client, block)
-            if client.read_flow_run(serving).state_type not in {*_FINAL, StateType.RUNNING}:
-                client.set_flow_run_state(serving, Cancelling())
+            # It ends with our flow run too: a server that is away costs the stage nothing.
+            with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
+                forget_service(client, block)
+                if client.read_flow_run(serving).state_type not in {*_FINAL, StateType.RUNNING}:
+                    client.set_flow_run_state(serving, Cancelling())
 
 
 def _begin(stage: StageConfig, block: str) -> UUID:

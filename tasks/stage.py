@@ -171,13 +171,16 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
         result, was_reused = perform_elsewhere(run, stage)
-    except CosmosError as error:
+    except Exception as error:
+        failure = _failure(error, path)
         if read_state(path).state not in {"failed", "stopped"}:
-            _record_failure(path, error)
+            _record_failure(path, failure)
             update_state(path, failures=count_death(path))
-            if not should_retry(run, name, error):  # what the child could say it has said
-                events.stage_failed(run, name, error)
-        raise
+            if not should_retry(run, name, failure):  # what the child could say it has said
+                events.stage_failed(run, name, failure)
+        if failure is error:
+            raise
+        raise failure from error
     return Completed(name="Reused", data=result) if was_reused else result
 
 
@@ -211,18 +214,24 @@ def perform(
             if not run.pipeline.kind_of(stage).in_worker:
                 return stored.send(_in_this_process(run, stage, expected)), False
             return _made_once(run, stage, expected, lock, on_progress, on_line)
-        except CosmosError as error:
-            _record_failure(path, error)
-            stored.send_record()
-            raise
-        except Exception as error:  # a bug or a broken disk here is one failed attempt, never an endless retry
-            failure: StageFailed | None = disk_full(error, path)
-            if failure is None:
-                logger.exception("stage %r", name)
-                failure = StageFailed(f"stage {name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
+        except Exception as error:
+            failure = _failure(error, path)
             _record_failure(path, failure)
             stored.send_record()
+            if failure is error:
+                raise
             raise failure from error
+
+
+def _failure(error: Exception, path: Path) -> CosmosError:
+    """A bug or a broken disk here is one failed attempt, never an endless retry."""
+    if isinstance(error, CosmosError):
+        return error
+    failure: StageFailed | None = disk_full(error, path)
+    if failure is None:
+        logger.exception("stage %r", path.name)
+        failure = StageFailed(f"stage {path.name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
+    return failure
 
 
 def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:

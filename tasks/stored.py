@@ -11,12 +11,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import CosmosError, Preempted
+from cosmos_core.errors import Preempted
 from cosmos_core.launch.processes import is_alive, start_time
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run, open_run, supersede
@@ -26,7 +26,7 @@ from cosmos_core.run.manifest import RESULT, STORED, Result, problem, read_resul
 from cosmos_core.run.plan import register
 from cosmos_core.run.state import State, read_state, record_event, update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, opened
-from cosmos_core.upload.lease import Holder
+from cosmos_core.upload.lease import Holder, Lease
 from tasks.kinds import all_kinds
 from tasks.layout import make_room
 
@@ -46,6 +46,7 @@ class Stored:
         self._run, self._stage, self._path = run, stage, run.stage_path(stage.name)
         url = run.pipeline.config.artifact_store
         self._store = ArtifactStore(url, partial(sleep_unless_stopping, 0)) if url else None
+        self._lease: Lease | None = None
 
     def receive_inputs(self) -> None:
         """Make the results of the stages in `after` be here, and the outputs of those that this stage reads.
@@ -57,7 +58,7 @@ class Stored:
         for name in self._stage.after:
             path = self._run.stage_path(name)
             here = read_result(path)
-            there = self._store.result(self._run.id, name) if self._store else None
+            there = self._store.result(self._name, name) if self._store else None
             result = here if there is None or (here and here["digest"] == there["digest"]) else there
             if result is None:
                 continue
@@ -115,7 +116,7 @@ class Stored:
         loops = [
             threading.Thread(target=_repeat, args=(each, seconds, stop, self._path), daemon=True)
             for each, seconds in (
-                (partial(_push, checkpoints, stop, self._path), _CHECKPOINT_SECONDS),
+                (partial(self._push, checkpoints, stop), _CHECKPOINT_SECONDS),
                 (record.push, _RECORD_SECONDS),
             )
         ]
@@ -127,7 +128,8 @@ class Stored:
             stop.set()
             for loop in loops:
                 loop.join()
-            _once(checkpoints.push, self._path)  # what it saved when it was stopped, for whoever goes on
+            # What it saved when it was stopped, for whoever goes on.
+            _once(partial(self._push, checkpoints, threading.Event()), self._path)
             raise
         finally:
             stop.set()
@@ -143,8 +145,8 @@ class Stored:
         """
         if self._store is None:
             return result
-        if lease := getattr(self, "_lease", None):
-            lease.check()
+        if self._lease:
+            self._lease.check()
         if result.get(STORED) != self._store.url:
             self._fetched(result, self._path)  # of another store
             self._store.put_outputs(self._path, result)
@@ -153,7 +155,7 @@ class Stored:
             result = result | {STORED: self._store.url}
             _write(self._path, result)
         self._record().push(is_last=True)
-        self._store.put_result(self._run.id, self._stage.name, result)
+        self._store.put_result(self._name, self._stage.name, result)
         return result
 
     def send_record(self) -> None:
@@ -189,7 +191,7 @@ class Stored:
         if self._store is None:
             return read_result(self._path)
         self._record().pull()
-        result = self._store.result(self._run.id, self._stage.name)
+        result = self._store.result(self._name, self._stage.name)
         if result is not None and read_result(self._path) != result:
             _write(self._path, result)
         return result
@@ -216,9 +218,24 @@ class Stored:
         ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._files_here())
         return True
 
+    def _push(self, checkpoints: StoredCheckpoints, stop: threading.Event) -> None:
+        def pause() -> None:
+            if stop.is_set():
+                raise Preempted("the training has ended")
+
+        if not (self._lease and self._lease.is_lost):  # else another machine sends, and removes what it does not keep
+            for name in checkpoints.push(pause):
+                record_event(self._path, "sent", name)
+
     def _record(self) -> StoredRecord:
         assert self._store is not None
-        return self._store.record(self._run.id, self._path, _machine())
+        return self._store.record(self._name, self._path, _machine())
+
+    @cached_property
+    def _name(self) -> str:
+        """Of the run in the store, where it may not be the first of this id."""
+        assert self._store is not None
+        return self._store.put_run(self._run.path).rpartition("/")[2]
 
     def _read(self) -> set[str]:
         """The stages whose outputs this one reads, beside their metrics."""
@@ -262,15 +279,6 @@ def _write(path: Path, result: Result) -> None:
     write_json(path / RESULT, result)
 
 
-def _push(checkpoints: StoredCheckpoints, stop: threading.Event, path: Path) -> None:
-    def pause() -> None:
-        if stop.is_set():
-            raise Preempted("the training has ended")
-
-    for name in checkpoints.push(pause):
-        record_event(path, "sent", name)
-
-
 def _repeat(what: Callable[[], object], seconds: float, stop: threading.Event, path: Path) -> None:
     with suppress(OSError, AttributeError):  # of this thread and those that it starts, on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
@@ -283,7 +291,7 @@ def _once(what: Callable[[], object], path: Path) -> None:
         what()
     except Preempted:
         return
-    except (CosmosError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the stage goes on, and so does the thread that sends
         logger.warning("%s: the artifact store has not everything, it is tried again: %s", path.name, error)
 
 
@@ -297,6 +305,7 @@ def _is_gone(holder: Holder) -> bool:
 
 @cache
 def _machine() -> str:
-    """This machine, between two starts of it."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.is_file() else ''}"
+    """This machine, between two starts of it; of containers that share a name each, for its pids are its own."""
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    known = (boot.read_text().strip() if boot.is_file() else "", os.readlink(pids) if pids.is_symlink() else "")
+    return "/".join((socket.gethostname(), *known))

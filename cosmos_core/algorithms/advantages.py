@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from cosmos_core.errors import RewardError
+
 STD_EPSILON = 1e-6
 
 Groups = Sequence[Sequence[float | None]]
@@ -27,6 +29,9 @@ def advantages(
 
     Without `normalise_std` the rule `grpo` only subtracts the mean. Counts: `groups`, `constant_groups` (two or more
     equal rewards), `single_groups` (one valid reward), `empty_groups` (none), and `invalid` completions.
+
+    Raises:
+        RewardError: the rule cannot take rewards like these.
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
     rule = _centred if algo == "grpo" and not normalise_std else RULES[algo]
@@ -86,6 +91,12 @@ def _reinforce_plus_plus_baseline(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
     """(r - mean) / mean, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
+    least = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
+    if least < 0:
+        raise RewardError(
+            f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is {least:g}; take "
+            f"rewards that are never negative, or another algo"
+        )
     return [c_G / r_G.mean() if c_G.any() else c_G for c_G, r_G in zip(_centred(groups), groups, strict=True)]
 
 

@@ -73,6 +73,13 @@ def add_metrics(total: Metrics, added: Metrics) -> Metrics:
 
 
 def means(total: Mapping[str, Tensor]) -> dict[str, float]:
-    """Sum over count of each metric; one that counted nothing is left out."""
+    """Sum over count of each metric; one that counted nothing is left out.
+
+    Of weights that have their mean square beside them, as `NAME_square`, also the effective sample size, as a share of
+    the tokens: the square of the mean over the mean square (Kish).
+    """
     pairs = {name: metric.tolist() for name, metric in total.items()}
-    return {name: sum_ / count for name, (sum_, count) in pairs.items() if count}
+    found = {name: sum_ / count for name, (sum_, count) in pairs.items() if count}
+    squares = {name.removesuffix("_square"): mean for name, mean in found.items() if name.endswith("_square") and mean}
+    sizes = {name: found[name] ** 2 / square for name, square in squares.items() if name in found}
+    return found | {f"{name}_effective_sample_size": size for name, size in sizes.items()}

@@ -56,7 +56,8 @@ def importance_weights(
     """Return the weight of each token where the mask is 1, else 0; and metrics over the mask.
 
     Weights multiply the policy term of the loss alone, never a KL term, and the denominator of the loss stays. A token
-    whose log-probability under mu is not finite has weight 0. Metrics: the mean weight and its mean square (mean^2 /
+    whose log-probability under mu is not finite has weight 0; those of rollouts are no longer in the mask, nor in the
+    denominator (`grpo.sample_of`). Metrics: the mean weight and its mean square (mean^2 /
     square is the effective share of the tokens), the shares that were beyond `high`, that were refused, and that were
     not finite.
     """

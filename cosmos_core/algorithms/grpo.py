@@ -22,7 +22,7 @@ from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, 
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
 from cosmos_core.algorithms.correction import CAP, Correction, importance_weights
 from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distilled, including_prompt
-from cosmos_core.algorithms.objectives.base import PolicySettings
+from cosmos_core.algorithms.objectives.base import PolicySettings, ratio_of
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.prefixes import shared_prefixes
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -94,7 +94,7 @@ class Grpo(Algorithm):
             normalise_std=not config.unbiased_advantage,
         )
         metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
-        found, num_ignored, num_sampled = [], 0, 0
+        found, num_ignored, num_sampled, num_broken = [], 0, 0, 0
         for group, group_values in zip(groups, values, strict=True):
             completions = group.group.completions
             ignored = [0] * len(completions)
@@ -107,12 +107,14 @@ class Grpo(Algorithm):
             for completion, score, value, ignore in zip(completions, group.scores, group_values, ignored, strict=True):
                 if value is not None and score.value is not None:
                     found.append(sample_of(group.group.prompt, completion, value, score.value, ignore))
-                    num_ignored += completion.num_sampled - found[-1].num_learned
+                    num_ignored += sum(completion.loss_mask[:ignore])
                     num_sampled += completion.num_sampled
+                    num_broken += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
                         found[-1] = including_prompt(found[-1], len(group.group.prompt.token_ids))
         if config.min_filter_prefix_tokens is not None:
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
+        metrics["rollout/tokens_not_finite"] = float(num_broken)
         return within_budget(found, config.max_token_len_per_mini_batch), metrics
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
@@ -161,7 +163,9 @@ class Grpo(Algorithm):
                 value = value + config.positive_nll_coef * positive_nll(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
-            difference, mismatch = _engine_difference(compared)
+            difference, mismatch = _engine_difference(
+                compared, config.rollout_correction_low, config.rollout_correction_high
+            )
             return Loss(value, add_metrics(metrics, mismatch), difference)
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
@@ -227,13 +231,15 @@ ALGORITHM = Grpo
 
 def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0) -> Sample:
     """Return a completion as a sample, of which the tokens that the policy drew are learned, but for the first
-    `num_ignored` of the completion."""
+    `num_ignored` of the completion, and those that the engine gave no finite log-probability: with which probability
+    they were drawn is not known, and 1 as their ratio would say that it is the policy's."""
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     drawn = np.array(completion.loss_mask, dtype=np.uint8)
     learned = drawn.copy()
+    logprobs = np.array(completion.logprobs, dtype=np.float32)
+    learned[drawn == 1] = np.isfinite(logprobs)
     learned[:num_ignored] = 0
     mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
-    logprobs = np.array(completion.logprobs, dtype=np.float32)
     return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1], images=prompt.images)
 
 
@@ -284,12 +290,16 @@ def _compared(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Compared:
     return _Compared(old_BS, before_BS, torch.where(is_unknown_BS, before_BS, found_BS), mask_BS & ~is_unknown_BS)
 
 
-def _engine_difference(compared: _Compared) -> tuple[dict[str, Tensor], Metrics]:
-    """Return |log pi_old - log mu| of every sampled token: how far trainer and engine are apart."""
+def _engine_difference(compared: _Compared, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
+    """Return |log pi_old - log mu| of every sampled token: how far trainer and engine are apart; and of pi_old / mu,
+    whatever weights are made of it, the mean, the mean square and the share outside of `low` to `high`."""
     if compared.rollout_BS is None:
         return {}, {}
-    difference_BS = (compared.before_BS - compared.rollout_BS).abs()
-    return (
-        {"rollout/logprob_difference": difference_BS[compared.drawn_BS]},
-        {"rollout/logprob_difference_mean": token_metric(difference_BS, compared.drawn_BS)},
-    )
+    log_ratio_BS, drawn_BS = compared.before_BS - compared.rollout_BS, compared.drawn_BS
+    difference_BS, ratio_BS = log_ratio_BS.abs(), ratio_of(log_ratio_BS)
+    return {"rollout/logprob_difference": difference_BS[drawn_BS]}, {
+        "rollout/logprob_difference_mean": token_metric(difference_BS, drawn_BS),
+        "rollout/ratio": token_metric(ratio_BS, drawn_BS),
+        "rollout/ratio_square": token_metric(ratio_BS.square(), drawn_BS),
+        "rollout/ratio_out_of_band": token_metric((ratio_BS < low) | (ratio_BS > high), drawn_BS),
+    }

@@ -12,8 +12,8 @@ def shared_prefixes(
     """Return for each completion how many of its first tokens are left out of the loss.
 
     A prefix counts if it has at least `min_tokens` tokens, two or more completions share it, no two of these share a
-    longer one, and their rewards differ. A completion that is nothing but the prefix is learned whole. (The rule of
-    `min_filter_prefix_tokens` in Cosmos-RL.)
+    longer one, and their rewards differ, invalid ones aside. A completion that is nothing but the prefix is learned
+    whole. (The rule of `min_filter_prefix_tokens` in Cosmos-RL.)
     """
     numbers = range(len(completions))
     shared = [[_common(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers]
@@ -22,7 +22,7 @@ def shared_prefixes(
         length = max(shared[i], default=0)
         sharing = [j for j in numbers if j == i or shared[i][j] == length]
         is_longest = all(shared[a][b] <= length for a in sharing for b in sharing)
-        if length >= min_tokens and is_longest and len({rewards[j] for j in sharing}) > 1:
+        if length >= min_tokens and is_longest and len({rewards[j] for j in sharing} - {None}) > 1:
             found[i] = length if len(completions[i]) > length else 0
     return found
 

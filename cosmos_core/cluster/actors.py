@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,9 @@ class ActorGroup:
     name: str = "Actor"
     """What processes are called: `ray::NAME`."""
     shares_gpus: bool = False
-    """Each is on the GPU of a rank, of which either may take a half; otherwise on one of its own."""
+    """Each is on the GPU of a rank, of which either may take a half; otherwise on GPUs of its own."""
+    processes: int = 1
+    """That each starts and that compute, itself if it is one, on a GPU each; all on one machine."""
 
 
 class _Host:
@@ -65,11 +67,13 @@ class ActorHandle:
             error = done.exception()
             if error is None:
                 reply.set_result(done.result())
-            elif isinstance(error, RayActorError):
+            elif isinstance(error, RayTaskError):
+                reply.set_exception(error.cause)
+            elif isinstance(error, RayError):  # also that its memory was taken, or its reply lost with a machine
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
                 reply.set_exception(kind(str(error).strip().splitlines()[0]))
             else:
-                reply.set_exception(error.cause if isinstance(error, RayTaskError) else error)
+                reply.set_exception(error)
 
         self.actor.call.remote(method, arguments, keywords, shared).future().add_done_callback(tell)
         return reply
@@ -90,11 +94,14 @@ class Actors:
         self._group = group
         gpus = 0.0
         if ray.cluster_resources().get("GPU", 0):
-            gpus = SHARED if group.shares_gpus else 1.0
+            gpus = SHARED if group.shares_gpus else float(group.processes)
         remote: Any = ray.remote  # its types know functions alone
         # Of the cluster that this process starts, cores are not counted: there may be more actors later.
         self._actor = remote(
-            num_cpus=0 if is_embedded else 1, num_gpus=gpus, max_concurrency=_CALLS_AT_ONCE, max_restarts=-1
+            num_cpus=0 if is_embedded else group.processes,
+            num_gpus=gpus,
+            max_concurrency=_CALLS_AT_ONCE,
+            max_restarts=-1,
         )(type(group.name, (_Host,), {}))
         self.handles: list[ActorHandle] = []
         self.adjust()

@@ -239,7 +239,7 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
     else:
         if beside is not None and not beside.shares_gpus:
             # All compute at the same time, and threads beyond the cores wait for each other; processes inherit it.
-            threads = torch.get_num_threads() // (size + beside.wanted())
+            threads = torch.get_num_threads() // (size + beside.wanted() * beside.processes)
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
         ray.init(
             address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,

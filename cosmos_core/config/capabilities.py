@@ -47,7 +47,7 @@ def notices_of(pipeline: Pipeline) -> list[str]:
     stages = [InStage(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
     found = [line for stage in stages for line in (*_without_effect(stage.recipe), *_of_local_data(stage.recipe))]
     found += [line for stage in stages for table in live_tables(stage.recipe) for line in table.notices(stage)]
-    return list(dict.fromkeys((*pipeline.notices, *found)))
+    return list(dict.fromkeys((*pipeline.notices, *found, *_of_light_stages(pipeline))))
 
 
 def _refusals(table: Table, stage: InStage) -> Iterator[str]:
@@ -66,6 +66,15 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         found = status(field)
         if is_set and found.name == "no effect":
             yield f"{key} = {as_toml(value)} has no effect here: {found.note}"
+
+
+def _of_light_stages(pipeline: Pipeline) -> Iterator[str]:
+    for stage in pipeline.stages:
+        if stage.timeout and not pipeline.kind_of(stage).in_worker:
+            yield (
+                f"stage {stage.name!r}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no "
+                "worker that could be ended"
+            )
 
 
 def _of_local_data(recipe: Recipe) -> Iterator[str]:

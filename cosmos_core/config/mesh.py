@@ -39,7 +39,7 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     _check_batch(recipe, abs(mesh.dp_shard_size))
     total = mesh.world_size * mesh.n_init_replicas
     if recipe.train.train_policy.has_rollouts and recipe.mode == "disaggregated":
-        total += recipe.engines_apart
+        total += recipe.engines_apart * recipe.rollout.parallelism.tp_size
     if gpus is not None and total > gpus:
         raise ConfigError(_too_many(mesh, total, gpus))
     return total

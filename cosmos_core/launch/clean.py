@@ -23,6 +23,7 @@ from cosmos_core.run.directory import PIPELINE, list_runs, read_facts, runs_in
 from cosmos_core.run.files import SHARED, read_object
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
+from cosmos_core.run.remote import FETCHED, PARTIAL
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 
@@ -90,9 +91,25 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
             lock.release()
         gone.append(verdict.path.name)
         yield verdict
+    _put_aside_fetched(output_dir, aside)
     for folder in aside.iterdir():  # of earlier calls that were killed too
         shutil.rmtree(folder, ignore_errors=True)
     _forget(output_dir, set(gone))
+
+
+def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
+    """Move away what was fetched from stores and no run that is left names: each retraining may fetch another model."""
+    fetched = output_dir / SHARED / FETCHED
+    for folder in fetched.iterdir() if fetched.is_dir() else ():
+        if not folder.is_dir():
+            continue
+        digest = folder.name.removesuffix(PARTIAL)
+        with Lock(fetched / f"{digest}.lock") as lock:
+            if not lock.try_acquire():
+                continue  # it is fetched now
+            pipelines = output_dir.glob(f"*/{PIPELINE}")  # looked at now: a run that begins later fetches it anew
+            if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipelines):
+                os.rename(folder, aside / f"{folder.name}.{os.getpid()}")
 
 
 def _last_sign(path: Path) -> float:

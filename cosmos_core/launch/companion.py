@@ -14,17 +14,19 @@ import secrets
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from cosmos_core.config.schema.pipeline import BLOCK
-from cosmos_core.environment import masked
+from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import RewardError
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN, note_health
 
 logger = logging.getLogger(__name__)
 
+_QUEUE = "COSMOS_REWARD_QUEUE"
 _LOAD_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
@@ -88,6 +90,7 @@ class _Service:
         self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
+        self._queue = uuid.uuid4().hex  # its port is another after the first start
         self.restarts = 0
         self._port = "0"
         self._is_ending = threading.Event()
@@ -124,6 +127,8 @@ class _Service:
             self._thread.join()
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
+        with contextlib.suppress(OSError):
+            mask_file(self._log)  # what its rewards wrote past the service
         self._ready.unlink(missing_ok=True)
 
     def _watch(self) -> None:
@@ -134,7 +139,11 @@ class _Service:
             logger.warning("the reward service ended (%s); it is started again", self._last_line())
             if self._is_ending.wait(_PAUSE_SECONDS):
                 return
-            self._child = self._started()
+            try:
+                self._child = self._started()
+            except OSError as error:  # a disk that is full, no process to be had: it may pass
+                logger.warning("the reward service cannot be started: %s", error)
+                continue
             self.restarts += 1
 
     def _started(self) -> Child:
@@ -143,7 +152,8 @@ class _Service:
                 self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,
                 "--port", self._port, "--ready", str(self._ready),
             ],
-            log=self._log, grace_seconds=1.0, environment={TOKEN: self.token}, inherited=dict(os.environ),
+            log=self._log, grace_seconds=1.0, environment={TOKEN: self.token, _QUEUE: self._queue},
+            inherited=dict(os.environ),
         )  # fmt: skip
 
     def _last_line(self) -> str:

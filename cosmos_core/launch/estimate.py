@@ -6,7 +6,6 @@ The estimates come from workers (`cosmos_core.train.estimate`). Here: which mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -126,9 +125,8 @@ def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
     if name is None:
         return reference
     decision = decisions.get(name)
-    if decision is None or decision.source is None or decision.result is None:
-        return ""
-    return str(Path(decision.source) / str(decision.result["info"][key]))
+    output = decision.result["info"].get(key) if decision is not None and decision.result is not None else None
+    return str(decision.source / str(output)) if decision and decision.source and output else ""
 
 
 def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:

@@ -213,7 +213,8 @@ class _Server:
             if self._child.poll() is None:
                 pause = _CHECK_SECONDS
             else:  # a server that cannot start is tried again more and more seldom
-                self._spawn()
+                with suppress(OSError):  # a disk that is full, no process to be had: it may pass
+                    self._spawn()
                 pause = min(2 * pause, _MAX_CHECK_SECONDS)
 
     def _is_up(self) -> bool:

@@ -9,6 +9,7 @@ generated again by the next, with the same seeds.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +17,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.groups import Filter, filtered_metrics, group_metrics
+from cosmos_core.rollout.groups import Filter, check_scores, filtered_metrics, group_metrics, lag_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
@@ -56,6 +55,8 @@ class Ahead:
     """Train steps of prompts in flight and waiting together; None: no bound of its own."""
     filter: Filter | None = None
     """What drops groups of no use, for which others are taken; None: all are trained on."""
+    takes_turns: bool = False
+    """Engines get prompts only while the training waits for groups, because they sleep while it trains."""
     _position: int = 0
     """Of the first prompt that no step has taken."""
     _step: int = 0
@@ -68,6 +69,8 @@ class Ahead:
     _problem: BaseException | None = None
     _thread: threading.Thread | None = None
     _is_closed: bool = False
+    _is_awaited: bool = False
+    """The training waits for groups."""
     _num_outdated: int = 0
 
     @property
@@ -85,6 +88,7 @@ class Ahead:
         self._start()
         self.progress.phase("generate")
         self.fleet.wake()
+        self._is_awaited = True
         status: Status = "waiting"
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
@@ -95,6 +99,8 @@ class Ahead:
             if status != "whole":
                 self.progress.beat()
                 self.between(step)
+        with self._ready:
+            self._is_awaited = False
         self.fleet.sleep()
         with self._ready:
             for position in range(self._position, self._position + len(sampled)):
@@ -102,14 +108,11 @@ class Ahead:
             self._position, self._step = self._position + len(sampled), step + 1
         if not sampled:
             return [], {}
-        lags = [step - scored.group.version for scored in kept or sampled]
         return kept, {
             **group_metrics(sampled),
             **(filtered_metrics(self.filter, sampled) if self.filter else {}),
             "time/wait": time.perf_counter() - began,
-            "rollout/version_lag": float(max(lags)),
-            "rollout/version_lag_mean": float(np.mean(lags)),
-            **{f"rollout/groups_of_lag_{lag}": float(count) for lag, count in enumerate(np.bincount(lags))},
+            **lag_metrics(kept or sampled, step),
             "rollout/outdated": float(self._num_outdated - outdated),
             "rollout/restarts": float(self.fleet.num_restarts - restarts),
         }
@@ -166,6 +169,8 @@ class Ahead:
             sampled.append(scored)
             if self.filter is None or self.filter.keeps(scored):
                 kept.append(scored)
+            if self.filter is not None and len(sampled) == self.num_groups:
+                check_scores(step, sampled, self.filter.metrics)
         return kept, sampled
 
     def _asked(self, position: int, prompt: Prompt) -> Future[Group]:
@@ -183,12 +188,20 @@ class Ahead:
                 self._ready.notify_all()
 
     def _hand_out(self) -> None:
-        """Give the engines all prompts that their weights are new enough for."""
+        """Give the engines all prompts that their weights are new enough for; each group that is dropped makes room for
+        another one, without which its step would never be whole."""
         with self._ready:
+            if self.takes_turns and not self._is_awaited:
+                return
             newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
-            end = self._position + (newest_step - self._step + 1) * self.num_groups + self.beyond
+            num_groups = (newest_step - self._step + 1) * self.num_groups + self.beyond
             if self.most_steps is not None:
-                end = min(end, self._position + self.most_steps * self.num_groups)
+                num_groups = min(num_groups, self.most_steps * self.num_groups)
+            if self.filter is not None and num_groups > 0:
+                num_groups += sum(not self.filter.keeps(scored) for scored in self._scored.values())
+                most = self.filter.most_sampled(self.num_groups) * (self.most_steps or math.inf)
+                num_groups = int(min(num_groups, most))
+            end = self._position + num_groups
             for prompt in self.take(self._next, max(0, end - self._next)):
                 self._pending[self._next] = self._asked(self._next, prompt)
                 self._next += 1

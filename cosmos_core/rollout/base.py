@@ -200,11 +200,15 @@ class Receiver:
 
     def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of all buckets, each bucket being made when the one before is used up."""
+        for bucket in self.buckets(buckets):
+            yield from bucket
+
+    def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """Yield buckets, for who takes each as a whole."""
         self._names = set()
         for bucket in buckets:
-            for name, tensor in bucket:
-                self._names.add(name)
-                yield name, tensor
+            self._names.update(name for name, _ in bucket)
+            yield bucket
 
     def loaded(self, version: int) -> Loaded:
         """Return the acknowledgement of what `tensors` has handed out.

@@ -130,11 +130,11 @@ class Fleet:
         """See `Engine.logprobs`: of one engine."""
         return next(iter(self.all_logprobs(token_ids)))
 
-    def all_logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
-        """Return the log-probabilities by each engine that has weights, which may be none."""
+    def all_logprobs(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
+        """Return the log-probabilities by each engine that has weights, which may be none; `version`: these weights."""
         found: list[list[float]] = []
         if is_first():
-            asked = self._members.ready()
+            asked = [member for member in self._members.ready() if version in {None, member.version}]
             replies = [member.handle.ask("logprobs", member.version, token_ids) for member in asked]
             for member, reply in zip(asked, replies, strict=True):
                 try:

@@ -13,7 +13,9 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from cosmos_core.errors import RewardError
 from cosmos_core.parallel.mesh import num_ranks
+from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.run.progress import Progress
@@ -55,6 +57,8 @@ class Sync:
     """Prompts that an engine has at a time."""
     between: Callable[[int], None] = lambda step: None
     """Called with the step after each batch; may raise to stop, because nothing of the step was trained yet."""
+    publish_every: int = 1
+    """Train steps between two loads of weights."""
     is_over: ClassVar[bool] = False
     """The steps are numbered: whoever asks knows the last."""
 
@@ -63,10 +67,11 @@ class Sync:
         began = time.perf_counter()
         self.engine.wake()
         groups = self.generated(self.prompts(step), step)
-        self.engine.sleep(level=2)  # the next thing that it sees is the weights of this step's update
+        self.rest(step)
         seconds = time.perf_counter() - began
         scored = self.scored(groups)
-        return scored, group_metrics(scored) | _times(scored, seconds, time.perf_counter() - began) | _lag(scored, step)
+        times = _times(scored, seconds, time.perf_counter() - began)
+        return scored, group_metrics(scored) | times | lag_metrics(scored, step)
 
     def generated(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Return the groups of these prompts, in their order."""
@@ -78,6 +83,11 @@ class Sync:
             self.progress.beat()
             self.between(step)
         return groups
+
+    def rest(self, step: int) -> None:
+        """Let the engine sleep while step `step` is trained; its weights are given up where those of the update are the
+        next thing that it sees."""
+        self.engine.sleep(level=1 if (step + 1) % self.publish_every else 2)
 
     def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups with their scores."""
@@ -151,16 +161,17 @@ class Dynamic:
             seconds += time.perf_counter() - round_began
             scored = self.sync.scored(groups)
             sampled += scored
+            check_scores(step, sampled, self.filter.metrics)
             kept += [group for group in scored if self.filter.keeps(group)]
             num_rounds += 1
         self._drawn = drawn
-        self.sync.engine.sleep(level=2)
+        self.sync.rest(step)
         if not sampled:
             return [], {}
         return kept, {
             **group_metrics(sampled),
             **_times(sampled, seconds, time.perf_counter() - began),
-            **_lag(sampled, step),
+            **lag_metrics(kept or sampled, step),
             **filtered_metrics(self.filter, sampled),
             "rollout/rounds": float(num_rounds),
         }
@@ -172,6 +183,25 @@ class Dynamic:
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
         """Go on behind the prompts that were drawn."""
         self._drawn = int(str(state["drawn"]))
+
+
+def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
+    """Refuse groups of train step `step` that say nothing: other prompts would be scored no better. `metrics`: what
+    they are filtered by.
+
+    Raises:
+        RewardError: no completion has a valid reward, because a function raises; or none has one of the metrics.
+        StageFailed: no completion has a valid reward for another reason.
+    """
+    scores = [score for group in groups for score in group.scores]
+    if all(score.value is None for score in scores):
+        raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
+    known = sorted({name for score in scores for name in score.metrics})
+    if unknown := [name for name in metrics if name not in known]:
+        raise RewardError(
+            f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown))}; take of "
+            f"{', '.join(map(repr, known)) or 'none'}"
+        )
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
@@ -202,8 +232,15 @@ def _valid(group: ScoredGroup) -> list[float]:
     return [score.value for score in group.scores if score.value is not None]
 
 
-def _lag(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
-    return {"rollout/version_lag": float(max(step - scored.group.version for scored in groups))}
+def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
+    """Return by how many train steps the weights that drew the groups of a step are older: the most, the mean, and how
+    many groups are of which age."""
+    lags = [step - scored.group.version for scored in groups]
+    return {
+        "rollout/version_lag": float(max(lags)),
+        "rollout/version_lag_mean": float(np.mean(lags)),
+        **{f"rollout/groups_of_lag_{lag}": float(lags.count(lag)) for lag in range(max(lags) + 1)},
+    }
 
 
 def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float) -> dict[str, float]:

@@ -107,10 +107,10 @@ class WeightPublisher:
         return tolerance_of(self.dtype, self.transfer_dtype)
 
     def _probe(self, version: int) -> None:
-        """Compare the log-probabilities of trainer and engine."""
+        """Compare the log-probabilities of trainer and engine; of several, those that have these weights."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
-        of_all = self.engine.all_logprobs(token_ids) if isinstance(self.engine, Fleet) else None
+        of_all = self.engine.all_logprobs(token_ids, version) if isinstance(self.engine, Fleet) else None
         for found in [self.engine.logprobs(token_ids)] if of_all is None else of_all:
             self._compare(expected, torch.tensor(found), version)
 

@@ -57,6 +57,8 @@ class _Load:
     buckets: queue.Queue[Packed | None]
     """None: there are no more."""
     done: Future[Loaded]
+    is_taken: bool = False
+    """The engine loads what comes, or will once it has nothing else to do."""
 
 
 class Replica:
@@ -92,8 +94,10 @@ class Replica:
             with self._ended:
                 self._session, self._groups = session, []
 
-        if self._load is not None and not self._load.done.done():
-            self._load.buckets.put(_ABANDONED, timeout=_LOAD_SECONDS)  # by a trainer that has died
+        if self._load is not None and not self._load.done.done():  # by a trainer that has died
+            if self._load.is_taken:
+                self._load.buckets.put(_ABANDONED, timeout=_LOAD_SECONDS)
+            self._load = None
         self._do(forget)
         return description
 
@@ -118,7 +122,7 @@ class Replica:
     def begin_load(self, version: int, *, background: bool) -> None:
         """Expect the buckets of a version; `background`: generate until the last has come, and load them at once."""
         assert self._load is None or self._load.done.done(), "one load at a time"
-        self._load = load = _Load(queue.Queue(0 if background else 1), Future())
+        self._load = load = _Load(queue.Queue(0 if background else 1), Future(), is_taken=not background)
         if not background:
             self._commands.put(lambda engine: self._take(engine, load, version))
 
@@ -135,6 +139,7 @@ class Replica:
         load = self._begun()
         load.buckets.put(None, timeout=_LOAD_SECONDS)
         if background:
+            load.is_taken = True
             self._commands.put(lambda engine: self._take(engine, load, version, drained=waits))
         return load.done.result()
 

@@ -218,11 +218,11 @@ def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> i
 
 
 def _first_tokens(segments: Sequence[Segment], count: int) -> list[Segment]:
-    """Return the first so many tokens of sampled segments."""
+    """Return the first so many tokens of sampled segments; a turn without any is an empty one, which has a version."""
     found = []
     for segment in segments:
         ids = segment.token_ids[: max(0, count)]
         count -= len(ids)
         if ids:
             found.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
-    return found
+    return found or [Segment((), True, (), segments[0].version)]

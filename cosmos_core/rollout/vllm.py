@@ -1,9 +1,9 @@
 """Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's own, or one beside it (`replica`).
 
-In the trainer's process weights are handed over by reference and no child can outlive the stage. vLLM changes much of
-the process that it starts in; `_process_kept` undoes that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here.
-What concerns GPUs alone (sleep levels, CUDA graphs) was never run on one, and prompts with images were never given to
-it.
+In the trainer's process weights are handed over by reference and no child can outlive the stage; an engine beside it
+may have ranks of its own (`vllm_ranks`). vLLM changes much of the process that it starts in; `_process_kept` undoes
+that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here. What concerns GPUs alone (sleep levels, CUDA graphs) was
+never run on one, and prompts with images were never given to it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from cosmos_core.rollout.base import (
     stop_token_ids,
 )
 from cosmos_core.rollout.vllm_adapter import adapter_of
+from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _ENVIRONMENT = {
@@ -71,7 +72,8 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.ranks_per_engine = settings.rollout.parallelism.tp_size
+        self._has_ranks = has_ranks(settings)
+        self.ranks_per_engine = 1 if self._has_ranks else settings.rollout.parallelism.tp_size
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
@@ -98,6 +100,8 @@ class VllmEngine:
                 raise ConfigError(
                     f"vLLM refuses {settings.folder!r}: {reason}; or set rollout.backend = 'hf'"
                 ) from error
+            if self._has_ranks:
+                end_together(self._llm)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """See `Engine.submit`."""
@@ -145,17 +149,28 @@ class VllmEngine:
         """
         self.wake()
         with _process_kept():
-            weights = self._receiver.tensors(buckets)
             if self._adapter is None:
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+                self._reload(buckets)
             else:
-                self._adapter.load(self._llm, weights)
+                self._adapter.load(self._llm, self._receiver.tensors(buckets))
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[state.external_req_id]
                 group.earlier.setdefault(k, []).append((state.detokenizer.num_output_tokens(), self._version))
         self._version = version
         return self._receiver.loaded(version)
+
+    def _reload(self, buckets: Iterable[Bucket]) -> None:
+        """Replace all weights; a load that fails half-way is forgotten, or the next would be taken for its rest."""
+        try:
+            if self._has_ranks:
+                load_on_ranks(self._llm, self._receiver, buckets)
+            else:
+                weights = {"weights_iterator": self._receiver.tensors(buckets)}
+                self._llm.collective_rpc("reload_weights", kwargs=weights)
+        except Exception:
+            self._llm.collective_rpc(forget_weights)
+            raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See `Engine.logprobs`; what is in flight goes on meanwhile."""
@@ -290,6 +305,8 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if has_ranks(settings):
+        arguments |= ranks_arguments(is_cpu=not has_gpu)
     if rollout.n_generation_mini_batch:
         arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
     if rollout.quantization != "none":

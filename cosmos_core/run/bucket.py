@@ -235,6 +235,8 @@ def told(where: str, error_class: type[CosmosError] = UploadError, note: str = "
             raise ConfigError(f"{where}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}") from error
         if code in {"PreconditionFailed", "412"}:
             raise error_class(f"{where}: what lies there was changed meanwhile{end}") from error
+        if code == "NoSuchKey":
+            raise error_class(f"{where}: an object of it is gone{end}") from error
         if code in {*_ABSENT, "NoSuchBucket"}:
             raise ConfigError(f"{where}: there is no such bucket; make it, or name another{end}") from error
         raise error_class(f"{where}: the store responds with {code}{end}") from error
@@ -244,7 +246,7 @@ def told(where: str, error_class: type[CosmosError] = UploadError, note: str = "
 
 def is_refused_condition(error: Exception) -> bool:
     """Return whether a store refused to write because what lies there is not what `only` named."""
-    return _code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
+    return _code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 
 
 def _code(error: Any) -> str:

@@ -38,6 +38,7 @@ from cosmos_core.run.inputs import (
     resume_source,
     reward_names,
     reward_service_file,
+    reward_service_parts,
     teacher_source,
 )
 from cosmos_core.run.libraries import LIBRARIES
@@ -125,8 +126,7 @@ def fingerprint(
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
-    if service := reward_service_file(stage):
-        ingredients["reward_service"] = digests.of_file(service)
+    ingredients |= _of_service(stage, digests)
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
         ingredients["config"] = values  # they are handed all of it
@@ -135,6 +135,15 @@ def fingerprint(
     ingredients |= _said_of(stage)
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
+
+
+def _of_service(stage: StageConfig, digests: Digests) -> dict[str, Any]:
+    """The configuration of the reward service that is started for the stage, and what it names."""
+    if (service := reward_service_file(stage)) is None:
+        return {}
+    parts = reward_service_parts(service)
+    found = {name: _content(path, ("*",), digests) for name, path in parts.items()}
+    return {"reward_service": digests.of_file(service)} | ({"rewards": found} if found else {})
 
 
 def _said_of(stage: StageConfig) -> dict[str, Any]:

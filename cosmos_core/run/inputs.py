@@ -7,9 +7,11 @@ What is inside (weights, rows, functions) is looked at by the workers.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, existing, source_of
+from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import media_of
 from cosmos_core.config.prompt_sets import named_set
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
@@ -247,6 +249,25 @@ def reward_service_file(stage: StageConfig) -> Path | None:
     if file is None or not file.is_file():
         raise ConfigError(f"reward_service = {stage.reward_service!r}: no such file; see docs/reward-service.md")
     return file
+
+
+def reward_service_parts(file: Path) -> dict[str, Path]:
+    """Return the code of a user's own and the folders of models that the configuration of a reward service names, by
+    those names, as far as they are on this machine: the service may run on another."""
+    try:
+        tables = read_toml(file).get("reward_args", [])
+    except ConfigError:  # the service tells it with its line
+        return {}
+    named = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
+    found = {}
+    for name in filter(None, named):
+        module, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
+        there = existing(module, Path.cwd()) or existing(module, file.parent)
+        with suppress(ConfigError):
+            there = there or (code_file(name) if is_import_path(name) else None)
+        if there is not None:
+            found[name] = there
+    return found
 
 
 def kernel_packages(recipe: Recipe) -> dict[str, str]:

@@ -24,10 +24,14 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.errors import DataError
 from cosmos_core.run.bucket import Bucket, Object, split_url, told
+from cosmos_core.run.content import leaves_folder
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
 from cosmos_core.run.lock import Lock
 
+FETCHED = "fetched"
+"""Folder, in what the runs share, of what was fetched."""
+PARTIAL = ".partial"
 _FILES_AT_ONCE = 8
 _LATEST = "latest"
 
@@ -81,7 +85,7 @@ def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None])
     wanted = {url for url in read if isinstance(url, str) and is_remote(url)}
     if not wanted:
         return stage, recipe
-    folder = pipeline.output_dir.expanduser().absolute() / SHARED / "fetched"
+    folder = pipeline.output_dir.expanduser().absolute() / SHARED / FETCHED
     paths = {url: str(fetch(url, folder, pause)) for url in sorted(wanted)}
 
     def local(where: Where, text: str) -> str:
@@ -108,8 +112,8 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
                 objects = _listed(plain)
                 if _digest(plain, objects) != held.name:
                     raise DataError(f"{plain} was changed since the run began; start a new run")
-                _download(plain, objects, held.with_name(f"{held.name}.partial"), pause)
-            os.rename(held.with_name(f"{held.name}.partial"), held)
+                _download(plain, objects, held.with_name(held.name + PARTIAL), pause)
+            os.rename(held.with_name(held.name + PARTIAL), held)
     file = held / name
     return file if [path.name for path in held.iterdir()] == [name] and file.is_file() else held
 
@@ -147,6 +151,8 @@ def _relative(url: str, each: Object) -> str:
 
 
 def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
+    if outside := next((each.key for each in objects if leaves_folder(_relative(url, each))), None):
+        raise DataError(f"{url}: the object {outside!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(each.size for each in objects)

@@ -7,15 +7,18 @@ overwritten, on every step and at no cost.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 import torch
 
 from cosmos_core.rollout.publish import tolerance_of
+from cosmos_core.types import Sampling
 
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE, _LAG = "rollout/logprob_difference_mean", "rollout/version_lag"
+_NOT_FINITE = "rollout/tokens_not_finite"
 _OUTDATED = 1.0
 """Nats per token between weights some steps apart that training does not explain; a wrong tensor costs more."""
 
@@ -23,14 +26,17 @@ _OUTDATED = 1.0
 class Agreement:
     """Compares the log-probabilities of a train step's completions, by the engines and by the trainer."""
 
-    def __init__(self, dtype: torch.dtype, transfer_dtype: torch.dtype | None = None) -> None:
-        """`dtype`: what engines compute in; `transfer_dtype`: what weights are cast to on their way, None: nothing."""
-        self._tolerance = tolerance_of(dtype, transfer_dtype)
+    def __init__(
+        self, dtype: torch.dtype, transfer_dtype: torch.dtype | None = None, sampling: Sampling | None = None
+    ) -> None:
+        """`dtype`: what engines compute in; `transfer_dtype`: what weights are cast to on their way, None: nothing;
+        `sampling`: how completions are drawn, None: from the policy."""
+        self._tolerance = tolerance_of(dtype, transfer_dtype) + (_by_sampling(sampling) if sampling else 0.0)
         self._is_told = False
 
     def alarm(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return `watch/alarm`, 1 where they differ by more than rounding explains; nothing if none was compared."""
-        difference = metrics.get(_DIFFERENCE)
+        difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
         if difference is None:
             return {}
         most = self._tolerance if metrics.get(_LAG, 0.0) == 0 else max(self._tolerance, _OUTDATED)
@@ -43,3 +49,10 @@ class Agreement:
             )  # fmt: skip
         self._is_told = is_wrong
         return {"watch/alarm": float(is_wrong)}
+
+
+def _by_sampling(sampling: Sampling) -> float:
+    """Return by how much the engine's log-probability of a token may be above the policy's because of the way in which
+    it is drawn: by that of the mass that was kept, which only `top_p` bounds."""
+    is_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1
+    return -math.log(sampling.top_p) if is_bounded else math.inf

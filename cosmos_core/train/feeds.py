@@ -24,8 +24,7 @@ from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.base import ModelAdapter
-from cosmos_core.rewards.base import all_invalid
-from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync
+from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync, check_scores
 from cosmos_core.types import Prompt, Sampling
 
 _DATA_TERM = 0x64617461
@@ -232,6 +231,7 @@ class RolloutFeed(Feed):
 
     def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
         self._source, self._algorithm = source, algorithm
+        self._num_groups = rows_per_step(recipe)
         self.steps_per_epoch = batches_per_epoch(rows_per_step(recipe), len(prompts), drop_last=True)
         self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
 
@@ -246,7 +246,7 @@ class RolloutFeed(Feed):
         if self._source.is_over or self.step == self.total_steps:
             return None
         groups, metrics = self._source.next(self.step)
-        if self._source.is_over:
+        if self._source.is_over and (groups or self.step > 0):
             if not groups:
                 return None
             self.total_steps = self.step + 1
@@ -255,10 +255,8 @@ class RolloutFeed(Feed):
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
+        check_scores(self.step, groups)
         found, credited = self._algorithm.credit(groups)
-        scores = [score for group in groups for score in group.scores]
-        if all(score.value is None for score in scores):
-            raise all_invalid(f"step {self.step + 1}: all {len(scores)} rewards are invalid", scores)
         self.step += 1
         return found, metrics | credited
 
@@ -267,9 +265,9 @@ class RolloutFeed(Feed):
         return super().state_dict() | {"source": self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Feed.load_state_dict`."""
+        """See `Feed.load_state_dict`; the checkpoint may be of a training that took its prompts step by step."""
         super().load_state_dict(state)
-        self._source.load_state_dict(state.get("source", {}))
+        self._source.load_state_dict({"drawn": self.step * self._num_groups, **state.get("source", {})})
 
 
 class PromptOrder:

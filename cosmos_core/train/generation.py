@@ -97,15 +97,17 @@ class Generation:
         self._newest = version
         return self._publisher.publish(version)
 
-    def score(self, weights: Rewards) -> ScoreGroups:
-        """Return what scores groups by these rewards, when all ranks ask together."""
-        return shared(self.score_here(weights))
+    def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+        """Return what scores groups by these rewards, when all ranks ask together; see `score_here`."""
+        return shared(self.score_here(weights, max_tokens))
 
-    def score_here(self, weights: Rewards) -> ScoreGroups:
-        """Return what scores groups by these rewards on the first rank."""
-        key = tuple(weights.items()) if isinstance(weights, dict) else weights
+    def score_here(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+        """Return what scores groups by these rewards on the first rank; `max_tokens`: the most that a completion may
+        have, None: as in training."""
+        most = max_tokens or self._stage.recipe.rollout.max_response_length
+        key = (tuple(weights.items()), most) if isinstance(weights, dict) else weights
         if key not in self._scores:
-            self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights))
+            self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights, most))
         return self._scores[key]
 
     def close_with(self, close: Callable[[], None]) -> None:

@@ -66,6 +66,8 @@ class Loop:
     step: int = 0
     """Train steps that are complete."""
     _hooks: Hooks = field(init=False)
+    _measured_at: int = -1
+    """The newest step that was validated, or that another run has left behind; -1: none."""
     _is_held: bool = False
     """Weights were not published, because engines still measure those of another step."""
     _last: dict[str, float] = field(default_factory=dict)
@@ -89,11 +91,14 @@ class Loop:
         self.publish(start)
         if is_unmeasured:
             self._begin_validation()
+        elif self._was_cut_off(start) and self._measure_last():
+            self._save()
         if self.measure and self.stage.recipe.validation.val_before_train and start == 0:
             self._log(0, self._measured(0))
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)
         is_told = self._settle()
+        is_told = self._measure_last() or is_told
         self.checkpointer.wait()
         if is_told or self.checkpointer.latest() != self.step:
             self._save()
@@ -117,7 +122,7 @@ class Loop:
             if is_due and self.apart and not is_last:
                 saves = True  # it may be the best, which will be known when its weights are gone
             elif is_due:
-                measured = self._measured(self.step)
+                measured = self._measured(self.step, metrics)
                 metrics |= measured
                 self.best = best_of(self.best, self.step, measured)
             self._log(self.step, metrics)
@@ -162,7 +167,7 @@ class Loop:
     def _validated(self, ended: Ended) -> None:
         """Take what was measured of an earlier step."""
         self._hooks("post_validation_hook", current_step=ended.step, **ended.metrics)
-        self.best = best_of(self.best, ended.step, ended.metrics)
+        self.best, self._measured_at = best_of(self.best, ended.step, ended.metrics), ended.step
         self._last |= ended.metrics
         self.stage.metrics.log(ended.step, ended.metrics)
         if self._is_held:
@@ -178,6 +183,17 @@ class Loop:
             self.apart.wait(self.step, lambda: check_stop(self.stage))
         except StopAsked:
             raise self._preempted() from None
+        return True
+
+    def _measure_last(self) -> bool:
+        """Validate the last step where the data ended before anybody could know that it was; return whether it did."""
+        if self.measure is None or self.step == 0 or self._measured_at == self.step:
+            return False
+        self.publish(self.step)  # the engine may have given up its weights for those of a step that never came
+        measured = self._measured(self.step)
+        self.best = best_of(self.best, self.step, measured)
+        self._last |= measured
+        self.stage.metrics.log(self.step, measured)
         return True
 
     def _step(self) -> dict[str, float] | None:
@@ -245,9 +261,11 @@ class Loop:
             self._restore_rng(start, state.extra["rng"])
         else:  # opening the model has seeded those of torch
             seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
+        self._measured_at = start
         if own:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
+            self._measured_at = int(str(state.extra.get("measured_at", own)))
             self.stage.progress.saved(own)
         if start:
             self._hooks("load_checkpoint_hook", step=start)
@@ -278,6 +296,7 @@ class Loop:
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
             "best": asdict(self.best) if self.best else None,
+            "measured_at": self._measured_at,
             "is_unmeasured": self.apart is not None and self.apart.step == self.step,
         }  # fmt: skip
         self.stage.metrics.sync()
@@ -297,21 +316,32 @@ class Loop:
             algorithm=self.algorithm.state_dict(),
         )
 
-    def _measured(self, step: int) -> dict[str, float]:
+    def _was_cut_off(self, start: int) -> bool:
+        """Return whether a stop was asked for while the step that the training goes on from was validated."""
+        return self.apart is None and self._measured_at < start and start % self.stage.recipe.validation.freq == 0
+
+    def _measured(self, step: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
+        """Return what is measured of a step, whose own metrics are told where a stop cuts that off."""
         assert self.measure is not None
         self.stage.progress.phase("validate")
         began = time.perf_counter()
         self._hooks("pre_validation_hook", current_step=step)
         if step % self.publish_every:
             self.publish(step)
-        if self.average is None:
-            measured = self.measure(step)
-        else:
-            with self.trainer.weights(EMA):
-                self.publish(step)
+        try:
+            if self.average is None:
                 measured = self.measure(step)
-            self.publish(step)
+            else:
+                with self.trainer.weights(EMA):
+                    self.publish(step)
+                    measured = self.measure(step)
+                self.publish(step)
+        except StopAsked:
+            if metrics is not None:
+                self._log(step, metrics)
+            raise self._preempted() from None
         self._hooks("post_validation_hook", current_step=step, **measured)
+        self._measured_at = step
         return {**measured, "time/validate": time.perf_counter() - began}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

@@ -47,6 +47,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
 from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
+from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
@@ -154,7 +155,11 @@ class Completions:
 
     def measure(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps; some completions are added to `samples.jsonl`. Where images are drawn and
-        no reward is asked, they are all that is made, of the first prompts."""
+        no reward is asked, they are all that is made, of the first prompts.
+
+        Raises:
+            StopAsked: a signal asked to stop.
+        """
         if not self._is_scored:
             self._prompts = self._prompts[: gallery.MOST_PROMPTS]
         size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
@@ -164,6 +169,7 @@ class Completions:
             self._stage.progress.beat()
             made = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
             groups += self._score(made)
+            check_stop(self._stage)
         self._engine.sleep()
         return self.told(step, groups)
 
@@ -236,11 +242,16 @@ def validation_sampling(recipe: Recipe) -> Sampling:
         top_p=rollout.sampling_config.top_p if validation.top_p is None else validation.top_p,
         top_k=rollout.sampling_config.top_k if validation.top_k is None else validation.top_k,
         repetition_penalty=validation.repetition_penalty,
-        max_tokens=validation.max_response_length or rollout.max_response_length,
+        max_tokens=most_tokens(recipe),
         num_completions=validation.n_generation,
         seed=recipe.train.seed,
         flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
     )
+
+
+def most_tokens(recipe: Recipe) -> int:
+    """Return the most tokens that a held-out completion may have."""
+    return recipe.validation.max_response_length or recipe.rollout.max_response_length
 
 
 def trained_rewards(recipe: Recipe) -> Rewards:
@@ -262,9 +273,10 @@ def full_reward(recipe: Recipe) -> float:
 
 
 @contextmanager
-def open_rewards(stage: Stage, weights: Rewards) -> Iterator[ScoreGroups]:
+def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
     """Score groups by these rewards, in killable children of the first rank, which alone may ask for it, or by a
-    service; see `shared`. Without any reward every score is 0.
+    service; see `shared`. Without any reward every score is 0. `max_tokens`: the most that a completion may have, None:
+    as in training.
 
     Raises:
         RewardError: a reward cannot be loaded, or the environment names no service.
@@ -283,7 +295,7 @@ def open_rewards(stage: Stage, weights: Rewards) -> Iterator[ScoreGroups]:
     with RewardRunner(
         weights,
         timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
-        constants=stage.recipe.reward_constants,
+        constants=stage.recipe.reward_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         env=stage.recipe.reward_env,
         beat=stage.progress.beat,
         by_group=stage.recipe.train.train_policy.rewards_by_group,

@@ -53,6 +53,7 @@ from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
     held_out,
+    most_tokens,
     prepared_folder,
     reward_weights,
     row_metrics,
@@ -189,6 +190,7 @@ def _in_turns(stage: Stage, order: PromptOrder, generation: Generation) -> Group
     sync = Sync(
         order, generation.engine, generation.score(trained_rewards(recipe)), training_sampling(recipe),
         stage.progress, recipe.rollout.batch_size, between=lambda step: check_stop(stage),
+        publish_every=recipe.train.sync_weight_interval,
     )  # fmt: skip
     return in_turns(sync, order, recipe)
 
@@ -208,21 +210,25 @@ def _ahead(
             apart.check()
 
     recipe, policy, size = stage.recipe, stage.recipe.train.train_policy, rows_per_step(stage.recipe)
-    chosen, allowed, beyond, most_steps = group_filter(recipe), *policy.lookahead
+    chosen, takes_turns = group_filter(recipe), recipe.mode == "colocated_separated"
+    allowed, beyond, most_steps = policy.lookahead
+    if takes_turns:  # whatever was in flight would be lost when the engines sleep
+        allowed, beyond, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
     num_steps = total_steps(recipe, size, len(prompts))
     source = Ahead(
         generation.fleet,
         order.take if chosen else steps_of(order, size, num_steps),
-        generation.score_here(policy.rewards),
+        generation.score_here(trained_rewards(recipe)),
         training_sampling(recipe),
         stage.progress,
         num_groups=size,
-        allowed=allowed if recipe.mode == "disaggregated" else 0,
+        allowed=allowed,
         resync=generation.resync,
         between=between,
         beyond=beyond,
         most_steps=most_steps,
         filter=chosen,
+        takes_turns=takes_turns,
     )
     generation.close_with(source.close)
     return source
@@ -257,14 +263,15 @@ def _apart(stage: Stage, generation: Generation) -> ValidationApart | None:
         return None
     rows = held_out(prepared_folder(stage))
     assert isinstance(rows, Prompts)
-    score = generation.score_here(reward_weights(stage.recipe))
+    score = generation.score_here(reward_weights(stage.recipe), most_tokens(stage.recipe))
     completions = Completions(rows, generation.fleet, score, stage)
     return ValidationApart(completions, generation.fleet, generation.resync, stage.progress.beat)
 
 
 def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:
     """Return what measures completions of held-out prompts."""
-    completions = Completions(rows, generation.engine, generation.score(reward_weights(stage.recipe)), stage)
+    score = generation.score(reward_weights(stage.recipe), most_tokens(stage.recipe))
+    completions = Completions(rows, generation.engine, score, stage)
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
@@ -284,7 +291,8 @@ def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
     train = stage.recipe.train
     if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
         return lambda step, metrics: {}
-    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train)).alarm
+    sampling = training_sampling(stage.recipe)
+    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling).alarm
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

@@ -10,14 +10,24 @@ import torch
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.prepared import Pairs, Prompts
+from cosmos_core.errors import Preempted
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn
 from cosmos_core.train.generation import Generation
-from cosmos_core.train.measure import SAMPLES, Completions, held_out, prepared_folder, reward_weights, row_metrics
+from cosmos_core.train.measure import (
+    SAMPLES,
+    Completions,
+    held_out,
+    most_tokens,
+    prepared_folder,
+    reward_weights,
+    row_metrics,
+)
 from cosmos_core.train.reference import handed_on
 from cosmos_core.train.setup import open_trainer
+from cosmos_core.train.stop import StopAsked
 from cosmos_core.types import Outcome
 
 METRICS = "metrics.json"
@@ -39,8 +49,11 @@ def run(stage: Stage) -> Outcome:
     if isinstance(drawn, Prompts | DrawnPrompts):
         with ExitStack() as stack:
             generation = Generation(stage, trainer, stack)
-            score = generation.score(reward_weights(stage.recipe))
-            metrics = Completions(drawn, generation.engine, score, stage).measure(0)
+            score = generation.score(reward_weights(stage.recipe), most_tokens(stage.recipe))
+            try:
+                metrics = Completions(drawn, generation.engine, score, stage).measure(0)
+            except StopAsked:
+                raise Preempted("stopped while it measured; nothing saved") from None
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
     if not isinstance(rows, Prompts | DrawnPrompts):
         reference = handed_on(stage, rows, "validation") if isinstance(rows, Pairs) else None

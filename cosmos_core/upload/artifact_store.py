@@ -4,7 +4,7 @@
     made/<fingerprint>/result.json                what was made with it: reuse looks there
     made/<fingerprint>/lease.json                 who makes it now
     made/<fingerprint>/checkpoints/step_<N>.json  of the training; their objects lie below content/, and go with them
-    runs/<run>/run.json                           pipeline.toml and run.json
+    runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 where another run has the name
     runs/<run>/stages/<name>/result.json          written last: with it the stage is complete
     runs/<run>/stages/<name>/record.json          state, metrics, samples, logs: for other machines to show
 
@@ -13,9 +13,10 @@ Every document is written after what it names. Outputs stay for good, as those o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import tomli_w
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
+from cosmos_core.run.directory import read_facts
 from cosmos_core.run.files import write_text
 from cosmos_core.run.manifest import RESULT, STORED, Result
-from cosmos_core.upload.bundle import Contents, Entry, read_document, write_document
+from cosmos_core.upload.bundle import Contents, Entry, exchange_document, read_document, write_document
 from cosmos_core.upload.lease import Holder, Lease
 from cosmos_core.upload.saves import FOLDER
 from cosmos_core.upload.stored_checkpoints import JOURNAL, StoredCheckpoints
@@ -34,7 +36,7 @@ from cosmos_core.upload.stored_record import StoredRecord
 
 logger = logging.getLogger(__name__)
 
-RUN_FILES = ("pipeline.toml", "run.json")
+_PIPELINE, _FACTS = RUN_FILES = ("pipeline.toml", "run.json")
 _RUNS = "/runs/"
 
 
@@ -53,10 +55,15 @@ class ArtifactStore:
         self._bucket.check()
 
     def put_run(self, run_path: Path) -> str:
-        """Store what a run is; return its URL, which `opened` takes."""
-        files = {name: (run_path / name).read_text(encoding="utf-8") for name in RUN_FILES}
-        self._write(f"runs/{run_path.name}/run.json", files)
-        return f"{self.url}{_RUNS}{run_path.name}"
+        """Store what a run is, unless it is there; return its URL, which `opened` takes.
+
+        Runs that began on two machines in the same second have one name, and two in the store.
+        """
+        files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
+        run_id = facts.run_id if facts and facts.run_id else run_path.name  # a machine that opened it may say otherwise
+        names = (f"{run_id}{suffix}" for suffix in _suffixes())
+        with told(self.url):
+            return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files))}"
 
     def run(self, run_id: str) -> dict[str, str]:
         """Return the files that say what a run is."""
@@ -114,6 +121,16 @@ class ArtifactStore:
         """Return what other machines are shown of a stage of a run."""
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
+    def _has_run(self, name: str, files: dict[str, str]) -> bool:
+        """Return whether the run with these files has the name; it has it from now on if no run had it."""
+        key = self._key(f"runs/{name}/run.json")
+        found, _ = read_document(self._bucket, key)
+        if found is None:
+            if exchange_document(self._bucket, key, files, ""):
+                return True
+            found, _ = read_document(self._bucket, key)  # another was faster, or the response to us was lost
+        return found is not None and found[_FACTS] == files[_FACTS]
+
     def _stored(self, key: str) -> Result | None:
         found = self._read(key)
         return found | {STORED: self.url} if found is not None else None
@@ -137,15 +154,28 @@ def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
     """
     base, _, run_id = url.rpartition(_RUNS)
     files = ArtifactStore(base, pause).run(run_id)
-    pipeline = tomllib.loads(files[RUN_FILES[0]])
+    pipeline = tomllib.loads(files[_PIPELINE])
     runs = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
-    path = runs / run_id
-    if not (path / RUN_FILES[0]).is_file():
-        (path / "stages").mkdir(parents=True, exist_ok=True)
-        pipeline["pipeline"]["output_dir"] = str(runs)
-        write_text(path / RUN_FILES[1], files[RUN_FILES[1]])
-        write_text(path / RUN_FILES[0], tomli_w.dumps(pipeline))
-    return path
+    for suffix in _suffixes():
+        path = runs / f"{run_id}{suffix}"
+        if not (path / _PIPELINE).is_file():
+            (path / "stages").mkdir(parents=True, exist_ok=True)
+            pipeline["pipeline"]["output_dir"] = str(runs)
+            write_text(path / _FACTS, files[_FACTS])
+            write_text(path / _PIPELINE, tomli_w.dumps(pipeline))
+        if _text(path / _FACTS) == files[_FACTS]:  # otherwise it is another run of this machine
+            return path
+    raise AssertionError("there are more suffixes than runs")
+
+
+def _suffixes() -> Iterator[str]:
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
+
+
+def _text(file: Path) -> str:
+    """Return what is in a file of a run; one that is missing or damaged is no reason not to go on with the run."""
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def look_up(pipeline: Pipeline) -> Callable[[str], Result | None]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket
+from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -165,6 +165,20 @@ def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str)
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
+
+
+def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
+    """Write a document over the one with this ETag, over none where it is empty; return its ETag, or an empty one:
+    something else lies there."""
+    from botocore.exceptions import ClientError
+
+    only = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
+    try:
+        return write_document(bucket, key, value, **only)
+    except ClientError as error:
+        if not is_refused_condition(error):
+            raise
+    return ""
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:

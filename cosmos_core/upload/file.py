@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
-from cosmos_core.upload.base import RECORD, moved
+from cosmos_core.upload.base import RECORD, is_record, moved
 
 HISTORY = "history.json"
 
@@ -66,8 +66,10 @@ class FileTarget:
         """Make `version`, which is whole, the published one; `history` is what `history()` returns then.
 
         Raises:
-            UploadError: it is not whole.
+            UploadError: it is not whole, or no version but a link to one.
         """
+        if (self.folder / version).is_symlink() or Path(version).name != version:
+            raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         if damage := self._damage(self.folder / version, self.record_of(version)):
             raise UploadError(f"{self.folder / version}: {damage}; the pointer was not moved")
         self._move(version, moved(self.history(), version) if history is None else history)
@@ -95,9 +97,10 @@ class FileTarget:
 
     def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD)
-        if not isinstance(record, dict) or not isinstance(record.get("metrics"), dict):
+        if record is None or not is_record(record):
             raise UploadError(f"{folder / RECORD} is missing or damaged; {remedy}")
-        return record
+        found: dict[str, Any] = record
+        return found
 
     def _damage(self, path: Path, record: dict[str, Any]) -> str:
         """Return why a version is not complete; empty when every file has the recorded digest."""

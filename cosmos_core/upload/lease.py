@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, told
-from cosmos_core.upload.bundle import read_document, write_document
+from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.upload.bundle import exchange_document, read_document
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class Lease:
         self._bucket, self._key = bucket, key
         self._holder, self._is_gone = holder, is_gone
         self._etag = ""
-        self._is_lost = False
+        self.is_lost = False
+        """Whether another machine is known to have taken it over."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -74,12 +75,15 @@ class Lease:
         return has_waited
 
     def check(self) -> None:
-        """Make sure that it is still held.
+        """Make sure that it is still held: who was suspended has not noticed yet that it lapsed.
 
         Raises:
             StageFailed: another machine has taken it over.
+            ConfigError, UploadError: the store refuses, or is not reached.
         """
-        if self._is_lost:
+        with told(self._url):
+            self.is_lost = self.is_lost or not self._is_ours(self._read()[0])
+        if self.is_lost:
             raise StageFailed(f"{self._url}: another machine has taken the work over: this one was silent for too long")
 
     def release(self) -> None:
@@ -87,11 +91,10 @@ class Lease:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        if self._is_lost:
-            return
         try:
             with told(self._url):
-                self._bucket.remove(self._key)
+                if self._is_ours(self._read()[0]):
+                    self._bucket.remove(self._key)
         except Exception as error:  # noqa: BLE001 - it lapses by itself
             logger.warning("a lease was not given back, it lapses within %.0f s: %s", LAPSED_SECONDS, error)
 
@@ -108,18 +111,15 @@ class Lease:
 
     def _put(self, etag: str) -> bool:
         """Write who we are over the lease with this ETag; return whether that is what lies there now."""
-        from botocore.exceptions import ClientError
+        self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
+        if self._etag:
+            return True
+        # Refused is also what was written by a request whose response was lost.
+        found, self._etag = self._read()
+        return self._is_ours(found)
 
-        only = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
-        try:
-            self._etag = write_document(self._bucket, self._key, asdict(self._holder), **only)
-        except ClientError as error:
-            if not is_refused_condition(error):
-                raise
-            # Refused is also what was written by a request whose response was lost.
-            found, self._etag = self._read()
-            return found is not None and found.token == self._holder.token
-        return True
+    def _is_ours(self, found: Holder | None) -> bool:
+        return found is not None and found.token == self._holder.token
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
@@ -127,7 +127,7 @@ class Lease:
             self._holder = Holder(holder.machine, holder.pid, holder.started, holder.token, holder.beats + 1)
             try:
                 if not self._put(self._etag):
-                    self._is_lost = True
+                    self.is_lost = True
                     return
             except Exception as error:  # noqa: BLE001 - the work goes on; who takes over meanwhile is noticed
                 logger.warning("a lease was not renewed, it is tried again: %s", error)

@@ -26,6 +26,7 @@ class StoredCheckpoints:
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
         self._there: set[str] | None = None
+        self._damaged: set[str] = set()
 
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
         """Store every complete checkpoint that is not there, with the metrics up to it; return their names, `step_N`.
@@ -38,7 +39,7 @@ class StoredCheckpoints:
             name = manifest.parent.parent.name
             with told(self._url):
                 if self._there is None:
-                    self._there = set(self.names())
+                    self._there = set(self.names()) - self._damaged
                 if name in self._there:
                     continue
                 with linked(manifest.parent, self._stage_path / "sending" / name) as folder:
@@ -64,6 +65,7 @@ class StoredCheckpoints:
                         return name
                 except UploadError as error:
                     logger.warning("checkpoint %s is passed over: %s", name, error)
+                    self._damaged.add(name)
         return ""
 
     def clear(self) -> None:

@@ -104,10 +104,9 @@ class Transfer:
         for _ in range(_ATTEMPTS):
             if not is_sent:
                 self._put(key, file, sha256)
-            if self.bucket.sha256(key) == sha256:
-                there = self.bucket.head(key)
-                if there is not None:
-                    self.journal.note(verified=key, sha256=sha256, etag=there["etag"])
+            there = self.bucket.head(key)
+            if there is not None and self.bucket.sha256(key) == sha256:
+                self.journal.note(verified=key, sha256=sha256, etag=there["etag"])
                 return
             is_sent = False
             self.bucket.client.delete_object(Bucket=self.bucket.name, Key=key)
@@ -117,6 +116,8 @@ class Transfer:
         )
 
     def _put(self, key: str, file: Path, sha256: str) -> None:
+        from botocore.exceptions import ClientError
+
         size = file.stat().st_size
         part_bytes = max(self.part_bytes, -(-size // _MOST_PARTS))
         if size <= part_bytes:
@@ -128,6 +129,15 @@ class Transfer:
                 if _arrived(done, data):
                     return
             return  # the digest of the object decides
+        try:
+            self._put_in_parts(key, file, size, part_bytes, sha256)
+        except ClientError as error:
+            if error.response["Error"].get("Code") != "NoSuchUpload":
+                raise
+            # It was completed and the response was lost, or somebody ended it: the digest decides.
+        self.journal.note(gone=key)
+
+    def _put_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload = self._upload_of(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
         there = dict(self._parts_there(key, upload))
@@ -145,17 +155,14 @@ class Transfer:
         self.bucket.client.complete_multipart_upload(
             Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": listed}
         )
-        self.journal.note(gone=key)
 
     def _upload_of(self, key: str, sha256: str) -> str:
-        """Return the upload to go on with, or a new one; others of the same key are what somebody left."""
+        """Return the upload to go on with, or a new one. Others of the same key are left alone: another machine may be
+        sending the same content."""
         client, name = self.bucket.client, self.bucket.name
         known = self.journal.uploads.get(key)
-        found = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ())
-        going = {each["UploadId"] for each in found if each["Key"] == key}
-        for left in going - {known}:
-            client.abort_multipart_upload(Bucket=name, Key=key, UploadId=left)
-        if known in going:
+        found = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if known else ()
+        if any(each["Key"] == key and each["UploadId"] == known for each in found):
             return str(known)
         upload: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
         self.journal.note(upload=upload, key=key)

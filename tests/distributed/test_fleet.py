@@ -55,7 +55,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-def make_task(folder: Path) -> Path:
+def make_task(folder: Path, hidden_size: int = 64) -> Path:
     """Make the model that learns, and prompts for it."""
 
     def stage(name: str, kind: str, config: Recipe, model: str = "") -> Stage:
@@ -64,7 +64,9 @@ def make_task(folder: Path) -> Path:
         config_ = StageConfig(name=name, kind=kind)
         return Stage(folder / name, config_, config, model, data, {}, "f" * 64, kind=all_kinds()[kind])
 
-    arithmetic.make(stage("task", "custom", recipe(0)), train_rows=64, heldout_rows=8, hidden_size=64, layers=2)
+    arithmetic.make(
+        stage("task", "custom", recipe(0)), train_rows=64, heldout_rows=8, hidden_size=hidden_size, layers=2
+    )
     prepare.run(stage("prompts", "prepare", recipe(0), str(folder / "task/model")))
     return folder
 
@@ -180,3 +182,24 @@ def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: P
     assert [step for step, _ in validated(stage)] == [0, 2, 4, 6]
     assert {m["rollout/version_lag"] for m in found} <= {0.0, 1.0, 2.0} and found[-1]["rollout/version_lag"] > 0
     assert all(m["rollout/outdated"] == 0 for m in found)
+
+
+@pytest.mark.full
+def test_an_engine_with_ranks_of_its_own_is_replaced_as_a_whole_when_one_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    (tmp_path / "inputs").mkdir()
+    config, task = recipe(1), make_task(tmp_path / "inputs", hidden_size=128)
+    rollout = config.rollout.derived(backend="vllm", parallelism=config.rollout.parallelism.derived(tp_size=2))
+    stage = rl(task, tmp_path / "rl", config.derived(rollout=rollout))
+
+    def kill_rank(tree: psutil.Process) -> None:
+        ranks = [each for each in tree.children(recursive=True) if "VLLM::Worker" in " ".join(each.cmdline())]
+        assert len(ranks) == 2
+        os.kill(ranks[1].pid, signal.SIGKILL)
+
+    log = worker(stage, {2: kill_rank})
+    assert "an engine died" in log
+    found = steps(stage)
+    assert [m["step"] for m in found] == list(range(1, STEPS + 1))
+    assert all(m["rollout/logprob_difference_max"] < 1e-4 for m in found)
+    assert sum(m["rollout/restarts"] for m in found) == 1

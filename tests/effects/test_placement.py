@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from cosmos_core.rollout.ahead import Ahead
 from cosmos_core.train import generation, setup
 from cosmos_core.train.feeds import PromptOrder
 from cosmos_core.train.loop import Loop
+from cosmos_core.train.measure import most_tokens, trained_rewards
 from tests.effects.change import GRPO, Change, changes, stage_of
 
 APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}
@@ -24,7 +26,7 @@ DAPO = {**APART, "train.train_policy.variant": "dapo"}
 def ahead(recipe: Recipe, folder: Path) -> Ahead:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
-    made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: None, resync=None, close_with=print)
+    made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: weights, resync=None, close_with=print)
     found: Any = setup._ahead(stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made)
     return found
 
@@ -36,6 +38,10 @@ def ahead(recipe: Recipe, folder: Path) -> Ahead:
     (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, DAPO), {"beyond": (128, 7)}),
     (Change("train.train_policy.max_inflight_steps", 9, APART), {"most_steps": (None, 9)}),
     (Change("mode", "colocated_separated", APART), {"allowed": (4, 0)}),
+    (Change("mode", "colocated_separated", {**APART, "train.sync_weight_interval": 3}), {"allowed": (4, 2)}),
+    (Change("mode", "colocated_separated", APART), {"takes_turns": (False, True)}),
+    (Change("mode", "colocated_separated", APART), {"most_steps": (None, 1)}),
+    (Change("mode", "colocated_separated", DAPO), {"beyond": (128, 0)}),
 )
 def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
     before, after = ahead(change.before, tmp_path / "before"), ahead(change.after, tmp_path / "after")
@@ -53,6 +59,31 @@ def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple
         return 0 if group is None else group.wanted()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
+
+
+def test_engines_apart_are_scored_by_what_scores_those_inside(tmp_path: Path) -> None:
+    local = Change("mode", "disaggregated", {**APART, "train.train_policy.reward_function": "exact_match"}).after
+    remote = Change("train.train_policy.use_remote_reward", True, APART).after
+    for config in (local, remote):
+        found: Any = ahead(config, tmp_path / "ahead").score
+        assert found and found == trained_rewards(config)
+
+
+def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(generation, "open_rewards", lambda stage, weights, most: nullcontext(asked.append(most)))
+    config = Change("validation.max_response_length", 8, {**GRPO, "rollout.max_response_length": 4}).after
+    trainer: Any = None
+    made = generation.Generation(stage_of(tmp_path, config, kind="rl"), trainer, ExitStack())
+    for most in (None, most_tokens(config), 4, 8):
+        made.score_here({"overlong": 1.0}, most)
+    assert asked == [4, 8]
+
+
+def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
+    spread = Change("rollout.parallelism.tp_size", 4, APART).after
+    group = worker._engines(stage_of(tmp_path, spread, kind="rl"))
+    assert (group.wanted(), group.processes) == (1, 4)
 
 
 @changes(

@@ -28,6 +28,7 @@ class Counted:
     def __init__(self, settings: Settings) -> None:
         self._file = Path(settings.options["file"])
         self._seconds = settings.options.get("seconds", 0.0)
+        time.sleep(settings.options.get("load_seconds", 0.0))
 
     def score(self, items: Sequence[Item]) -> dict[str, list[float]]:
         prompts = [item.prompt for item in items]

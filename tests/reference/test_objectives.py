@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from cosmos_core.algorithms.advantages import RULES, advantages
-from cosmos_core.algorithms.aggregate import means
+from cosmos_core.algorithms.aggregate import add_metrics, means, token_metric
 from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
 from cosmos_core.algorithms.prefixes import shared_prefixes
+from cosmos_core.errors import RewardError
 
 V = 5
 
@@ -192,11 +193,41 @@ def test_odd_groups_have_finite_advantages(algo):
     assert [len(group) for group in values] == [0, 2, 1, 2]
 
 
+def test_maxrl_refuses_rewards_whose_mean_may_be_nothing_or_turn_the_sign():
+    assert advantages([[1.0, 0.0], [0.0, 0.0]], algo="maxrl")[0] == [[1.0, -1.0], [0.0, 0.0]]
+    with pytest.raises(RewardError, match="algo = 'maxrl' divides by the mean reward of a group, and a reward is -1"):
+        advantages([[1.0, 0.0], [1.0, -1.0]], algo="maxrl")
+
+
+def test_the_effective_sample_size_is_that_of_the_weights_of_all_micro_batches_together():
+    weights = [torch.tensor([[2.0, 0.5]]), torch.tensor([[1.0, 9.0]])]
+    masks = [torch.tensor([[1, 1]]), torch.tensor([[1, 0]])]
+    total = {}
+    for each, mask in zip(weights, masks, strict=True):
+        added = {"weight": token_metric(each, mask), "weight_square": token_metric(each.square(), mask)}
+        total = add_metrics(total, added)
+    assert means(total)["weight_effective_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert "weight_effective_sample_size" not in means({"weight": torch.tensor([0.0, 0.0])})
+
+
+@pytest.mark.parametrize("objective", ["cispo", "aipo", "aipo_clamped"])
+def test_weights_above_the_cap_are_counted_by_the_sign_of_their_advantage(objective):
+    ratio = torch.tensor([[9.0, 1.0], [9.0, 9.0], [9.0, 1.0]], dtype=torch.float64).log()
+    inputs = PolicyInputs(
+        torch.zeros(3, 2).double(), torch.tensor([1.0, -2.0, 0.0]).double(), torch.ones(3, 2),
+        old_logprobs_BT=-ratio, rollout_logprobs_BT=-ratio,
+    )  # fmt: skip
+    found = means(policy_loss(inputs, PolicySettings(objective=objective, ratio_cap=5.0)).metrics)
+    shares = [found[f"clip_high{sign}"] * 6 for sign in ("", "_positive", "_negative")]
+    assert shares == pytest.approx([4, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("completions", "rewards", "expected"),
     [
         ([[1, 2, 3, 4], [1, 2, 3, 5], [9]], [1.0, 0.0, 0.0], [3, 3, 0]),
         ([[1, 2, 3, 4], [1, 2, 3, 5], [9]], [1.0, 1.0, 0.0], [0, 0, 0]),  # equal rewards
+        ([[1, 2, 3, 4], [1, 2, 3, 5], [9]], [1.0, None, 0.0], [0, 0, 0]),  # an invalid one differs from none
         ([[1, 2, 4], [1, 2, 5]], [1.0, 0.0], [0, 0]),  # shorter than three
         ([[1, 2, 3], [1, 2, 3, 5]], [1.0, 0.0], [0, 3]),  # the first is nothing but the prefix
         # the second and third share more than the first does with them, so its prefix is not a longest one

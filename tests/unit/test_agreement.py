@@ -15,6 +15,7 @@ from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.agreement import Agreement
 from cosmos_core.train.setup import train
+from cosmos_core.types import Sampling
 from tests.unit.test_train import GRPO, make_stage, recipe, task  # noqa: F401 - a fixture
 
 
@@ -32,6 +33,25 @@ def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> No
     assert Agreement(torch.bfloat16).alarm(1, metrics) == {"watch/alarm": 0.0}
     assert Agreement(torch.float32, torch.bfloat16).alarm(1, metrics) == {"watch/alarm": 0.0}
     assert Agreement(torch.float32).alarm(1, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "difference", "alarm"),
+    [
+        (Sampling(top_p=0.8), 0.2, 0.0),  # the kept mass is at least 0.8, and -log 0.8 = 0.223
+        (Sampling(top_p=0.8), 0.23, 1.0),
+        (Sampling(top_k=5), 3.0, 0.0),
+        (Sampling(repetition_penalty=1.2), 3.0, 0.0),
+        (Sampling(top_k=5), math.nan, 1.0),
+    ],
+)
+def test_what_sampling_changes_is_no_alarm(sampling: Sampling, difference: float, alarm: float) -> None:
+    metrics = {"rollout/logprob_difference_mean": difference, "rollout/tokens_not_finite": 0.0}
+    assert Agreement(torch.float32, sampling=sampling).alarm(1, metrics) == {"watch/alarm": alarm}
+
+
+def test_log_probabilities_that_are_not_finite_are_an_alarm() -> None:
+    assert Agreement(torch.float32).alarm(1, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
 
 
 def test_weights_that_are_corrupted_in_the_engine_are_noticed_at_the_next_step(

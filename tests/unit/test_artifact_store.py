@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError, DataError, UploadError
+from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import Run, create_run, open_run
 from cosmos_core.run.files import read_json
@@ -19,10 +19,11 @@ from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload import lease
 from cosmos_core.upload.artifact_store import ArtifactStore, check_store
 from cosmos_core.upload.lease import Holder
+from tasks import stage, stored
 from tasks.kinds import all_kinds
 from tasks.stage import perform
 from tasks.stored import OUTPUT_DIR, Stored, received
-from tests.conftest import PROGRAMS
+from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.test_upload_saves import checkpoint
 
@@ -64,8 +65,9 @@ def run(tmp_path: Path, url: str) -> Run:
     return begun(tmp_path, url, "here")
 
 
-def begun(folder: Path, url: str, machine: str) -> Run:
+def begun(folder: Path, url: str, machine: str, steps: int = 3) -> Run:
     text = CHAIN.replace("OUTPUTS", str(folder / machine)).replace("STORE", url)
+    text = text.replace("steps = 3", f"steps = {steps}")
     (folder / f"{machine}.toml").write_text(text)
     return create_run(load_pipeline(folder / f"{machine}.toml", (), all_kinds()), run_id="one")
 
@@ -210,6 +212,13 @@ def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
     assert (there / "metrics.jsonl").read_text() == '{"step": 6}\n'
     assert found.checkpoints("other", there).pull() == ""
 
+    # What could not be read there is sent again by who comes as far.
+    third, again = tmp_path / "third" / "stage", found.checkpoints("f", tmp_path / "third" / "stage")
+    assert again.pull() == "step_4"
+    shutil.rmtree(third / "checkpoints/step_6")  # as much of it as came
+    checkpoint(third, 6)
+    assert again.push() == ["step_6"] and found.checkpoints("f", tmp_path / "fourth" / "stage").pull() == "step_6"
+
     # As many are kept as the machine keeps, and nothing of the others.
     shutil.rmtree(here / "checkpoints/step_2")
     shutil.rmtree(here / "checkpoints/step_4")
@@ -301,6 +310,60 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     assert third.acquire(lambda found: None) is True
     third.check()
     third.release()
+
+
+def test_who_was_suspended_notices_that_it_lost_the_work_and_leaves_it_to_the_other(url: str) -> None:
+    first, second = take(url, holder(1)), take(url, holder(2), gone=(1,))
+    first.acquire(give_up)
+    first._stop.set()  # it is suspended: nothing is renewed, and nothing noticed
+    second.acquire(give_up)
+    with pytest.raises(StageFailed, match="another machine has taken the work over"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+    with pytest.raises(StageFailed):
+        second.check()
+
+
+def test_a_process_of_another_container_of_this_name_is_not_taken_for_gone() -> None:
+    host, boot, pids = stored._machine().split("/")
+    assert stored._is_gone(Holder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
+    assert not stored._is_gone(Holder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
+
+
+def test_runs_that_have_one_name_on_two_machines_do_not_mix(
+    tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [run, begun(tmp_path, url, "other", steps=5), begun(tmp_path, f"{url}-b", "third", steps=6)]
+    first = [perform(each, "first")[0] for each in runs]
+    assert [result["metrics"]["count"] for result in first] == [3.0, 5.0, 6.0]
+    there = [on(each, "second", tmp_path / "there", monkeypatch) for each in (*runs, run)]
+    assert [each.path.name for each in there] == ["one", "one-2", "one-3", "one"], "the third of another store"
+    for each, result in zip(there, (*first, first[0]), strict=True):
+        perform(each, "second")
+        assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
+    for each in runs:
+        assert Stored(each, each.pipeline.stage("second")).receive_result() is not None
+    counts = [(ArtifactStore(url).result(name, "first") or {})["metrics"]["count"] for name in ("one", "one-2")]
+    assert counts == [3.0, 5.0]
+
+
+def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stored, "_CHECKPOINT_SECONDS", 0.02)
+    damaged = run.stage_path("first") / "checkpoints/step_1/policy/manifest.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text('{"files": {"model": {}}}')
+    (damaged.parent / "model").write_text("")
+    expected = stage._fingerprint(run, run.pipeline.stage("first"))
+    with Stored(run, run.pipeline.stage("first")).sending(expected):
+        wait_until(lambda: "the artifact store has not everything" in caplog.text, 20, "it fails")
+        shutil.rmtree(damaged.parent.parent)
+        checkpoint(run.stage_path("first"), 2)
+        events = run.stage_path("first") / "events.jsonl"
+        wait_until(lambda: events.is_file() and "step_2" in events.read_text(), 20, "the next is sent")
 
 
 def test_what_is_wrong_with_the_store_is_found_before_anything_runs(tmp_path: Path, url: str) -> None:

@@ -14,6 +14,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.launch.clean import verdicts
 from cosmos_core.run.directory import Run, claim, create_run, runs_in
 from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.state import update_state
@@ -133,3 +134,19 @@ def test_the_run_that_retraining_goes_on_with_stays(tmp_path: Path) -> None:
     assert fates(first)[first.id] == "the next retraining goes on with it"
     write_json(note, {"digest": "d", "run_id": first.id, "outcome": "published"})
     assert fates(first)[first.id] == ""
+
+
+def test_what_was_fetched_from_stores_goes_when_no_run_that_is_left_names_it(tmp_path: Path) -> None:
+    old, new = runs_of(tmp_path, 40, 1)
+    fetched = old.output_dir / ".cosmos" / "fetched"
+    digests = {name: str(number) * 64 for number, name in enumerate(("old", "both", "new", "cut", "now"))}
+    for name, digest in digests.items():
+        (fetched / (f"{digest}.partial" if name == "cut" else digest)).mkdir(parents=True)
+    for run, names in ((old, ("old", "both")), (new, ("both", "new"))):
+        with open(run.path / "pipeline.toml", "a") as file:
+            file.writelines(f"# s3://models/m#{digests[name]}\n" for name in names)
+    with Lock(fetched / f"{digests['now']}.lock") as fetching:
+        assert fetching.try_acquire()
+        cosmos("clean", "--keep", "1", "--yes", "--output-dir", str(old.output_dir))
+    left = {path.name for path in fetched.iterdir() if path.is_dir()}
+    assert left == {digests["both"], digests["new"], digests["now"]}

@@ -35,6 +35,11 @@ def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_befor
     assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
 
 
+@pytest.mark.parametrize("setting", ["algo='reinforce++'", "bypass_reward=true"])
+def test_a_group_may_be_one_completion_where_nothing_is_compared_inside_it(setting: str, tmp_path: Path) -> None:
+    check_capabilities(load(tmp_path, GRPO, "rollout.n_generation=1", f"train.train_policy.{setting}"))
+
+
 def test_the_whole_world_on_one_rank_is_one_rank(tmp_path: Path) -> None:
     check_capabilities(load(tmp_path, CHAIN, "policy.parallelism.dp_shard_size=-1"))
 

@@ -346,6 +346,13 @@ def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None
     assert notices_of(load(tmp_path, CHAIN)) == []
 
 
+def test_a_timeout_that_nothing_keeps_is_said(tmp_path: Path) -> None:
+    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "grpo"\nrequire = ["a > 0"]\n'
+    assert notices_of(load(tmp_path, CHAIN, "sft.timeout=1h")) == []
+    [said] = notices_of(load(tmp_path, CHAIN + gate + 'timeout = "1h"\n'))
+    assert said == "stage 'gate': timeout = '1h' has no effect here: kind gate has no worker that could be ended"
+
+
 def test_every_configuration_in_the_repository_loads() -> None:
     files = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
     assert files

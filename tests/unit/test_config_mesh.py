@@ -49,6 +49,7 @@ def refused(recipe: Recipe, gpus: int | None = None, model: dict[str, Any] | Non
         (sft(tp_size=2, dp_replicate_size=2, dp_shard_size=2, n_init_replicas=2), 16, 16),
         (grpo({"dp_shard_size": 4}, {}), 4, 4),
         (grpo({"dp_shard_size": -1}, {}), 8, 8),
+        (grpo({"dp_shard_size": 2}, {"n_init_replicas": 3, "tp_size": 2}, mode="disaggregated"), 8, 8),
     ],
 )
 def test_a_mesh_takes_the_product_of_its_sizes(recipe: Recipe, gpus: int, taken: int) -> None:

@@ -133,6 +133,18 @@ RULES: dict[tuple[str, str], list[Case]] = {
            f"{P}.rollout_correction='mask'", f"{P}.use_decoupled_loss=true"),
         no(f"{P}: reference_reset_interval needs a reference: set kl_beta above 0, or leave it out",
            f"{P}.reference_reset_interval=10"),
+        changed(f"{P}.use_decoupled_loss", False, f"{P}.use_decoupled_loss=true", f"{P}.aipo_rho=2.0",
+                said=f"{P}.use_decoupled_loss: false, because aipo_rho weights tokens by policy / rollout policy "
+                "already"),
+        no(f"{P}: rollout_correction = 'truncate' would weight tokens a second time: aipo_rho weights them by policy / "
+           "rollout policy; set one of them, or aipo_form = 'clamped'",
+           f"{P}.rollout_correction='truncate'", f"{P}.aipo_rho=2.0"),
+        kept(f"{P}.algo", "rloo", f"{P}.algo='rloo'", f"{P}.unbiased_advantage=true"),
+        no(f"{P}: unbiased_advantage = true leaves out the division that algo = 'batch-std' is; set one of them",
+           f"{P}.algo='batch-std'", f"{P}.unbiased_advantage=true"),
+        no(f"{P}: unbiased_kl_estimate is for kl_estimator = 'k3': the gradient of 'k2' is that of the reverse KL "
+           "already, and times the ratio it is that of nothing; leave one of them out",
+           f"{P}.unbiased_kl_estimate=true", f"{P}.kl_estimator='k2'"),
     ),
     ("GRPO", "rewards have weights, and there is one"): on(GRPO,
         kept(REWARD, {"a": 0.5, "b": 2.0}, f"{REWARD}={{a=0.5, b=2.0}}"),
@@ -377,9 +389,12 @@ def test_every_rule_has_a_case_on_either_side() -> None:
 def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     for mode in ("colocated", "colocated_separated", "disaggregated"):
         assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
-    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.n_init_replicas=3"))
-    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine apart from the trainer has one GPU"):
-        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.parallelism.tp_size=2"))
+    several = ("rollout.parallelism.n_init_replicas=3", "rollout.parallelism.tp_size=2")
+    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *several))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine shares the GPU of one rank"):
+        check_capabilities(load(tmp_path, GRPO, "mode='colocated_separated'", *several))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: backend 'hf' has the whole model on each rank"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.backend='hf'", *several))
     average = ("train.ema_enable=true", "validation.enable=true")
     with pytest.raises(ConfigError, match="moving average of train"):
         check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))

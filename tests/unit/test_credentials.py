@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from prefect.blocks import system
 
+from cosmos_core import environment
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.environment import masked
+from cosmos_core.environment import mask_file, masked
 from tasks.credentials import BLOCK, lend_credentials
 from tasks.kinds import all_kinds
 
@@ -68,3 +69,15 @@ def test_no_block_is_asked_for_where_nothing_is_elsewhere_and_none_is_no_mistake
     monkeypatch.setattr(Stored, "load", None)
     lend_credentials(pipeline(tmp_path, str(tmp_path / "published")))
     assert "AWS_SECRET_ACCESS_KEY" not in os.environ
+
+
+def test_a_log_is_masked_where_it_stands_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_BLOCK", 64)
+    monkeypatch.setenv("SOME_TOKEN", "a-secret-token")
+    log = tmp_path / "log"
+    text = "".join(f"{'x' * gap}a-secret-token\n" for gap in range(70))
+    log.write_text(text)
+    inode = log.stat().st_ino
+    mask_file(log)
+    assert log.read_text() == text.replace("a-secret-token", "*" * 14)
+    assert log.stat().st_ino == inode, "who follows it goes on where he is"

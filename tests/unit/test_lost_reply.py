@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayTaskError
 
 from cosmos_core.cluster import group
+from cosmos_core.cluster.actors import ActorHandle
 
 
 class GetTimeoutError(Exception):
@@ -47,3 +50,22 @@ def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: outcome))
     with pytest.raises(group.StageFailed, match="no room"):
         group._followed(Ray(), [member], ["call"], lambda: False, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OutOfMemoryError("the node is running low on memory"), ConnectionError),
+        (ObjectLostError("00", None, ""), ConnectionError),
+        (ActorUnavailableError("it restarts", b"0" * 16), ConnectionRefusedError),
+        (RayTaskError("call", "", ValueError("no prompt")), ValueError),
+    ],
+)
+def test_an_engine_that_lost_its_memory_or_its_reply_has_died_and_one_that_refuses_has_not(
+    error: Exception, told: type[Exception]
+) -> None:
+    reply: Future[Any] = Future()
+    reply.set_exception(error)
+    call = SimpleNamespace(remote=lambda *asked: SimpleNamespace(future=lambda: reply))
+    found = ActorHandle(SimpleNamespace(call=call)).ask("completed").exception(1)
+    assert type(found) is told

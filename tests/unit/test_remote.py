@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.run.bucket import Bucket
+from cosmos_core.errors import ConfigError, DataError, UploadError
+from cosmos_core.run.bucket import Bucket, told
 from cosmos_core.run.directory import create_run, open_or_create_run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import fetch, pinned_url
@@ -60,6 +60,18 @@ def test_a_fetch_that_was_broken_off_goes_on_with_what_is_missing(tmp_path: Path
     proxy.reset()
     assert len(list(fetch(pin, tmp_path).iterdir())) == 4
     assert reads(proxy) == ["f3"]
+
+
+def test_an_object_whose_name_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    pin = pinned_url(put("sly", **{"rows": "1", "../../outside": "2"}))
+    with pytest.raises(DataError, match=r"the object 'sly/../../outside' would lie outside of its folder"):
+        fetch(pin, tmp_path / "a" / "b")
+    assert not list(tmp_path.rglob("outside"))
+
+
+def test_an_object_that_is_gone_is_no_missing_bucket(tmp_path: Path) -> None:
+    with pytest.raises(UploadError, match=r"^s3://models: an object of it is gone$"), told("s3://models"):
+        Bucket("models").sha256("never-there")
 
 
 def test_latest_is_the_version_that_the_pointer_names(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.errors import RewardError
 from cosmos_core.rollout.groups import Filter
-from cosmos_core.types import Group, Prompt, ScoredGroup
+from cosmos_core.types import Group, Prompt, Score, ScoredGroup
 from tests.unit.replicas import (
     PROMPTS,
     Threaded,
@@ -144,3 +145,68 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
         before = list(scored)
         time.sleep(0.3)
         assert scored == before and sum(scored) < 36
+
+
+@pytest.mark.parametrize(
+    "window", [{"allowed": 0}, {"allowed": 0, "most_steps": 1, "takes_turns": True}, {"allowed": 1, "most_steps": 2}]
+)
+def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engines_may_have(
+    window: dict[str, Any], tmp_path: Path
+) -> None:
+    def take(start: int, count: int) -> list[Prompt]:
+        return PROMPTS[start : start + count]
+
+    handle = Threaded()
+    with fleet_of(handle, most_groups=40, takes_turns="takes_turns" in window) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, take=take, filter=Filter(max_retries=2), **window)
+        trained = []
+        for step in range(5):
+            groups, _ = source.next(step)
+            trained += ids(groups)
+            if "takes_turns" in window:
+                assert not handle.engine.waiting and not source._pending, "it sleeps with prompts in flight"
+                assert handle.engine.seen == list(range(8 * (step + 1)))
+            fleet.load_weights(step + 1, weights(step + 1))
+        assert trained == list(range(1, 40, 2))
+        source.close()
+
+
+def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tmp_path: Path) -> None:
+    handle = Threaded()
+    with fleet_of(handle, most_groups=40, takes_turns=True) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, allowed=1, most_steps=1, takes_turns=True)
+        for step in range(4):
+            _, metrics = source.next(step)
+            time.sleep(0.1)
+            assert handle.engine.seen == list(range(4 * (step + 1))), "it got prompts while it sleeps"
+            assert metrics["rollout/version_lag"] == step % 2
+            if step % 2:
+                fleet.load_weights(step + 1, weights(step + 1))
+        source.close()
+
+
+def test_a_metric_that_no_reward_reports_is_refused_before_all_prompts_are_used_up(tmp_path: Path) -> None:
+    with fleet_of(Threaded()) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, filter=Filter(("acuracy",)), score=reported)
+        with pytest.raises(RewardError, match="filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"):
+            source.next(0)
+        source.close()
+
+
+def reported(groups: Sequence[Group]) -> list[ScoredGroup]:
+    return [ScoredGroup(group, (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0}))) for group in groups]
+
+
+def test_rewards_that_are_all_invalid_end_the_training_before_all_prompts_are_used_up(tmp_path: Path) -> None:
+    def raised(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(group, (Score(None, error="KeyError", is_raised=True),) * 2) for group in groups]
+
+    with fleet_of(Threaded()) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, filter=Filter(), score=raised)
+        with pytest.raises(RewardError, match="step 1: all 8 rewards are invalid; the first: KeyError"):
+            source.next(0)
+        source.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from cosmos_core.rollout import members
 from cosmos_core.rollout.base import Bucket, Loaded, generate
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.members import LostWeights
-from cosmos_core.rollout.replica import packed, unpacked
+from cosmos_core.rollout.publish import WeightPublisher
+from cosmos_core.rollout.replica import Replica, packed, unpacked
 from cosmos_core.types import Group, Prompt
 from tests.unit.replicas import (
     PROMPTS,
@@ -220,3 +222,35 @@ def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_
         fleet.submit(PROMPTS[:4], SAMPLING, 0)
         threading.Timer(0.3, handle.kill).start()
         assert [(group.prompt.id, group.version) for group in fleet.completed()] == [(i, 7) for i in range(4)]
+
+
+def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_next_weights() -> None:
+    handles = [Threaded(), Threaded()]
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
+    with fleet_of(*handles) as fleet:
+        while len(fleet._members.opened()) < 2:
+            time.sleep(0.01)
+        fleet.load_weights(3, weights(3))
+        handles[1].kill()
+        while not fleet.is_stale:
+            time.sleep(0.01)
+        with fleet.only_new():  # two steps later, none of which sent its weights
+            fleet.load_weights(5, weights(5))
+        model: Any = SimpleNamespace(config=config)
+        sender = WeightPublisher(fleet, model, lambda ids: torch.full((len(ids) - 1,), 5.0), torch.float32)
+        assert sorted(fleet.all_logprobs([1, 2])) == [[3.0], [5.0]]
+        sender._probe(5)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the_next(background: bool) -> None:
+    replica = Replica(Drawing)
+    replica.begin("of a trainer that dies")
+    replica.begin_load(1, background=background)
+    replica.bucket(packed(weights(1)[0]))
+    replica.begin("of the next")
+    replica.begin_load(2, background=background)
+    for bucket in weights(2):
+        replica.bucket(packed(bucket))
+    assert replica.end_load(2, background=background, waits=False) == Loaded(2, 2)
+    assert replica.logprobs(2, [1, 2]) == [2.0]

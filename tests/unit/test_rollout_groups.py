@@ -21,7 +21,9 @@ from cosmos_core.rollout.groups import Dynamic, Sync
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import RolloutFeed
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
+from tests.effects.change import GRPO, recipe
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sequence_logprobs
 
@@ -83,6 +85,8 @@ def test_groups_that_come_in_any_order_are_given_in_that_of_the_prompts() -> Non
     found = generate(engine, PROMPTS, SAMPLING, 6)
     assert [(group.prompt.id, group.step, group.version) for group in found] == [(i, 6, 6) for i in range(5)]
     assert generate(engine, [], SAMPLING, 6) == []
+    again = generate(engine, [PROMPTS[1], PROMPTS[0], PROMPTS[1]], SAMPLING, 6)
+    assert [group.prompt.id for group in again] == [1, 0, 1], "a prompt may come twice"
 
 
 def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path: Path) -> None:
@@ -107,10 +111,21 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     def refuse(step: int) -> None:
         raise RuntimeError("stopped")
 
+    assert metrics["rollout/groups_of_lag_0"] == 5.0 and metrics["rollout/version_lag_mean"] == 0.0
+
     source.between = refuse
     with pytest.raises(RuntimeError, match="stopped"):
         source.next(3)
     assert engine.events[-2:] == ["wake", "submit [3, 4]"]
+
+
+def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:
+    engine: Any = Shuffling()
+    valid: Any = lambda groups: [ScoredGroup(group, (Score(1.0), Score(0.0))) for group in groups]  # noqa: E731
+    source = Sync(lambda step: PROMPTS[:1], engine, valid, SAMPLING, Progress(tmp_path / "p.json"), 1, publish_every=3)
+    for step in range(6):
+        source.next(step)
+    assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2
 
 
 def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path: Path) -> None:
@@ -132,6 +147,38 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
     engine.waiting.clear()
     groups, _ = source.next(0)
     assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}
+
+
+def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
+    """Steps of two groups, of which those are of use whose completions differ."""
+    config = recipe({
+        **GRPO, "train.train_policy.variant": "dapo", "train.train_batch_per_replica": 4, "rollout.n_generation": 2,
+    })  # fmt: skip
+    engine: Any = Shuffling()
+
+    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(group, (Score(1.0), Score(1.0 - difference))) for group in groups]
+
+    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(folder / "p.json"), 2)
+    source = Dynamic(sync, lambda start, count: PROMPTS[start : start + count], 2)
+    return RolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
+
+
+def test_prompts_that_end_before_anything_was_learned_fail_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="step 1: the rewards inside each of 5 groups are equal"):
+        dynamic_feed(tmp_path, 0.0).next()
+    feed = dynamic_feed(tmp_path, 0.0)
+    feed.step = 1  # something was
+    assert feed.next() is None
+    assert dynamic_feed(tmp_path, 1.0).next() is not None
+
+
+def test_dynamic_sampling_goes_on_behind_the_prompts_of_a_training_without_it(tmp_path: Path) -> None:
+    feed = dynamic_feed(tmp_path, 1.0)
+    feed.load_state_dict({"step": 1, "source": {}})
+    assert feed.state_dict() == {"step": 1, "source": {"drawn": 2}}
+    feed.load_state_dict({"step": 1, "source": {"drawn": 3}})
+    assert feed.state_dict() == {"step": 1, "source": {"drawn": 3}}
 
 
 class Recording:

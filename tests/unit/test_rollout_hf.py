@@ -18,15 +18,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cosmos_core.algorithms.grpo import sample_of
 from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
 from cosmos_core.rollout.hf import HfEngine, draw, processed_logprobs
 from cosmos_core.rollout.registry import make_engine
+from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.unit.tiny_model import save_tiny_model
-from tests.unit.trainers import sequence_logprobs
+from tests.unit.trainers import logprobs, sequence_logprobs, trainer_of
 
 PROMPTS = [Prompt(id=i, token_ids=tuple((13 * i + 7 * j) % 250 for j in range(3 + 2 * i)), text="", reference="")
            for i in range(5)]  # fmt: skip
@@ -118,6 +121,38 @@ def test_an_answer_ends_with_its_end_token_or_at_the_limit(engine: HfEngine, fol
     assert stopped and all(a.token_ids[-1] == eos and eos not in a.token_ids[:-1] for a in stopped)
     assert all("<|im_end|>" not in a.text and len(a.logprobs) == len(a.token_ids) for a in answers)
     assert all(len(a.token_ids) == 30 and eos not in a.token_ids for a in answers if a.finish_reason == "length")
+
+
+def test_only_what_was_drawn_is_learned_whatever_its_ids_are(engine: HfEngine, folder: Path, tmp_path: Path) -> None:
+    """An end token that is drawn is learned, one in a prompt or in the padding is not, and there may be none at all."""
+    model, tokenizer = load_model(str(folder), dtype=torch.float32), load_tokenizer(str(folder))
+    eos = tokenizer.eos_token_id
+    prompts = [dataclasses.replace(p, token_ids=(p.token_ids[0], eos, *p.token_ids[1:])) for p in PROMPTS]
+    hot = dataclasses.replace(SAMPLED, temperature=3.0, max_tokens=30, num_completions=20)
+
+    def drawn(stops: bool) -> list[Group]:
+        tokenizer.pad_token = "<|im_end|>" if stops else "<|endoftext|>"
+        tokenizer.eos_token = "<|im_end|>" if stops else None
+        model.generation_config.eos_token_id = eos if stops else None
+        made = HfEngine(EngineSettings(model, tokenizer, str(folder), RolloutConfig(), 64, torch.float32))
+        return generate(made, prompts, hot, 1)
+
+    groups = drawn(stops=True)
+    assert tokens(groups) == tokens(generate(engine, prompts, hot, 1)), "padding with the end token changes something"
+    samples = [sample_of(group.prompt, made, 1.0, 1.0) for group in groups for made in group.completions]
+    for group in groups:
+        for made in group.completions:
+            mask = sample_of(group.prompt, made, 1.0, 1.0).loss_mask.tolist()
+            assert mask == [0] * len(group.prompt.token_ids) + [1] * len(made.token_ids)
+    assert {made.finish_reason for group in groups for made in group.completions} == {"stop", "length"}
+    train = TrainConfig.model_validate({"param_dtype": "float32", "sequence_packing": False})
+    rows = logprobs(trainer_of(model, train, eos, Progress(tmp_path / "p.json")), samples, temperature=3.0)
+    for sample, row in zip(samples, rows, strict=True):
+        expected = torch.as_tensor(sample.rollout_logprobs)
+        assert (row[torch.as_tensor(sample.loss_mask[1:]).bool()] - expected).abs().max() < 1e-5
+    endless = [made for group in drawn(stops=False) for made in group.completions]
+    assert {(made.finish_reason, made.num_sampled) for made in endless} == {("length", 30)}
+    assert any(eos in made.token_ids for made in endless)
 
 
 def test_prompt_and_answer_together_never_pass_the_longest_sequence(engine: HfEngine) -> None:

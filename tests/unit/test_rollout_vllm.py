@@ -75,6 +75,7 @@ def test_changed_weights_arrive_and_wrong_ones_are_noticed(found: dict[str, Any]
     assert set(found["sampled"]["versions"]) == {0} and set(synced["versions"]) == {7}
     assert synced["wrong"].startswith("StageFailed: weight sync: engine and trainer differ")
     assert synced["partial"] == "StageFailed: weight sync: 1 tensors did not come, such as lm_head.weight"
+    assert synced["interrupted"] == "StageFailed: weight sync: the trainer has gone"
 
 
 def test_completions_in_flight_go_on_with_new_weights_and_every_token_is_of_the_version_that_is_named(
@@ -98,6 +99,19 @@ def test_an_adapter_comes_alone_and_the_engine_computes_what_the_trainer_does(fo
     assert adapted["second"][1] != adapted["tokens"]
     assert [1, 2] in adapted["versions"]
     assert adapted["partial"].startswith("StageFailed: weight sync: 1 tensors did not come, such as model.layers.0")
+
+
+def test_an_engine_apart_may_have_ranks_of_its_own_which_end_with_it(found: dict[str, Any]) -> None:
+    if "spread" not in found:
+        pytest.skip("once is enough")
+    spread = found["spread"]
+    assert max(spread["difference"]) < 1e-4 and set(spread["versions"]) == {5}
+    assert spread["interrupted"] == "StageFailed: weight sync: the trainer has gone"
+    ranks = ["VLLM::Worker_TP0", "VLLM::Worker_TP1"]
+    assert [name for name in spread["ranks"] if "Worker" in name] == ranks
+    assert not any("Worker" in name for name in spread["left"])
+    before, created = spread["state"]
+    assert {name for name in before if before[name] != created[name]} == {"children"}
 
 
 def test_an_engine_started_anew_gives_the_same_tokens(found: dict[str, Any]) -> None:

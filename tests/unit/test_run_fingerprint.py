@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core import facts
 from cosmos_core.errors import ModelError
-from cosmos_core.run.inputs import check_inputs
+from cosmos_core.run.inputs import check_inputs, reward_service_parts
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
@@ -254,6 +254,32 @@ def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_
     (tmp_path / "rows" / "notes.txt").write_text("a function may read any file")
     different.append(value())
     assert len({base, *different}) == 9
+
+
+def test_the_code_and_the_models_of_a_reward_service_count(tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text("def score(to_be_evaluated, reference): return 1.0\n")
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "model.safetensors").write_text("weights")
+    mine = '[[reward_args]]\nreward_type = "mine"\nentry = "scores.py:score"\n'
+    judge = '[[reward_args]]\nreward_type = "pickscore"\nmodel_path = "judge"\n'
+    (tmp_path / "rewards.toml").write_text(
+        mine + judge + '[[reward_args]]\nreward_type = "other"\nentry = "gone.py:f"\n'
+    )
+
+    def value() -> str:
+        run = counting_run(tmp_path, f"first.reward_service='{tmp_path}/rewards.toml'")
+        return fingerprint_of(run.pipeline, "first").value
+
+    found = [value(), value()]
+    (tmp_path / "scores.py").write_text("def score(to_be_evaluated, reference): return 2.0\n")
+    found.append(value())
+    (tmp_path / "judge" / "model.safetensors").write_text("others")
+    found.append(value())
+    (tmp_path / "rewards.toml").write_text("no TOML")
+    found.append(value())
+    assert found[0] == found[1] and len(set(found)) == 4
+    (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "mine"\nentry = "json:loads"\n')
+    assert list(reward_service_parts(tmp_path / "rewards.toml")) == ["json:loads"]
 
 
 def test_a_difference_is_told_by_key_with_the_old_and_the_new_value(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,17 @@ def test_a_completion_with_an_invalid_reward_is_left_out_and_its_group_compared_
     assert [sample.advantage for sample in found] == [0.5, -0.5]
     assert [list(sample.input_ids) for sample in found] == [[5, 6, 0, 9], [5, 6, 2, 9]]
     assert [list(sample.loss_mask) for sample in found] == [[0, 0, 1, 1]] * 2
+
+
+def test_tokens_without_a_finite_log_probability_of_the_engine_are_left_out_and_counted() -> None:
+    drawn = (math.nan, -0.2, -math.inf, -0.4)
+    answers = [Completion((Segment((1, 2, 3, 4), True, each, 0),), "stop", "x") for each in (drawn, (-0.1,) * 4)]
+    group = ScoredGroup(Group(Prompt(0, (5, 6), "", ""), tuple(answers), 0), (Score(1.0), Score(0.0)))
+    (sample, other), metrics = Grpo(GrpoConfig(min_filter_prefix_tokens=9)).credit([group])
+    assert list(sample.loss_mask) == [0, 0, 0, 1, 0, 1] and sample.num_learned == 2 and other.num_learned == 4
+    assert sample.rollout_logprobs is not None
+    assert sample.rollout_logprobs.tolist() == pytest.approx([-0.2, -0.4])
+    assert metrics["rollout/tokens_not_finite"] == 2.0 and metrics["completion/shared_prefix"] == 0.0
 
 
 def test_groups_of_one_prompt_are_compared_each_in_itself_and_unequal_ones_too() -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_core.algorithms.base import Loss
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.trainer import Trainer, _quantiles
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, logprobs, score_in, sft, trainer_of
 
@@ -72,3 +73,11 @@ def test_another_model_is_asked_by_its_name_and_not_trained(folder: Path, tmp_pa
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     assert all(torch.equal(row, own) for row, own in zip(logprobs(trainer, samples(0, 2)), expected, strict=True))
     assert all((row["logprobs"] - own).abs().max() > 1e-3 for row, own in zip(rows, expected, strict=True))
+
+
+def test_quantiles_are_those_of_all_micro_batches_together(folder: Path, tmp_path: Path) -> None:
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0)) + 1.0
+    losses = [Loss(torch.tensor(0.0), {}, {"difference": rows}) for rows in (order[:7], order[7:90], order[90:])]
+    _, _, values = make(folder, tmp_path)._over_ranks(losses)
+    assert _quantiles(values) == {"difference_p50": 51.0, "difference_p95": 96.0, "difference_max": 100.0}
+    assert _quantiles({"difference": [torch.zeros(0)]}) == {}

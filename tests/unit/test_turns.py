@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from cosmos_core.rollout.groups import turn_metrics
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.turns import Turns, turn_id
 from cosmos_core.tools.base import ToolResult
-from cosmos_core.types import Completion, Group, Prompt, Sampling
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, MISTRAL, PLAIN_WORDS
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sequence_logprobs
@@ -245,6 +246,20 @@ def test_who_has_less_room_than_its_neighbours_is_cut(talk: Any) -> None:
     assert one.num_sampled - other.num_sampled <= 20
     assert len(other.token_ids) == total and other.finish_reason == "length"
     assert other.text == one.text[: len(other.text)]
+
+
+def test_a_turn_without_a_token_is_a_completion_without_any(folder: Path, model: PreTrainedModel) -> None:
+    """As one that is cut off before an image that the policy drew as its first token."""
+    prompt, empty = Prompt(7, (1, 2), "", ""), Completion((Segment((), True, (), 4),), "length", "")
+    inner: Any = SimpleNamespace(
+        name="", weight_format="shared", ranks_per_engine=1, submit=lambda *asked: None, close=lambda: None,
+        completed=iter([[Group(prompt, (empty, empty), 3)], []]).__next__,
+    )  # fmt: skip
+    turns = Turns(inner, engine_settings(folder, model, 100))
+    [group] = generate(turns, [prompt], replace(SAMPLING, num_completions=2), step=3)
+    turns.close()
+    assert group.version == 4 and [made.token_ids for made in group.completions] == [(), ()]
+    assert sample_of(prompt, group.completions[0], 1.0, 1.0).num_learned == 0
 
 
 def test_without_tools_the_first_turn_is_the_last(talk: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.cli_models import promote
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -75,7 +76,7 @@ def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_pat
     assert target.published() == record
 
 
-@pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"metrics": 3}'])
+@pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"metrics": 3}', '{"metrics": {}}'])
 def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path: Path, damage: str | None) -> None:
     source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     record = Path(target.publish(source, "v1", record_of(source))) / "published.json"
@@ -111,6 +112,20 @@ def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
     with pytest.raises(UploadError, match=r"v3/published.json is missing or damaged; publish again$"):
         target.point_to("v3")
     assert target.history() == ["v1"]
+    for name in ("latest", "../published/v1", str(tmp_path / "published" / "v1")):
+        with pytest.raises(UploadError, match=r"is no version of .*; the pointer was not moved$"):
+            target.point_to(name)
+    assert os.readlink(tmp_path / "published" / "latest") == "v1"
+
+
+def test_what_was_published_is_listed_whatever_its_metrics_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model(tmp_path / "model")
+    record = {**record_of(source), "metrics": {"accuracy": 0.5, "note": "by hand"}}
+    FileTarget(tmp_path / "published").publish(source, "v1", record)
+    promote(str(tmp_path / "published"), "")
+    assert capsys.readouterr().out == "v1  accuracy = 0.5\n"
 
 
 def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.upload import transfer
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
+from cosmos_core.upload.transfer import Transfer
 from tests import store
 from tests.conftest import wait_until
 from tests.store import Proxy, Request
@@ -208,6 +210,27 @@ def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target:
     assert found.pop("published.json") and found == record["files"]
     left = target.bucket.client.list_multipart_uploads(Bucket="models").get("Uploads", [])
     assert left == []
+
+
+def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_begun(
+    tmp_path: Path, target: S3Target, proxy: Proxy
+) -> None:
+    file, key = tmp_path / "tokenizer", f"{target.prefix}/objects/ab"
+    file.write_bytes(random.Random(0).randbytes(2 * PART))
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    is_first = threading.Lock()
+
+    def uploads() -> int:
+        return len(target.bucket.client.list_multipart_uploads(Bucket="models", Prefix=key).get("Uploads", []))
+
+    def other() -> None:
+        """Between our parts: the other machine sends all of it."""
+        if uploads() and is_first.acquire(blocking=False):
+            Transfer(target.bucket, part_bytes=PART).send({key: (file, sha256)})
+            assert uploads() == 1, "ours goes on"
+
+    Transfer(target.bucket, part_bytes=PART, pause=other).send({key: (file, sha256)})
+    assert is_first.locked() and target.bucket.sha256(key) == sha256 and uploads() == 0
 
 
 def proxied(proxy: Proxy) -> int:

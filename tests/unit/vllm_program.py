@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ def synced(engine: Engine, model: PreTrainedModel) -> dict[str, Any]:
     move(model)
     partial = [(name, tensor) for name, tensor in named_weights(model) if name != "lm_head.weight"]
     found["partial"] = message(lambda: engine.load_weights(8, [partial]))
+    found["interrupted"] = message(lambda: engine.load_weights(8, interrupted(model)))
     publisher.publish(9)
     found["last"] = tokens(generate(engine, PROMPTS, sampling(1.0), 4))
     return found
@@ -206,6 +207,36 @@ def adapted(folder: str, tokenizer: Any) -> dict[str, Any]:
     return found
 
 
+def spread(folder: str, tokenizer: Any) -> dict[str, Any]:
+    """An engine apart from the trainer with two ranks of its own."""
+    model = load_model(folder, dtype=torch.float32)
+    rollout = RolloutConfig.model_validate({"parallelism": {"tp_size": 2}})
+    settings = EngineSettings(model, tokenizer, folder, rollout, 256, torch.float32, is_apart=True)
+    state = process_state()
+    engine = make_engine(settings)
+    groups = [generate(engine, PROMPTS, sampling(0.7), 4)]
+    found: dict[str, Any] = {"state": [state, process_state()], "difference": [difference(model, groups[0], 0.7)]}
+    move(model)
+    publisher = publisher_of(engine, model)
+    publisher.publish(3)
+    found["interrupted"] = message(lambda: engine.load_weights(4, interrupted(model)))
+    move(model)
+    publisher.publish(5)
+    groups.append(generate(engine, PROMPTS, sampling(0.7), 4))
+    found["difference"].append(difference(model.eval(), groups[1], 0.7))
+    found["versions"] = [group.version for group in groups[1]]
+    found["ranks"] = [child.name() for child in psutil.Process().children(recursive=True)]
+    engine.close()
+    found["left"] = [child.name() for child in psutil.Process().children(recursive=True)]
+    return found
+
+
+def interrupted(model: PreTrainedModel) -> Iterator[Bucket]:
+    """Half of a layer that the engine fuses, of other weights, from a trainer that dies before it has sent the rest."""
+    yield [(name, tensor.detach() + 1) for name, tensor in named_weights(model) if "gate_proj" in name]
+    raise StageFailed("weight sync: the trainer has gone")
+
+
 def disturb(factors: Iterable[torch.Tensor]) -> None:
     with torch.no_grad():
         for factor in factors:
@@ -281,6 +312,7 @@ def main(folder: str, out: str) -> None:
     second.close()
     if model.config.tie_word_embeddings:
         found["adapted"] = adapted(folder, tokenizer)
+        found["spread"] = spread(folder, tokenizer)
     Path(out).write_text(json.dumps(found))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped, ratio_of
 
 
 def aipo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -13,4 +13,4 @@ def aipo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     assert terms.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
     ratio_BT = ratio_of(terms.rollout_log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, {"clip_high": token_metric(ratio_BT > settings.ratio_cap, terms.mask_BT)}
+    return loss_BT, capped(ratio_BT, terms, settings)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped, ratio_of
 
 
 def aipo_clamped(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return -min(rho, ratio_cap) A with rho = pi / pi_old."""
     ratio_BT = ratio_of(terms.log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1
-    return loss_BT, {"clip_high": token_metric(ratio_BT > settings.ratio_cap, terms.mask_BT)}
+    return loss_BT, capped(ratio_BT, terms, settings)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from cosmos_core.algorithms.aggregate import Metrics, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO
 
 
@@ -47,6 +48,16 @@ class Terms:
     advantages_B1: Tensor
     """Of each sequence; BT where tokens of a sequence differ."""
     mask_BT: Tensor
+
+
+def capped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
+    """Return the share of tokens whose weight is above `ratio_cap`, and that of them by the sign of their advantage."""
+    is_capped_BT = ratio_BT > settings.ratio_cap
+    return {
+        "clip_high": token_metric(is_capped_BT, terms.mask_BT),
+        "clip_high_positive": token_metric(is_capped_BT & (terms.advantages_B1 > 0), terms.mask_BT),
+        "clip_high_negative": token_metric(is_capped_BT & (terms.advantages_B1 < 0), terms.mask_BT),
+    }
 
 
 def ratio_of(log_ratio_BT: Tensor) -> Tensor:

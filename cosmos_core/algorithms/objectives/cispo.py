@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped, ratio_of
 
 
 def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -15,4 +15,4 @@ def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """
     ratio_BT = ratio_of(terms.log_ratio_BT.detach())
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, {"clip_high": token_metric(ratio_BT > settings.ratio_cap, terms.mask_BT)}
+    return loss_BT, capped(ratio_BT, terms, settings)

@@ -114,6 +114,11 @@ class AlgorithmConfig(Table):
         return None
 
     @property
+    def compares_groups(self) -> bool:
+        """Return whether an advantage is a difference between completions of one prompt."""
+        return True
+
+    @property
     def lookahead(self) -> tuple[int, int, int | None]:
         """Return how far rollouts may run ahead of the training: train steps that their weights may be old, prompts
         beyond the window which that allows, and the most train steps of prompts at a time (None: no bound)."""

@@ -43,6 +43,11 @@ class FlowPolicyConfig(GrpoConfig):
     the prompts, with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
 
     @property
+    def compares_groups(self) -> bool:
+        """See `AlgorithmConfig.compares_groups`."""
+        return True
+
+    @property
     def rows(self) -> RowKind:  # type: ignore[override]
         """See `AlgorithmConfig.rows`."""
         return "media" if self.learns_data else "media_prompts"

@@ -131,8 +131,33 @@ class GrpoConfig(RlConfig):
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
                 "log-probabilities of the rollouts are for; set one of them"
             )
+        if self.unbiased_kl_estimate and self.kl_estimator == "k2":
+            raise ValueError(
+                "unbiased_kl_estimate is for kl_estimator = 'k3': the gradient of 'k2' is that of the reverse KL "
+                "already, and times the ratio it is that of nothing; leave one of them out"
+            )
+        if self.unbiased_advantage and self.algo not in {"grpo", "rloo"}:
+            raise ValueError(
+                f"unbiased_advantage = true leaves out the division that algo = {self.algo!r} is; set one of them"
+            )
         if self.reference_reset_interval and not self.kl_beta:
             raise ValueError("reference_reset_interval needs a reference: set kl_beta above 0, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _weighted_once(self, info: ValidationInfo) -> GrpoConfig:
+        """AIPO weights tokens by policy / rollout policy itself."""
+        if self.aipo_rho is None or self.aipo_form != "weighted":
+            return self
+        if self.rollout_correction:
+            raise ValueError(
+                f"rollout_correction = {self.rollout_correction!r} would weight tokens a second time: aipo_rho weights "
+                f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
+            )
+        if self.use_decoupled_loss:
+            say(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
+                "rollout policy already")  # fmt: skip
+            return self.derived(use_decoupled_loss=False)
         return self
 
     @model_validator(mode="after")
@@ -171,6 +196,11 @@ class GrpoConfig(RlConfig):
             yield f"{key}.name = {term.name!r}: a data set class of your own gives prompts; write the rows to a file"
         if term.name and stage.recipe.policy.parallelism.pp_size > 1:
             yield f"policy.parallelism.pp_size excludes {key}; set it to 1"
+
+    @property
+    def compares_groups(self) -> bool:
+        """See `AlgorithmConfig.compares_groups`."""
+        return self.algo != "reinforce++" and not self.bypass_reward
 
     @property
     def named_weights(self) -> tuple[str, ...]:

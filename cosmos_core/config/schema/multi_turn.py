@@ -63,7 +63,7 @@ class MultiTurnRolloutConfig(Table):
         if self.continue_final_message and self.add_generation_prompt:
             yield f"{_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
         tp_size = stage.recipe.rollout.parallelism.tp_size
-        if self.called_tools and tp_size > 1:
+        if self.called_tools and tp_size > 1 and stage.recipe.mode == "colocated":
             yield (
                 f"{_KEY}.tools: with rollout.parallelism.tp_size = {tp_size} each rank of an engine would call them; "
                 f"set it to 1"

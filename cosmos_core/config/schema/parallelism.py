@@ -59,13 +59,14 @@ class ParallelismConfig(Table):
 
 
 class RolloutParallelismConfig(ParallelismConfig):
-    """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold."""
+    """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold, or apart."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
     """Engines apart from the trainer (see `mode`); in its processes there are as many as `policy.parallelism` has ranks
     for."""
     tp_size: Ranks = 1
-    """Ranks that one engine is spread over (Cosmos-RL: 2 when left out); a divisor of those of `policy.parallelism`."""
+    """Ranks that one engine is spread over (Cosmos-RL: 2 when left out): a divisor of those of `policy.parallelism`;
+    with `mode = "disaggregated"` ranks of its own, on as many GPUs of one machine."""
 
 
 class PolicyParallelismConfig(ParallelismConfig):

@@ -128,7 +128,7 @@ class RolloutConfig(Table):
         """See `Table.refusals`."""
         train, policy = stage.recipe.train, stage.recipe.policy
         if stage.kind.feed == "rollouts":
-            if self.n_generation < 2:
+            if self.n_generation < 2 and train.train_policy.compares_groups:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             if train.train_batch_per_replica % self.n_generation:
                 yield (
@@ -150,7 +150,8 @@ class RolloutConfig(Table):
         if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
         ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
-        if ranks % self.parallelism.tp_size:
+        is_apart = stage.kind.feed == "rollouts" and stage.recipe.mode == "disaggregated"
+        if ranks % self.parallelism.tp_size and not is_apart:
             yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
         elif self.parallelism.tp_size > 1 and self.backend == "hf":
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
@@ -158,10 +159,10 @@ class RolloutConfig(Table):
     def _refusals_apart(self, stage: InStage) -> Iterator[str]:
         """Yield what engines in processes of their own cannot do."""
         mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
-        if self.parallelism.tp_size > 1:
+        if self.parallelism.tp_size > 1 and stage.recipe.mode == "colocated_separated":
             yield (
-                f"{mode}: rollout.parallelism.tp_size = {self.parallelism.tp_size}: an engine apart from the trainer "
-                f"has one GPU in this version; set it to 1 and raise n_init_replicas, or take mode = 'colocated'"
+                f"{mode}: rollout.parallelism.tp_size = {self.parallelism.tp_size}: an engine shares the GPU of one "
+                f"rank; set it to 1 and raise n_init_replicas, or take mode = 'disaggregated'"
             )
         if train.ema_enable and stage.recipe.validation.enable:
             yield (

@@ -114,7 +114,8 @@ class ServiceConfig(Table):
     max_body_bytes: PositiveInt = 256 * 2**20
     """Largest request."""
     max_pending_bytes: PositiveInt = 2**30
-    """Most bytes of requests that wait; beyond it clients are told to come back (429)."""
+    """Most bytes of requests that wait; beyond it clients are told to come back (429). Also of scores that are kept in
+    memory."""
     max_pending: PositiveInt = 1024
     """Most requests that wait."""
     result_seconds: PositiveFloat = 3600.0

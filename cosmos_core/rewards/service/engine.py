@@ -15,6 +15,7 @@ from collections import deque
 from typing import Any
 
 from cosmos_core.errors import RewardError
+from cosmos_core.rewards.base import one_line
 from cosmos_core.rewards.protocol import ProtocolError
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
 from cosmos_core.rewards.service.pool import Job, Lost, Pool, Program, interpreter
@@ -22,6 +23,8 @@ from cosmos_core.rewards.service.request import Request, parse_request
 from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 
 log = logging.getLogger(__name__)
+QUEUE = "COSMOS_REWARD_QUEUE"
+"""Variable with the name under which a service without a `replica_id` finds again in Redis what it had accepted."""
 _RATE_SECONDS = 60.0
 
 
@@ -49,7 +52,6 @@ class Engine:
         self.pending_bytes = 0
         self.num_accepted = 0
         self._finished: deque[tuple[float, int]] = deque()
-        self._unfetched: set[tuple[str, str]] = set()
         self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
         self.store: Store = _store(config, self.replica)
 
@@ -69,17 +71,20 @@ class Engine:
             except Lost as error:
                 await self.close()
                 raise RewardError(f"the reward {name!r} cannot be loaded: {error}") from error
-        for uuid, body in await self.store.unfinished():
+        try:
+            left = await self.store.unfinished()
+        except Exception as error:
+            await self.close()
+            raise RewardError(f"the queue cannot be reached: {one_line(error)}") from error
+        for uuid, body in left:
             await self._resume(uuid, body)
         self.is_ready = True
 
     async def close(self) -> None:
         """End all processes."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
-            if pool.loaded.done():
-                pool.loaded.exception()
-            else:
-                pool.loaded.cancel()
+            if not pool.loaded.cancel() and not pool.loaded.cancelled():
+                pool.loaded.exception()  # or asyncio tells of one that nobody has seen
             await pool.close()
         await self.store.close()
 
@@ -87,7 +92,7 @@ class Engine:
         """Take nothing new, finish what was accepted, and where the store ends with us wait until it is fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while time.monotonic() < deadline and (self.pending or (self._unfetched and not _outlives(self.store))):
+        while time.monotonic() < deadline and (self.pending or self.store.is_awaited()):
             await asyncio.sleep(0.05)
 
     def reserve(self, num_bytes: int) -> None:
@@ -138,10 +143,7 @@ class Engine:
 
     async def fetch(self, uuid: str, name: str) -> str | None:
         """Return the scores of one reward as JSON; None: they are not there."""
-        found = await self.store.get(uuid, name)
-        if found is not None:
-            self._unfetched.discard((uuid, name))
-        return found
+        return await self.store.get(uuid, name)
 
     async def is_known(self, uuid: str) -> bool:
         """Return whether scores of a request may still come."""
@@ -161,12 +163,14 @@ class Engine:
 
     def rate(self) -> float:
         """Return the items scored per second, over the last minute."""
-        now = time.monotonic()
-        while self._finished and self._finished[0][0] < now - _RATE_SECONDS:
-            self._finished.popleft()
+        self._forget_finished()
         if not self._finished:
             return 0.0
-        return sum(count for _, count in self._finished) / max(1.0, now - self._finished[0][0])
+        return sum(count for _, count in self._finished) / max(1.0, time.monotonic() - self._finished[0][0])
+
+    def _forget_finished(self) -> None:
+        while self._finished and self._finished[0][0] < time.monotonic() - _RATE_SECONDS:
+            self._finished.popleft()
 
     def _queue(self, request: Request) -> None:
         if request.media == "latent":
@@ -215,12 +219,11 @@ class Engine:
         elif any(result.get("errors", [])):
             said["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
+        self._forget_finished()  # nobody may ever ask for the rate
         request.left.discard(name)
-        await self._insist(
-            self.store.put, request.uuid, name, json.dumps(said, separators=(",", ":"), ensure_ascii=False)
-        )
-        if not _outlives(self.store):
-            self._unfetched.add((request.uuid, name))
+        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+        # JSON can say half a character, which no store and no response can hold.
+        await self._insist(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
         if not request.left and request.uuid in self.pending:
             await self._insist(self.store.finish, request.uuid)
             self.pending.pop(request.uuid, None)
@@ -265,12 +268,8 @@ class Engine:
         return Program("", interpreter(""), start, (decode.device,), batch_size=1, attempts=self.config.attempts)
 
 
-def _outlives(store: Store) -> bool:
-    return bool(getattr(store, "outlives", False))
-
-
 def _store(config: ServiceConfig, replica: str) -> Store:
     if config.queue == "memory":
-        return MemoryStore(config.result_seconds, config.max_results)
-    name = replica or f"{config.host}:{config.port}"
+        return MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
+    name = replica or os.environ.get(QUEUE) or f"{config.host}:{config.port}"
     return RedisStore(config.redis_host, config.redis_port, config.result_seconds, name)

@@ -137,6 +137,9 @@ class Pool:
                 if not self.loaded.done() and not process.is_ready:
                     self.loaded.set_exception(error)
                 self._note(str(error))
+            except Exception as error:
+                log.exception("reward %s", self.program.name)
+                self._note(f"{type(error).__name__}: {error}")
             finally:
                 await process.kill()
             self.counts.restarts += 1

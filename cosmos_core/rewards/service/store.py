@@ -34,18 +34,22 @@ class Store(Protocol):
         """Return the requests that an earlier service of this name accepted and did not finish."""
         ...
 
+    def is_awaited(self) -> bool:
+        """Return whether scores would be lost with this process that nobody has fetched."""
+        ...
+
     async def close(self) -> None:
         """Give connections back."""
 
 
 class MemoryStore:
-    """Keeps at most `most` scores, each for `seconds`."""
+    """Keeps at most `most` scores, and `most_bytes` of them, each for `seconds`."""
 
-    outlives = False
-
-    def __init__(self, seconds: float, most: int) -> None:
-        self._seconds, self._most = seconds, most
+    def __init__(self, seconds: float, most: int, most_bytes: int) -> None:
+        self._seconds, self._most, self._most_bytes = seconds, most, most_bytes
         self._pending: set[str] = set()
+        self._unfetched: set[tuple[str, str]] = set()
+        self._num_bytes = 0
         self._scores: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
         self._counts: dict[str, int] = {}
 
@@ -60,10 +64,13 @@ class MemoryStore:
             return
         self._scores[uuid, name] = time.monotonic() + self._seconds, scores
         self._counts[uuid] = self._counts.get(uuid, 0) + 1
+        self._unfetched.add((uuid, name))
+        self._num_bytes += len(scores)
         self._forget()
 
     async def get(self, uuid: str, name: str) -> str | None:
         self._forget()
+        self._unfetched.discard((uuid, name))
         found = self._scores.get((uuid, name))
         return found[1] if found else None
 
@@ -73,16 +80,26 @@ class MemoryStore:
     async def unfinished(self) -> list[tuple[str, bytes]]:
         return []
 
+    def is_awaited(self) -> bool:
+        """See `Store.is_awaited`."""
+        self._forget()
+        return bool(self._unfetched)
+
     async def close(self) -> None:
         pass
 
     def _forget(self) -> None:
         now = time.monotonic()
         while self._scores:
-            (uuid, name), (until, _) = next(iter(self._scores.items()))
-            if until > now and len(self._scores) <= self._most:
+            (uuid, name), (until, scores) = next(iter(self._scores.items()))
+            is_room = len(self._scores) <= self._most and (
+                self._num_bytes <= self._most_bytes or len(self._scores) == 1
+            )
+            if until > now and is_room:
                 return
             del self._scores[uuid, name]
+            self._unfetched.discard((uuid, name))
+            self._num_bytes -= len(scores)
             self._counts[uuid] -= 1
             if not self._counts[uuid]:
                 del self._counts[uuid]
@@ -90,8 +107,6 @@ class MemoryStore:
 
 class RedisStore:
     """Keeps scores as Cosmos-RL does, under `<uuid>_<type>`, and beside them the requests that are not finished."""
-
-    outlives = True
 
     def __init__(self, host: str, port: int, seconds: float, replica: str) -> None:
         from redis.asyncio import Redis
@@ -108,6 +123,7 @@ class RedisStore:
         pipe.set(_body(uuid), body, ex=self._seconds)
         pipe.set(_known(uuid), b"1", ex=self._seconds)
         pipe.sadd(self._pending, uuid)
+        pipe.expire(self._pending, self._seconds)
         await pipe.execute()
 
     async def is_known(self, uuid: str) -> bool:
@@ -135,6 +151,10 @@ class RedisStore:
             else:
                 found.append((uuid.decode(), body))
         return found
+
+    def is_awaited(self) -> bool:
+        """See `Store.is_awaited`: they outlive it."""
+        return False
 
     async def close(self) -> None:
         await self._redis.aclose()

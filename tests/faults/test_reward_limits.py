@@ -1,0 +1,96 @@
+"""What a reward service remembers is bounded, one odd request costs no other, and a bad start is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import tomli_w
+from fakeredis import TcpFakeServer
+
+from cosmos_core.rewards.protocol import encode_request
+from cosmos_core.rewards.service.config import read_config
+from cosmos_core.rewards.service.engine import Engine
+from cosmos_core.rewards.service.request import parse_request
+from cosmos_core.rewards.service.store import MemoryStore
+from tests.conftest import wait_until
+from tests.faults.reward_service import PROGRAM, counted, running
+from tests.faults.test_reward_service import body, fetched
+
+
+def test_half_a_character_costs_its_request_alone(tmp_path: Path) -> None:
+    redis = TcpFakeServer(("127.0.0.1", 0))
+    threading.Thread(target=redis.serve_forever, daemon=True).start()
+    config = {
+        "queue": "redis", "redis_host": "127.0.0.1", "redis_port": redis.server_address[1],
+        "reward_args": [counted(tmp_path)],
+    }  # fmt: skip
+    fields = {"prompts": ["7"], "reward_fn": {"counted": 1.0}, "media_type": "video", "video_infos": [{"x": "\ud800"}]}
+    try:
+        with running(tmp_path, config) as server:
+            content = encode_request(fields, np.zeros((1, 3, 1, 2, 2), np.uint8))
+            key = server.post("enqueue", content=content).json()["uuid"]
+            found = fetched(server, key, "counted").json()
+            assert found["scores"] == {"counted": [7.0]} and found["input_info"]["video_infos"] == [{"x": "?"}]
+            key = server.post("enqueue", content=body("8", counted=1.0)).json()["uuid"]
+            assert fetched(server, key, "counted").json()["scores"] == {"counted": [8.0]}
+            assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "rewards": {"counted": 1}, "pending": 0}
+    finally:
+        redis.shutdown()
+        redis.server_close()
+
+
+def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
+    async def scored() -> Engine:
+        file = tmp_path / "rewards.toml"
+        file.write_text('max_results = 3\nresult_seconds = 1e9\n[[reward_args]]\nreward_type = "jpeg_size"\n')
+        engine = Engine(read_config(file))
+        for i in range(10):
+            request = parse_request(str(i), body("p", jpeg_size=1.0), {"jpeg_size"})
+            engine.pending[request.uuid] = request
+            await engine._keep(request, "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+            engine._finished.appendleft((-math.inf, 1))  # long ago
+        return engine
+
+    engine = asyncio.run(scored())
+    assert not engine.pending and len(engine._finished) <= 11 and engine.rate() <= 10.0
+    assert engine.store.is_awaited() and len(engine.store._unfetched) == 3  # type: ignore[attr-defined]
+    store = MemoryStore(1e9, 1000, 100)
+    for i in range(10):
+        asyncio.run(store.put(str(i), "r", "s" * 30))
+    assert [asyncio.run(store.is_known(str(i))) for i in range(10)] == [False] * 7 + [True] * 3
+    assert [asyncio.run(store.get(str(i), "r")) for i in (6, 7)] == [None, "s" * 30]
+
+
+@pytest.mark.parametrize("queue", ["memory", "redis"])
+def test_a_stop_while_it_loads_and_a_queue_that_is_not_there_are_no_traceback(tmp_path: Path, queue: str) -> None:
+    file = tmp_path / "rewards.toml"
+    slow = {"file": "", "load_seconds": 60} if queue == "memory" else {"file": ""}
+    reward = {"reward_type": "counted", "entry": f"{PROGRAM}:Counted", "device": "cpu", "options": slow}
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    table = {"port": 0, "queue": queue, "redis_host": "127.0.0.1", "redis_port": port, "reward_args": [reward]}
+    file.write_text(tomli_w.dumps(table))
+    command = [sys.executable, "-m", "cosmos_core.rewards.service", "--config", str(file)]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    if queue == "memory":
+        wait_until(lambda: psutil.Process(process.pid).children(), 30, "its process is loading")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert "Traceback" not in said, said
+    if queue == "redis":
+        assert process.returncode == 64 and "the queue cannot be reached: ConnectionError" in said.splitlines()[-1]
+    else:
+        assert process.returncode == 0

@@ -1,0 +1,91 @@
+"""Which steps are measured: the last one, known or not, and one whose measuring a stop cut off."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.checkpoint.best import Best
+from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.data.prepared import open_sequences
+from cosmos_core.errors import Preempted
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.train.feeds import SequenceFeed
+from cosmos_core.train.loop import Loop
+from cosmos_core.train.setup import open_trainer
+from cosmos_core.train.stop import StopAsked
+from tests.unit.test_loop import inputs, stage  # noqa: F401 - the first is a fixture
+from tests.unit.trainers import sft
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
+    stopped: bool,
+    inputs: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    class Ends(SequenceFeed):
+        def next(self) -> Any:
+            return super().next() if self.step < 3 else None
+
+    at = stage(tmp_path / "sft", inputs)
+    at.recipe = at.recipe.derived(validation=at.recipe.validation.derived(freq=2))
+    assert at.data is not None
+    measured: list[int] = []
+    published: list[int] = []
+
+    def measure(step: int) -> dict[str, float]:
+        measured.append(step)
+        return {"validation/loss": 1 / step}
+
+    def publish(step: int) -> dict[str, float]:
+        published.append(step)
+        return {}
+
+    for _ in range(1 + stopped):  # who goes on from the last checkpoint does not measure it again
+        checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
+        feed = Ends(open_sequences(at.data, "train"), at.recipe)
+        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, measure=measure, publish=publish)
+        assert loop.run()["validation/loss"] == 1 / 3
+        checkpointer.close()
+    assert measured == [2, 3] and published == [0, 1, 2, 3, 3] + [3] * stopped
+    assert loop.best == Best(3, "validation/loss", 1 / 3)
+    lines = read_metrics(at.path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "validation/loss" in line] == [2, 3]
+
+
+def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training_goes_on(
+    inputs: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    at = stage(tmp_path / "sft", inputs)
+    at.recipe = at.recipe.derived(validation=at.recipe.validation.derived(freq=2))
+    assert at.data is not None
+    measured: list[int] = []
+
+    def measure(step: int) -> dict[str, float]:
+        measured.append(step)
+        if measured == [2, 4]:
+            raise StopAsked
+        return {"validation/loss": 1 / step}
+
+    for _ in range(2):
+        checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
+        feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
+        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, measure=measure)
+        with (
+            nullcontext() if 4 in measured else pytest.raises(Preempted, match="stopped after step 4 of 6; checkpoint")
+        ):
+            loop.run()
+        checkpointer.close()
+    assert measured == [2, 4, 4, 6] and loop.best == Best(6, "validation/loss", 1 / 6)
+    lines = read_metrics(at.path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [(line["step"], line["validation/loss"]) for line in lines if "validation/loss" in line] == [
+        (step, 1 / step) for step in (2, 4, 6)
+    ]
