@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEST = "best.json"
-_SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, and whether more of it is better
+_SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, in this order, and whether more is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,15 @@ class Best:
 
 
 def best_of(best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
-    """Return `best`, or `step` when its metrics are better; of equal ones the earlier, and never NaN or infinity."""
+    """Return `best`, or `step` when its metrics are better; of equal ones the earlier, and never NaN or infinity.
+
+    Where there are a reward and a loss, as of a diffusion model that is validated by both, the reward alone decides:
+    the numbers of two metrics are never compared.
+    """
     for metric, sign in _SIGN.items():
-        value = metrics.get(metric, math.nan)
-        if math.isfinite(value) and (best is None or sign * value > sign * best.value):
+        value, is_same = metrics.get(metric, math.nan), best is not None and best.metric == metric
+        if math.isfinite(value) and (best is None or not is_same or sign * value > sign * best.value):
             return Best(step, metric, value)
+        if is_same or math.isfinite(value):
+            return best
     return best

@@ -40,7 +40,7 @@ def read_toml(path: Path) -> Values:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        values = tomllib.loads(content.decode("utf-8")) if len(content) <= MAX_FILE_BYTES else None
+        values = tomllib.loads(content.decode("utf-8-sig")) if len(content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet
 
-from cosmos_core.data.messages import Row
+from cosmos_core.data.messages import Row, without_nulls
 from cosmos_core.errors import DataError
 
 _BLOCK = 1 << 20  # characters
@@ -242,7 +242,7 @@ def _undecoded(dataset: Any) -> Iterator[Row]:
 
 
 def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
-    """Yield rows of what has no lines; one that the library cannot read is named."""
+    """Yield rows of what has columns and no lines; one that the library cannot read is named."""
     remaining = iter(rows)
     for index in count():
         where = f"{name} row {index}"
@@ -250,7 +250,19 @@ def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
             row = next(remaining, None)
         if row is None:
             return
-        yield where, row
+        yield where, {name: _with_own_arguments(value) for name, value in row.items()}
+
+
+def _with_own_arguments(value: Any) -> Any:
+    """Return turns whose tool calls have the arguments that they were written with: a model would learn to write the
+    others, which Arrow fills in, as null."""
+    if not isinstance(value, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in value):
+        return value
+    return [
+        {**turn, "tool_calls": without_nulls(turn["tool_calls"])} if isinstance(turn, dict) and "tool_calls" in turn
+        else turn
+        for turn in value
+    ]  # fmt: skip
 
 
 @contextmanager

@@ -314,15 +314,16 @@ def read_tools(row: Row, where: str) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
-    listed: list[Any] = _without_nulls(tools)
+    listed: list[Any] = without_nulls(tools)
     return listed
 
 
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives each object every key that any row has, with None for what it lacks."""
+def without_nulls(value: Any) -> Any:
+    """Return a value as it was written: Arrow gives each object every key that any row has, with None for what it
+    lacks."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(content: Any, where: str, with_images: bool = False) -> Any:

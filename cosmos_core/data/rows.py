@@ -74,9 +74,8 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
         raise DataError(f"{key}.name = {str(path)!r}: it does not exist; give a file, a folder or a Hub id")
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
-    for part in parts:
-        if not part.num_rows:
-            raise DataError(f"{part.name}: file holds no rows; {key}.name needs at least one")
+    if not any(part.num_rows for part in parts):  # of many shards one may be empty
+        raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())
 
@@ -143,9 +142,16 @@ def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
     if not chosen and split == _TRAIN:  # a folder of files that are not named for splits
         chosen = [file for file in files if not any(_is_of_split(file, name) for name in _HELD_OUT)]
     if not chosen:
-        found = ", ".join(file.name for file in files[:5]) or "no data file"
+        found = ", ".join(file.name for file in files[:5]) or f"no data file{_folders_to_name(folder)}"
         raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {found}")
     return chosen
+
+
+def _folders_to_name(folder: Path) -> str:
+    """Return what is said of the folders of a folder that has no data file, as in a copy of a data set of the Hub."""
+    below = sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
+    named = " or ".join(repr(str(each)) for each in below[:5])
+    return f", and its folders are not looked into; name {named}" if below else ""
 
 
 def _saved_part(path: Path, split: str, key: str) -> Part:

@@ -16,6 +16,7 @@ that its other methods are refused where a class has them.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -106,7 +107,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
         with _blamed(where, getattr(type(dataset), "__getitem__", None)):
             row = _row(dataset[index], policy, where)
             if look_up is not None:
-                row |= {_reference_column(policy): _text(look_up(index))}
+                row |= _reference(look_up(index), policy)
         yield where, row
 
 
@@ -145,11 +146,18 @@ def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
             "prompt or conversation"
         )
     reference = getattr(item, "reference_answer", None)
-    return _row(content, policy, where) | ({} if reference is None else {_reference_column(policy): _text(reference)})
+    return _row(content, policy, where) | _reference(reference, policy)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)
+def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
+    """Return the column of a reference, with the text that a file would have of it; none without one."""
+    if reference is None:
+        return {}
+    try:
+        text = reference if isinstance(reference, str) else json.dumps(reference, ensure_ascii=False)
+    except (TypeError, ValueError):  # a set, or a number of NumPy
+        text = str(reference)
+    return {_reference_column(policy): text}
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     Raises:
         ConfigError: there is no such run; the message lists the newest ones.
     """
-    if name and (Path(name) / PIPELINE).is_file():
+    if name and os.path.isfile(Path(name) / PIPELINE):  # unlike Path.is_file, False for what can be no path
         return Path(name)
     runs = [facts.run_id for facts in runs_in(output_dir)]
     if name in {"", "latest"} and runs:
@@ -180,7 +180,8 @@ def find_run(name: str, output_dir: Path) -> Path:
         return output_dir / name
     known = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
     raise ConfigError(
-        f"no run {name or 'at all'!r} in {output_dir}{known}; give its path, or the folder of runs with --output-dir"
+        f"no run {repr(name) if name else 'at all'} in {output_dir}{known}; give its path, or the folder of runs with "
+        "--output-dir"
     )
 
 

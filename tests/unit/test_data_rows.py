@@ -102,6 +102,41 @@ def test_wide_and_coded_columns_are_text_too(tmp_path):
     assert read_conversation(values(load_rows(DatasetConfig(name=str(tmp_path / "a.parquet"))))[0], "row") == TALK
 
 
+def test_a_tool_call_has_the_arguments_that_it_was_written_with(tmp_path):
+    calls = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+        for name, arguments in (("weather", {"city": "Paris", "days": [1]}), ("add", {"a": {"x": 1}}))
+    ]
+    row = {"messages": [TALK[0], *calls]}
+    datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "saved"))
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    for name in ("saved", "a.parquet", "a.jsonl"):
+        found = values(load_rows(DatasetConfig(name=str(tmp_path / name))))[0]
+        assert read_conversation(found, "row")[1:] == calls, name
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]}
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": [TALK[0], said]}])
+    found = values(load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl"))))[0]
+    assert read_conversation(found, "row")[1] == said, "a null that somebody wrote is learned"
+
+
+def test_a_shard_without_rows_is_passed_over_where_others_have_some(tmp_path):
+    write_jsonl(tmp_path / "train-0.jsonl", [])
+    write_jsonl(tmp_path / "train-1.jsonl")
+    assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == ROWS
+    write_jsonl(tmp_path / "train-1.jsonl", [])
+    with pytest.raises(DataError, match=r"^train-0\.jsonl: file holds no rows"):
+        load_rows(DatasetConfig(name=str(tmp_path)))
+
+
+def test_a_folder_of_folders_says_which_to_name(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train-0.jsonl")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataError, match=r"it holds no data file, and its folders are not looked into; name .*/data'$"):
+        load_rows(DatasetConfig(name=str(tmp_path)))
+
+
 def test_a_row_knows_its_line_although_blank_lines_are_passed_over(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"x": 1}\n\n{"x": 2}\r\n', encoding="utf-8")
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))

@@ -107,6 +107,16 @@ def test_the_lower_loss_and_the_higher_reward_is_better_and_the_earlier_of_equal
     assert best_of(best, 7, {"validation/reward": 0.6}) == Best(7, "validation/reward", 0.6)
 
 
+def test_where_both_are_measured_the_reward_alone_decides() -> None:
+    best = best_of(None, 5, {"validation/loss": 0.9, "validation/reward": 0.5})
+    assert best == Best(5, "validation/reward", 0.5)
+    assert best_of(best, 6, {"validation/loss": 0.1, "validation/reward": 0.4}) is best
+    assert best_of(best, 7, {"validation/loss": 0.1, "validation/reward": math.nan}) is best
+    assert best_of(best, 8, {"validation/loss": 2.0, "validation/reward": 0.6}) == Best(8, "validation/reward", 0.6)
+    best = best_of(None, 5, {"validation/loss": 0.9, "validation/reward": math.nan})
+    assert best_of(best, 6, {"validation/loss": 2.0, "validation/reward": 0.1}) == Best(6, "validation/reward", 0.1)
+
+
 def test_nan_and_infinity_are_never_the_best() -> None:
     assert best_of(None, 1, {"validation/loss": math.nan}) is None
     assert best_of(None, 1, {"validation/loss": -math.inf}) is None

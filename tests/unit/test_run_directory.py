@@ -122,9 +122,7 @@ def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     with pytest.raises(ConfigError) as caught:
         find_run("", outputs)
-    assert str(caught.value) == (
-        f"no run 'at all' in {outputs}; give its path, or the folder of runs with --output-dir"
-    )
+    assert str(caught.value) == (f"no run at all in {outputs}; give its path, or the folder of runs with --output-dir")
     pipeline = counting_run(tmp_path).pipeline
     named, last = create_run(pipeline, run_id="zebra"), create_run(pipeline, run_id="ant")
     assert find_run("zebra", outputs) == named.path
@@ -133,6 +131,8 @@ def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_run("zebr", outputs)
     assert "no run 'zebr'" in str(caught.value)
+    with pytest.raises(ConfigError, match="no run 'zzz"):
+        find_run("z" * 300, outputs)  # longer than a file name may be
     assert str(caught.value).endswith("zebra, ant; give its path, or the folder of runs with --output-dir")
 
 

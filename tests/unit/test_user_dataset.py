@@ -75,6 +75,11 @@ class Shifted(Bytes):
 class Batching(Bytes):
     def sft_collate_fn(self, samples, computed_max_len):
         return samples
+
+
+class Unanswered(Sums):
+    def get_reference_answer(self, index):
+        return (None, [1, "so"], {2})[index]
 '''
 
 
@@ -100,6 +105,11 @@ def test_a_data_set_class_renders_its_own_prompts_and_gives_their_references(fol
     assert [each.reference for each in found] == ["8", "9", "10"]
     assert found[0].text == "<|im_start|>user\n7 + 1?<|im_end|>\n<|im_start|>assistant\n", "no template around it"
     assert load_tokenizer(str(folder / "model")).decode(found[0].token_ids) == found[0].text
+
+
+def test_a_class_without_a_reference_for_a_prompt_gives_none_of_it(folder: Path) -> None:
+    prompts = open_prompts(prepared(folder, {**SHORT, NAME: "mine.py:Unanswered"}), "train")
+    assert [prompts[i].reference for i in range(3)] == ["", '[1, "so"]', "{2}"], "as of a column where it has JSON"
 
 
 @pytest.mark.parametrize("name", ["mine.py:Talks", "mine.py:talks"], ids=["class", "function"])
