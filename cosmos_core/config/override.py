@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
+
+_KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
+"""One part of a dotted key, quoted where it has a dot of its own."""
+_SETTING = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,16 @@ class Settings:
 
 def parse_setting(text: str) -> Setting:
     """Split `train.optm_lr=2e-6` into its keys and its TOML value; what is not TOML is a string. Keys of older
-    generations are taken as today's.
+    generations are taken as today's; one with a dot of its own is quoted, `policy.lora.alpha_pattern."mlp.up"=8`.
 
     Raises:
         ConfigError: there is no `=` or no key.
     """
-    key, equals, value = text.partition("=")
-    keys = tuple(part.strip() for part in today(key).split("."))
-    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
+    found = _SETTING.fullmatch(text)
+    keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(today(found[1].strip()))) if found else ()
+    if found is None or not all(keys) or len(keys) > MAX_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
+    value = found[2]
     try:
         values = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):

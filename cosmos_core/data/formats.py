@@ -167,12 +167,12 @@ def _csv(path: Path) -> Iterator[Located]:
     csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
     with _opened(path, "") as file:
         reader = csv.reader(file, strict=True)
-        header: list[str] = []
+        lines = filter(None, reader)
         try:
-            for fields in filter(None, reader):
-                if not header:
-                    header = fields
-                    continue
+            header = next(lines, [])
+            if twice := [name for name in header if header.count(name) > 1]:
+                raise DataError(f"{path.name}: the header names {twice[0]!r} twice")
+            for fields in lines:
                 if len(fields) != len(header):
                     raise DataError(
                         f"{path.name}:{reader.line_num}: the line does not have the {len(header)} fields of the "

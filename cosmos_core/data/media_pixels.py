@@ -8,6 +8,7 @@ Shapes: F frames, H height, W width, C channels.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ Size = tuple[int, int]
 """Height and width."""
 _STEPS = 8
 """Aspect ratios between square and 1:2."""
+_PASSING = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE}
+"""What a disk or a network says that may be well again; libraries raise OSError over a damaged file too."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
 
     Raises:
         DataError: it cannot be decoded as a whole, or a video has too few frames.
+        OSError: a disk or a network failed, which says nothing about the content.
     """
     try:
         if content.is_video:
@@ -81,6 +85,8 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
     except (DataError, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever they like over a damaged file
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            raise
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
 
 

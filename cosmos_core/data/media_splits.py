@@ -55,6 +55,8 @@ class Source:
     """Of their weights and of all settings that decide what they give for a text or for pixels."""
     multiple: int = 16
     """What height and width have to be divisible by."""
+    frame_multiple: int = 1
+    """What the frames of a clip, without the first, have to be divisible by."""
     is_video: bool = False
     """Whether it takes clips."""
 
@@ -99,9 +101,14 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
             raise ConfigError(
                 f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
             )
+    frames = diffusers.train_frames if source.is_video else 0
+    if source.is_video and (frames - 1) % source.frame_multiple:
+        raise ConfigError(
+            f"policy.diffusers.train_frames = {frames} must be 1 more than a multiple of {source.frame_multiple}"
+        )
     return Framing(
         diffusers.inference_size,
-        diffusers.train_frames if source.is_video else 0,
+        frames,
         source.multiple,
         dataset.aspect_ratio_buckets,
         dataset.frame_sampling,

@@ -82,7 +82,7 @@ def source_of(stage: Stage) -> Source:
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
     code = [code_digest(policy.model_class)] if policy.model_class else []
     digest = digest_of(weights, type(family).__name__, settings, *code)
-    return Source(family, digest, family.size_multiple, family.is_video)
+    return Source(family, digest, family.size_multiple, family.pixels_per_latent[0], family.is_video)
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:

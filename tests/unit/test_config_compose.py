@@ -162,6 +162,8 @@ def test_a_stage_named_like_a_table_leaves_the_table_addressable(tmp_path: Path)
         ("a.b=1", ("a", "b"), 1),
         ("a.b = 1e-3", ("a", "b"), 1e-3),
         ("a=true", ("a",), True),
+        ('a."b.c".d=1', ("a", "b.c", "d"), 1),
+        ("a.'b.c=d' = 1", ("a", "b.c=d"), 1),
         ("a=[1, 2]", ("a",), [1, 2]),
         ("a='1'", ("a",), "1"),
         ("a=org/model", ("a",), "org/model"),
@@ -184,6 +186,7 @@ def test_a_setting_is_toml_and_what_is_not_is_a_string(text: str, keys: tuple[st
         ("train.epoch", "--set 'train.epoch': write key=value, for example train.optm_lr=2e-6"),
         ("=1", "--set '=1': write key=value, for example train.optm_lr=2e-6"),
         ("train..epoch=1", "--set 'train..epoch=1': write key=value, for example train.optm_lr=2e-6"),
+        ('a."b=1', """--set 'a."b=1': write key=value, for example train.optm_lr=2e-6"""),
         ("sfx.train.epoch=1", "--set 'sfx.train.epoch=1': 'sfx' is no stage and no table of a recipe; did you mean "
          "'sft'?"),
         ("pipeline.stages=3", "--set 'pipeline.stages=3': write pipeline.KEY=VALUE with one of name, output_dir, "

@@ -158,6 +158,7 @@ WRONG = {
     "brackets 100,000 deep": ("a.jsonl", content(NESTED), "a.jsonl:1: malformed JSON,"),
     "brackets 100,000 deep in an array": ("a.json", content(b"[" + NESTED + b"]"), "a.json: malformed JSON,"),
     "a CSV without rows": ("a.csv", content(b"prompt,response\n"), "a.csv: file holds no rows"),
+    "a CSV with a column twice": ("a.csv", content(b"prompt,prompt\na,b\n"), "a.csv: the header names 'prompt' twice"),
     "a CSV with NUL": ("a.csv", content(b"prompt,response\na,\0\nb\n"), "a.csv:3: the line does not have the 2 field"),
     "a role that is a list": (
         "a.jsonl", content(LINE + LINE.replace(b'"user"', b'["user"]')),

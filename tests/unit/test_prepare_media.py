@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import open_media, open_media_prompts
 from cosmos_core.data.media_source import Content
+from cosmos_core.data.media_splits import framing_of
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import CACHE, Source, prepare, source_of
-from cosmos_core.errors import DataError, Preempted
+from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.run.files import SHARED, files_below, sha256
@@ -164,6 +167,29 @@ def test_a_stop_request_ends_between_shards(tmp_path, runs):
     stage.stop_requested = True
     with pytest.raises(Preempted, match="they stay encoded"):
         prepare(stage, Source(FakeEncoders(), "encoders", multiple=4))
+
+
+def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_image(tmp_path, runs, monkeypatch):
+    source = write_pairs(tmp_path / "pairs", 3)
+
+    def failing(content):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cosmos_core.data.media_pixels._image", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            prepared(stage_path(runs), source)
+    assert prepared(stage_path(runs, 2), source)[0].metrics["data/train_rows"] == 3
+
+
+def test_frames_that_the_vae_would_leave_out_are_refused(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 3)
+    for frames, refused in ((5, False), (8, True)):
+        stage = make_stage(stage_path(runs, frames), source, diffusers={"is_video": True, "train_frames": frames})
+        found = Source(FakeEncoders(), "encoders", multiple=4, frame_multiple=4, is_video=True)
+        match = r"policy\.diffusers\.train_frames = 8 must be 1 more than a multiple of 4"
+        with pytest.raises(ConfigError, match=match) if refused else nullcontext():
+            framing_of(stage.recipe, stage.recipe.train.train_policy.dataset, found)
 
 
 def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
