@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -34,6 +33,7 @@ from cosmos_core.models.export import export_model
 from cosmos_core.models.prove import prove_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
+from tests.conftest import wait_until
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 SIZES = {
@@ -219,15 +219,12 @@ while True:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = psutil.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not (children := trainer.children()):
-            assert trainer.is_running()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        children: list[psutil.Process] = []
+        wait_until(lambda: children.__iadd__(trainer.children()), 300, "a proof begins")
     finally:
         trainer.kill()
         trainer.wait()
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 
