@@ -133,7 +133,7 @@ def _ours(options: argparse.Namespace) -> dict[str, float]:
             "mode": "disaggregated" if is_apart else "colocated",
             "policy": {"model_max_length": longest + 32, "model_gradient_checkpointing": False},
             "train": {
-                "param_dtype": "float32", "compile": False, "optm_lr": 1e-5, "optm_weight_decay": 0.0, "epoch": 1,
+                "param_dtype": "float32", "optm_lr": 1e-5, "optm_weight_decay": 0.0, "epoch": 1,
                 "optm_warmup_steps": 0, "train_batch_per_replica": GROUP * PROMPTS,
                 "max_num_steps": options.steps + WARM_UP,
                 "train_policy": {
