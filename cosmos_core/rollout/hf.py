@@ -2,9 +2,9 @@
 
 A small sampling loop of our own rather than `generate`, because each completion needs a random generator of its own
 and the log-probabilities of the distribution that it was drawn from. No paged cache, no continuous batching: a batch
-runs until its last completion ends.
+runs until its last completion ends, and shrinks whenever half of its rows have ended.
 
-Shape legend: P prompts, K completions of each, B = P * K rows, T tokens, V vocabulary.
+Shape legend: P prompts, K completions of each, R = P * K rows, B those that are still computed, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
@@ -37,6 +38,9 @@ from cosmos_core.rollout.base import (
     stop_token_ids,
 )
 from cosmos_core.types import Completion, Group, Prompt, Sampling
+
+_LEAST_ROOM = 64
+"""Tokens."""
 
 
 class HfEngine:
@@ -87,9 +91,9 @@ class HfEngine:
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> list[list[Completion]]:
         """Return completions `ks` of each prompt."""
         with self._inference():
-            tokens_BT, logprobs_BT, lengths_B = self._sample(prompts, sampling, step, ks)
+            tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
         rows = []
-        for tokens, logprobs, length in zip(tokens_BT.tolist(), logprobs_BT.tolist(), lengths_B.tolist(), strict=True):
+        for tokens, logprobs, length in zip(tokens_RT.tolist(), logprobs_RT.tolist(), lengths_R.tolist(), strict=True):
             is_stopped = tokens[length - 1] in self._stop_ids
             rows.append(
                 completion(
@@ -151,14 +155,14 @@ class HfEngine:
     def _sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probabilities BT, of which those beyond each row's length B mean nothing."""
+        """Return tokens and log-probabilities RT, of which those beyond each row's length R mean nothing."""
         device, k = self._model.device, len(ks)
         input_ids_PT, mask_PT = self._left_padded(prompts)
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
-        uniforms_BT = _uniforms(prompts, sampling, step, ks).to(device)
+        uniforms_RT = _uniforms(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         shown = self._shown(prompts, input_ids_PT)
-        cache = DynamicCache(config=self._model.config)
+        cache = _roomy(DynamicCache(config=self._model.config))
         placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, placed)
         cache.batch_repeat_interleave(k)  # a group's prompt is read once
@@ -167,24 +171,38 @@ class HfEngine:
         seen_BV = _seen(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
         stop_ids = torch.tensor(self._stop_ids, dtype=torch.long, device=device)
 
-        alive_B, lengths_B = torch.ones_like(budget_B, dtype=torch.bool), torch.zeros_like(budget_B)
-        tokens, logprobs = [], []
-        for t in range(int(budget_B.max())):
+        rows_B = torch.arange(len(budget_B), device=device)
+        tokens_RT = torch.zeros(len(rows_B), int(budget_B.max()), dtype=torch.long, device=device)
+        logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
+        alive_B = torch.ones_like(budget_B, dtype=torch.bool)
+        # A model that places its images itself remembers something of each row.
+        may_shrink = not shown and all(type(layer) is _RoomyLayer for layer in cache.layers)
+        for t in range(tokens_RT.shape[1]):
             logprobs_BV = processed_logprobs(logits_BV, seen_BV, sampling)
-            tokens_B = logprobs_BV.argmax(-1) if sampling.temperature == 0 else draw(logprobs_BV, uniforms_BT[:, t])
-            tokens.append(tokens_B)
-            logprobs.append(logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1))
-            lengths_B += alive_B
-            alive_B = alive_B & ~torch.isin(tokens_B, stop_ids) & (lengths_B < budget_B)
+            tokens_B = (
+                logprobs_BV.argmax(-1) if sampling.temperature == 0 else draw(logprobs_BV, uniforms_RT[rows_B, t])
+            )
+            tokens_RT[rows_B, t] = tokens_B
+            logprobs_RT[rows_B, t] = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+            ended_B = alive_B & (torch.isin(tokens_B, stop_ids) | (t + 1 >= budget_B))
+            lengths_R[rows_B[ended_B]] = t + 1
+            alive_B = alive_B & ~ended_B
             if not alive_B.any():
                 break
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
             positions_B = positions_B + alive_B  # an ended row keeps its position: a table of positions may be full
+            if may_shrink and 2 * alive_B.sum() <= len(alive_B):
+                kept_B = alive_B.nonzero().squeeze(-1)
+                cache.batch_select_indices(kept_B)
+                tokens_B, seen_BV, mask_BT, positions_B = (
+                    each[kept_B] for each in (tokens_B, seen_BV, mask_BT, positions_B)
+                )
+                rows_B, budget_B, alive_B = rows_B[kept_B], budget_B[kept_B], alive_B[kept_B]
             # A model that places its images wants to count on by itself, which no padding disturbs then.
             placed = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
-        return torch.stack(tokens, -1), torch.stack(logprobs, -1), lengths_B
+        return tokens_RT, logprobs_RT, lengths_R
 
     def _left_padded(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
         width = max(len(prompt.token_ids) for prompt in prompts)
@@ -214,6 +232,49 @@ class HfEngine:
         """Return the logits of the last position of each row; `placed`: masks, positions and images."""
         output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **placed)
         return output.logits[:, -1]
+
+
+class _RoomyLayer(DynamicLayer):
+    """Keys and values with room behind them, so that a token is written there and what is before it is not copied."""
+
+    _rooms: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `DynamicLayer.update`."""
+        length, more = self.get_seq_length(), key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self._rooms is None or self._rooms[0].shape[-2] < length + more:
+            size = length + more + max(_LEAST_ROOM, length // 4)
+            self._rooms = _with_room(self.keys, key_states, size), _with_room(self.values, value_states, size)
+        keys, values = (room[..., : length + more, :] for room in self._rooms)
+        keys[..., length:, :], values[..., length:, :] = key_states, value_states
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See `DynamicLayer.batch_repeat_interleave`."""
+        super().batch_repeat_interleave(repeats)
+        self._rooms = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See `DynamicLayer.batch_select_indices`."""
+        super().batch_select_indices(indices)
+        self._rooms = None
+
+
+def _with_room(before: Tensor | None, states: Tensor, size: int) -> Tensor:
+    """Return a tensor for so many tokens that begins with those before."""
+    room = states.new_empty(*states.shape[:-2], size, states.shape[-1])
+    if before is not None and before.numel():
+        room[..., : before.shape[-2], :] = before
+    return room
+
+
+def _roomy(cache: DynamicCache) -> DynamicCache:
+    """Replace the layers of plain attention; sliding windows and states of fixed size stay."""
+    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -270,7 +331,7 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
-    """Draw one uniform number per token, from a generator of each completion's own: BT, float64."""
+    """Draw one uniform number per token, from a generator of each completion's own: RT, float64."""
     rows = []
     for prompt in prompts:
         for k in ks:

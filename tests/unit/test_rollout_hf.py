@@ -23,6 +23,7 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
 from cosmos_core.rollout.hf import HfEngine, draw, processed_logprobs
 from cosmos_core.rollout.registry import make_engine
@@ -121,6 +122,35 @@ def test_an_answer_ends_with_its_end_token_or_at_the_limit(engine: HfEngine, fol
     assert stopped and all(a.token_ids[-1] == eos and eos not in a.token_ids[:-1] for a in stopped)
     assert all("<|im_end|>" not in a.text and len(a.logprobs) == len(a.token_ids) for a in answers)
     assert all(len(a.token_ids) == 30 and eos not in a.token_ids for a in answers if a.finish_reason == "length")
+
+
+def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
+    engine: HfEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_stop_ids", list(range(0, 250, 12)))  # a completion in twelve tokens ends
+    monkeypatch.setattr(hf, "_LEAST_ROOM", 4)  # room is made again and again
+    sizes: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, arguments, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+    )
+    sampling = dataclasses.replace(SAMPLED, max_tokens=40)
+    try:
+        found = generate(engine, PROMPTS, sampling, step=3)
+        shrinking, sizes[:] = sizes[:], []
+        with monkeypatch.context() as patch:
+            patch.setattr(hf, "_roomy", lambda cache: cache)
+            whole = generate(engine, PROMPTS, sampling, step=3)
+    finally:
+        hook.remove()
+    assert tokens(found) == tokens(whole) and len(set(map(len, tokens(found)))) > 5
+    for a, b in zip(found, whole, strict=True):
+        for one, other in zip(a.completions, b.completions, strict=True):
+            assert one.finish_reason == other.finish_reason
+            torch.testing.assert_close(
+                torch.tensor(one.segments[0].logprobs), torch.tensor(other.segments[0].logprobs), atol=1e-5, rtol=0
+            )
+    assert shrinking[0] == sizes[0] == len(PROMPTS) and set(sizes[1:]) == {15}
+    assert shrinking[1:] == sorted(shrinking[1:], reverse=True) and len(set(shrinking[1:])) > 2
 
 
 def test_only_what_was_drawn_is_learned_whatever_its_ids_are(engine: HfEngine, folder: Path, tmp_path: Path) -> None:
