@@ -5,7 +5,8 @@
 `short`: 64 completions per step, nearly all of 64 tokens. `ragged`: at most 512 tokens, most of them ending before 100.
 Each variant runs in a process of its own, one after the other, round after round, so that a slow minute of the machine
 falls on all of them; the first steps are not counted. `ours asynchronous` has one engine in a process of its own, whose
-weights may be two steps old. TRL generates with transformers, as vLLM is an option of its GPUs.
+weights may be two steps old; `hf` is our other engine, on transformers, as TRL generates here (vLLM is an option of its
+GPUs). Our recipe is the default one, which compiles the training.
 
 The limit is what this machine could do if nothing else took time: the training's floating-point operations at the rate
 of a large matrix product, and generation at the rate that our engine alone reaches in this run.
@@ -28,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-VARIANTS = ("ours asynchronous", "ours colocated", "TRL default")
+VARIANTS = ("ours asynchronous", "ours colocated", "ours colocated, hf", "TRL default")
 WARM_UP = 3
 GROUP, PROMPTS = 8, 8
 """Completions of a prompt, and prompts of a step."""
@@ -142,7 +143,10 @@ def _ours(options: argparse.Namespace) -> dict[str, float]:
                 },
                 "ckpt": {"enable_checkpoint": False},
             },
-            "rollout": {"n_generation": GROUP, "batch_size": 3 * PROMPTS, "max_response_length": longest},
+            "rollout": {
+                "backend": "hf" if options.variant.endswith("hf") else "vllm",
+                "n_generation": GROUP, "batch_size": 3 * PROMPTS, "max_response_length": longest,
+            },
         }
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp(dir=options.folder))

@@ -51,6 +51,11 @@ class DiffusionModel:
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
+        if config.min_given_frames > self.max_given:
+            raise ConfigError(
+                f"policy.diffusers.min_given_frames = {config.min_given_frames}: {type(self).__name__} can be given "
+                f"{self.max_given or 'no'} latent frames"
+            )
 
     # What a family has to say.
 

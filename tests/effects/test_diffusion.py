@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.flow_sample import Draws, FlowSample
+from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.families import open_family
+from cosmos_core.models.sana import Sana
 from cosmos_core.train.feeds import draws_of
 from tests import tiny_pipelines
 from tests.effects.change import SFT, Change, changes
@@ -44,10 +45,9 @@ class Adapter:
         self.family = family
 
 
-def drawn(recipe: Recipe, pipeline: Path, frames: int = 0, max_given: int = 0) -> list[FlowSample]:
+def drawn(recipe: Recipe, pipeline: Path, frames: int = 0) -> list[FlowSample]:
     rows: Any = Rows()
     draws = draws_of(rows, recipe, Adapter(open_family(str(pipeline), recipe.policy)))
-    draws = Draws(draws.config, draws.null_text, draws.shift, max_given)
     return [draws.sample(row(frames), seed) for seed in range(64)]
 
 
@@ -75,9 +75,10 @@ def test_it_changes_how_many_prompts_are_dropped(change: Change, pipeline: Path)
     (Change("policy.diffusers.min_given_frames", 1, CLIP), ({0, 1}, {1})),
 )
 def test_it_changes_how_many_frames_are_given(
-    change: Change, expected: tuple[set[int], set[int]], pipeline: Path
+    change: Change, expected: tuple[set[int], set[int]], pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [drawn(recipe, pipeline, 4, max_given=2) for recipe in (change.before, change.after)]
+    monkeypatch.setattr(Sana, "max_given", 2)
+    found = [drawn(recipe, pipeline, 4) for recipe in (change.before, change.after)]
     assert tuple({sample.num_given for sample in samples} for samples in found) == expected
 
 

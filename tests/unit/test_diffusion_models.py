@@ -184,6 +184,14 @@ def test_sizes_that_the_network_cannot_take_are_refused(tmp_path: Path) -> None:
         family.latent_shape(32, 32, 6)
 
 
+@pytest.mark.parametrize(("name", "least", "said"), [("sd3", 1, "no"), ("cosmos_predict", 3, "2")])
+def test_more_given_frames_than_the_network_takes_are_refused(name: str, least: int, said: str, tmp_path: Path) -> None:
+    model = tiny_pipelines.save(name, tmp_path / name)
+    policy = PolicyConfig(is_diffusers=True, diffusers=DiffusersConfig(min_given_frames=least, max_given_frames=least))
+    with pytest.raises(ConfigError, match=rf"min_given_frames = {least}: \w+ can be given {said} latent frames"):
+        open_family(str(model), policy)
+
+
 def test_a_prompt_longer_than_the_pipeline_takes_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
     model = tiny_pipelines.save("sd3", tmp_path / "sd3")
     policy = PolicyConfig(is_diffusers=True, diffusers=DiffusersConfig(max_prompt_length=600))
