@@ -269,6 +269,7 @@ def _made_once(
                 locks=(lock.descriptor, shared.descriptor),
                 on_progress=on_progress,
                 on_line=on_line,
+                must_end=stored.loss,
             )
             beside = reward_service(run, stage)
             with sending(path, _saves_of(run, stage)), stored.sending(expected), beside as variables:

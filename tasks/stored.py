@@ -99,6 +99,10 @@ class Stored:
         finally:
             self._lease.release()
 
+    def loss(self) -> str:
+        """Return why this machine must make the stage no longer, or an empty string."""
+        return self._lease.loss if self._lease else ""
+
     @contextmanager
     def sending(self, expected: Fingerprint) -> Iterator[None]:
         """Begin with the newest checkpoint that any machine has stored; store those that are saved, and what shows how

@@ -100,6 +100,8 @@ class Launch:
     """Descriptors that the worker inherits, so that the locks live as long as it does."""
     on_progress: Callable[[Position], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
+    must_end: Callable[[], str] = lambda: ""
+    """Asked all the time; the worker is killed for the first reason that it gives."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """What the worker sees of this process's environment."""
@@ -199,6 +201,8 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
         if progress := read_progress(launch.stage_path):
             _tell(launch.on_progress, progress)
             pulse.feel(progress)
+        if not reason and (reason := launch.must_end()):
+            child.kill()
         if pulse.has_stopped() and not reason:
             reason = f"no sign of life for {pulse.silent_seconds:.0f} s in phase {pulse.phase!r}: it hangs"
             child.kill()

@@ -84,7 +84,13 @@ class Lease:
         with told(self._url):
             self.is_lost = self.is_lost or not self._is_ours(self._read()[0])
         if self.is_lost:
-            raise StageFailed(f"{self._url}: another machine has taken the work over: this one was silent for too long")
+            raise StageFailed(self.loss)
+
+    @property
+    def loss(self) -> str:
+        """Return what is to be said once it is known to be lost, before that an empty string."""
+        told = f"{self._url}: another machine has taken the work over: this one was silent for too long"
+        return told if self.is_lost else ""
 
     def release(self) -> None:
         """Let go."""

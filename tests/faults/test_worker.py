@@ -27,6 +27,7 @@ from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
+from tasks.stored import Stored
 from tests.conftest import PROGRAMS, processes_below
 from tests.unit.run_folder import load_recipe, make_inputs
 
@@ -105,6 +106,15 @@ def test_a_run_that_begins_beside_a_cancelled_one_leaves_it_stopped() -> None:
 def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", 'timeout = "1s"\narguments = { steps = 1000 }')
     with pytest.raises(StageFailed, match="longer than timeout = 1 s"):
+        perform(run, "s")
+    assert not processes_below(tmp_path)
+
+
+def test_a_stage_that_another_machine_has_taken_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, "count", "arguments = { steps = 1000 }")
+    progress = run.stage_path("s") / "progress.json"
+    monkeypatch.setattr(Stored, "loss", lambda self: "taken over" if (read_json(progress) or {}).get("step") else "")
+    with pytest.raises(StageFailed, match="stage 's' was ended: taken over"):
         perform(run, "s")
     assert not processes_below(tmp_path)
 

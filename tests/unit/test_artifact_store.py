@@ -304,6 +304,7 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     successor = take(url, holder(4), gone=(2,))
     assert successor.acquire(give_up) is False
     second._thread.join(10)
+    assert "another machine has taken the work over" in second.loss and not successor.loss
     with pytest.raises(Exception, match="another machine has taken the work over"):
         second.check()
     successor._stop.set()
