@@ -170,7 +170,7 @@ def _csv(path: Path) -> Iterator[Located]:
         lines = filter(None, reader)
         try:
             header = next(lines, [])
-            if twice := [name for name in header if header.count(name) > 1]:
+            if twice := [name for name in header if name and header.count(name) > 1]:
                 raise DataError(f"{path.name}: the header names {twice[0]!r} twice")
             for fields in lines:
                 if len(fields) != len(header):

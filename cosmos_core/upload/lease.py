@@ -89,8 +89,9 @@ class Lease:
     @property
     def loss(self) -> str:
         """Return what is to be said once it is known to be lost, before that an empty string."""
-        told = f"{self._url}: another machine has taken the work over: this one was silent for too long"
-        return told if self.is_lost else ""
+        if not self.is_lost:
+            return ""
+        return f"{self._url}: another machine has taken the work over: this one was silent for too long"
 
     def release(self) -> None:
         """Let go."""

@@ -221,6 +221,7 @@ RIGHT = {
     "two byte order marks": ("a.jsonl", content(b"\xef\xbb\xbf" * 2 + LINE)),
     "two byte order marks in a CSV": ("a.csv", content(b"\xef\xbb\xbf" * 2 + b"prompt,response\nq,a\n")),
     "line breaks of Windows": ("a.jsonl", content(LINE.replace(b"\n", b"\r\n"))),
+    "empty columns at the end of a CSV": ("a.csv", content(b"prompt,response,,\nq,a,,\n")),
     "line breaks of Windows in a CSV": ("a.csv", content(b"prompt,response\r\nq,a\r\n")),
     "no last line break": ("a.jsonl", content(LINE.strip())),
     "a conversation as JSON in a CSV": (

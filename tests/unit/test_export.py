@@ -220,11 +220,11 @@ while True:
     trainer = psutil.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)
     try:
         children: list[psutil.Process] = []
-        wait_until(lambda: children.__iadd__(trainer.children()), 300, "a proof begins")
+        wait_until(lambda: children.__iadd__(trainer.children()), 120, "a proof begins")
     finally:
         trainer.kill()
         trainer.wait()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=15)
     assert alive == []
 
 
