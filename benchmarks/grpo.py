@@ -4,7 +4,7 @@
 
 `short`: 64 completions per step, nearly all of 64 tokens. `ragged`: at most 512 tokens, most of them ending before 100.
 Each variant runs in a process of its own, one after the other, round after round, so that a slow minute of the machine
-falls on all of them; the first steps are not counted. `ours asynchronous` has one engine in a process of its own, whose
+falls on all of them; the first steps are not counted. `asynchronous` has one engine in a process of its own, whose
 weights may be two steps old; `hf` is our other engine, on transformers, as TRL generates here (vLLM is an option of its
 GPUs). Our recipe is the default one, which compiles the training.
 
@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-VARIANTS = ("ours asynchronous", "ours colocated", "ours colocated, hf", "TRL default")
+VARIANTS = ("ours asynchronous", "ours asynchronous, hf", "ours colocated", "ours colocated, hf", "TRL default")
 WARM_UP = 3
 GROUP, PROMPTS = 8, 8
 """Completions of a prompt, and prompts of a step."""
@@ -128,7 +128,7 @@ def _ours(options: argparse.Namespace) -> dict[str, float]:
     from tasks.kinds import all_kinds
 
     _, longest = SHAPES[options.shape]
-    is_apart = options.variant == "ours asynchronous"
+    is_apart = options.variant.startswith("ours asynchronous")
     recipe = Recipe.model_validate(
         {
             "mode": "disaggregated" if is_apart else "colocated",

@@ -238,9 +238,11 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
         if beside is not None and not beside.shares_gpus:
-            # All compute at the same time, and threads beyond the cores wait for each other; processes inherit it.
-            threads = torch.get_num_threads() // (size + beside.wanted() * beside.processes)
+            # Ranks and what is beside them have all cores each, since neither computes without a pause; a thread that
+            # waits must then leave its core to the others at once. Processes inherit it.
+            threads = torch.get_num_threads() // max(size, beside.wanted() * beside.processes)
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         ray.init(
             address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
             logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
