@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +21,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from itertools import islice
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
+from cosmos_core.data.pool import begin
 from cosmos_core.data.prepared import DATA_TERM, MEDIA, split_path
 from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
@@ -216,7 +215,7 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
         return
     tokenise = partial(_make_chunk_there, model, revision, job)
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-    pool = ProcessPoolExecutor(num_workers, context, _end_with_parent)
+    pool = ProcessPoolExecutor(num_workers, context, begin)
     pending = deque(pool.submit(tokenise, chunk) for chunk in islice(chunks, 2 * num_workers))
     try:
         while pending:
@@ -233,10 +232,3 @@ def _make_chunk_there(model: str, revision: str | None, job: Job, rows: list[Loc
 @lru_cache(maxsize=1)
 def _tokenizer(model: str, revision: str | None) -> PreTrainedTokenizerBase:
     return load_tokenizer(model, revision)
-
-
-def _end_with_parent() -> None:
-    """Watch the parent: a pool's process waits on a pipe that it holds open itself, and would outlive a killed one."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

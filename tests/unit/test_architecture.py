@@ -133,6 +133,10 @@ def test_the_command_answers_without_prefect_and_matplotlib(imports: str) -> Non
     assert loaded_after(imports) & {*FORBIDDEN, "prefect", "matplotlib"} == set()
 
 
+def test_processes_that_make_rows_log_before_they_import_what_warns() -> None:
+    assert loaded_after("import cosmos_core.data.pool") & set(FORBIDDEN) == set()
+
+
 def test_nothing_that_is_added_as_one_file_is_named_elsewhere() -> None:
     kept = named.allowed()
     too_many = {
