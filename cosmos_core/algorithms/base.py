@@ -93,9 +93,9 @@ class Algorithm:
     """How a diffusion model draws and is trained."""
     null_text: Mapping[str, Tensor] | None = None
     """Of a diffusion model, the embedding of the empty prompt."""
-    data_term: Callable[[int], Update] | None = None
-    """Of a diffusion model gives the data term of a train step, counted from 0: real data that is learned beside
-    rollouts; None: none is. That of text is `data_term.WithDataTerm`."""
+    data_term: Callable[[int, int], Update] | None = None
+    """Of a diffusion model gives the data term of a train step and of an optimizer step, both counted from 0: real data
+    that is learned beside rollouts; None: none is. That of text is `data_term.WithDataTerm`."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Take the parameters; the recipe's `[custom]` table, for an algorithm of a user's own; and how completions are

@@ -67,7 +67,7 @@ class FlowRl(Algorithm):
         weights = _weights_by_metric(config)
         self._watch = Watch(config.least_diversity, [name for name, weight in weights.items() if not weight])
         self._weights = {name: weight for name, weight in weights.items() if weight}
-        self._num_steps = 0
+        self._num_steps = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
         """Return the completions of groups whose rewards differ, each with its advantage."""
@@ -103,11 +103,12 @@ class FlowRl(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`."""
-        return {"num_steps": self._num_steps, "watch": self._watch.state_dict()}
+        return {"num_steps": self._num_steps, "num_updates": self._num_updates, "watch": self._watch.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self._num_steps = int(state.get("num_steps", 0))
+        self._num_updates = int(state.get("num_updates", self._num_steps))
         self._watch.load_state_dict(state.get("watch", {}))
 
     @property
@@ -121,8 +122,13 @@ class FlowRl(Algorithm):
     def _with_data(self, update: Update) -> Update:
         if self.data_term is None:
             return update
+        number, self._num_updates = self._num_updates, self._num_updates + 1
         return Update(
-            update.samples, update.loss, update.wants, compares=update.compares, data=self.data_term(self._num_steps)
+            update.samples,
+            update.loss,
+            update.wants,
+            compares=update.compares,
+            data=self.data_term(self._num_steps, number),
         )
 
 

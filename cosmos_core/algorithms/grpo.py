@@ -45,6 +45,8 @@ class _Fixed:
     reference: Sequence[Tensor] | None
     teacher: Sequence[Tensor] | None
     """What a teacher says of each token; None: nobody is asked."""
+    is_first: bool
+    """No update of the train step came before."""
 
 
 class _Compared(NamedTuple):
@@ -133,10 +135,9 @@ class Grpo(Algorithm):
         teacher = None
         if self.teacher is not None:
             samples, teacher = ask_teacher(self.teacher, samples, view, self._wants)
-        for _ in range(self.config.mu_iterations):
-            for batch in batches:
-                fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
-                yield self._update(_Fixed(samples[batch], *fixed))
+        for number, batch in enumerate(batches * self.config.mu_iterations):
+            fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
+            yield self._update(_Fixed(samples[batch], *fixed, is_first=number == 0))
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -163,6 +164,10 @@ class Grpo(Algorithm):
                 value = value + config.positive_nll_coef * positive_nll(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
+            if config.use_rollout_logprobs_for_loss:  # what is taken as the old policy's is the engine's own
+                if not fixed.is_first:
+                    return Loss(value, metrics)
+                compared = compared._replace(before_BS=micro.logprobs_BS.detach())
             difference, mismatch = _engine_difference(
                 compared, config.rollout_correction_low, config.rollout_correction_high
             )

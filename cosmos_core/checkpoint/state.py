@@ -28,7 +28,7 @@ from cosmos_core.types import JsonValue
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _TABLES = ("feed", "algorithm")
-_FOLLOWING = ("ema", "old")
+FOLLOWING = ("ema", "old")
 """Named weights that follow the policy: where a checkpoint has none they begin at its weights. Others, such as a
 reference, stay as the stage loaded them."""
 _TENSOR = "__tensor__"
@@ -126,7 +126,7 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
 def begin_named_weights(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Copy the weights into the named weights that follow them, where the checkpoint had none."""
     named = dict(state.model.named_parameters())
-    for which in _FOLLOWING:
+    for which in FOLLOWING:
         for name, tensor in state.named_weights.get(which, {}).items():
             if f"{which}.{name}" not in tensors:
                 tensor.copy_(named[name].detach())

@@ -36,6 +36,9 @@ KEYWORDS = {
     "custom": "the recipe's [custom] table",
 }
 
+PENALTIES = frozenset({"overlong"})
+"""Of the packaged rewards those that are 0 at best; all others may be 1."""
+
 _OF_A_COMPLETION = ("prompt", "media", "num_tokens", "finish_reason")
 """Those of them that are lists for a function of a group."""
 

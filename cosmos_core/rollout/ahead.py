@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rewards.runner import ScoreGroups
+from cosmos_core.rollout.base import drawn_again
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.groups import Filter, check_scores, filtered_metrics, group_metrics, lag_metrics
 from cosmos_core.run.progress import Progress
@@ -174,8 +175,11 @@ class Ahead:
         return kept, sampled
 
     def _asked(self, position: int, prompt: Prompt) -> Future[Group]:
-        """Ask for the group at a position; its seeds are those of the step that would take it if none were dropped."""
-        return self.fleet.request(prompt, self.sampling, position // self.num_groups)
+        """Ask for the group at a position; its seeds are those of the step that would take it if none were dropped,
+        which may draw a prompt in two epochs."""
+        step, number = divmod(position, self.num_groups)
+        times = sum(each.id == prompt.id for each in self.take(position - number, number))
+        return self.fleet.request(prompt, drawn_again(self.sampling, times), step)
 
     def _run(self) -> None:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -135,6 +135,12 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
     """Return the seed of completion `k` of a prompt at a step: the same in every process and in every batch."""
     digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: vLLM and torch take a signed 64-bit integer
+
+
+def drawn_again(sampling: Sampling, times: int) -> Sampling:
+    """Return how a prompt is sampled that its train step has drawn so many times before: with seeds of its own, since
+    they are made of step and prompt."""
+    return replace(sampling, seed=request_seed(sampling.seed, -times, 0, 0)) if times else sampling
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

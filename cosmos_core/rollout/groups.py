@@ -6,7 +6,9 @@ others. `ahead.Ahead` has them generated while others are trained on.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -17,9 +19,11 @@ from cosmos_core.errors import RewardError
 from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import ScoreGroups
-from cosmos_core.rollout.base import Engine, generate
+from cosmos_core.rollout.base import Engine, drawn_again, generate
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
+
+logger = logging.getLogger(__name__)
 
 
 class GroupSource(Protocol):
@@ -66,20 +70,20 @@ class Sync:
         """Return the groups of train step `step`, generated and scored now."""
         began = time.perf_counter()
         self.engine.wake()
-        groups = self.generated(self.prompts(step), step)
+        groups = self.generated(self.prompts(step), step, self.sampling)
         self.rest(step)
         seconds = time.perf_counter() - began
         scored = self.scored(groups)
         times = _times(scored, seconds, time.perf_counter() - began)
         return scored, group_metrics(scored) | times | lag_metrics(scored, step)
 
-    def generated(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
+    def generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
         """Return the groups of these prompts, in their order."""
         num_prompts = self.batch_size * num_ranks()
         self.progress.phase("generate")
         groups: list[Group] = []
         for start in range(0, len(prompts), num_prompts):
-            groups += generate(self.engine, prompts[start : start + num_prompts], self.sampling, step)
+            groups += generate(self.engine, prompts[start : start + num_prompts], sampling, step)
             self.progress.beat()
             self.between(step)
         return groups
@@ -149,6 +153,7 @@ class Dynamic:
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, began = 0, 0.0, time.perf_counter()
+        times = Counter[int]()
         drawn = self._drawn  # noted when the step is whole: who stops inside it draws the same prompts again
         self.sync.engine.wake()
         while len(kept) < self.num_groups and not 0 < self.filter.max_retries < num_rounds:
@@ -157,13 +162,18 @@ class Dynamic:
                 break
             drawn += len(prompts)
             round_began = time.perf_counter()
-            groups = self.sync.generated(prompts, step)
+            groups = self._generated(prompts, step, times)
             seconds += time.perf_counter() - round_began
             scored = self.sync.scored(groups)
             sampled += scored
             check_scores(step, sampled, self.filter.metrics)
             kept += [group for group in scored if self.filter.keeps(group)]
             num_rounds += 1
+        if len(kept) < self.num_groups and not self.take(drawn, 1):
+            logger.warning(
+                "step %d: the prompts of all epochs have ended with %d of %d groups of use", step + 1, len(kept),
+                self.num_groups,
+            )  # fmt: skip
         self._drawn = drawn
         self.sync.rest(step)
         if not sampled:
@@ -175,6 +185,19 @@ class Dynamic:
             **filtered_metrics(self.filter, sampled),
             "rollout/rounds": float(num_rounds),
         }
+
+    def _generated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
+        """Return the groups of prompts in their order; one that the step has drawn before, which `times` counts by
+        prompt, as in an earlier epoch, has other completions."""
+        batches: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            batches.setdefault(times[prompt.id], []).append(i)
+            times[prompt.id] += 1
+        found: dict[int, Group] = {}
+        for number, indices in batches.items():
+            sampling = drawn_again(self.sync.sampling, number)
+            found |= zip(indices, self.sync.generated([prompts[i] for i in indices], step, sampling), strict=True)
+        return [found[i] for i in range(len(prompts))]
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return how many prompts were drawn."""

@@ -112,21 +112,22 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 
-def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int], Update]:
+def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
     """Return what gives the diffusion loss on as many real images or clips as a train step has prompts, times
     `data_beta`: the loss of SFT.
 
     With `use_rl_sigma_and_noise` they are those of the prompts, at the noise levels that their rollouts are learned at
-    and with the noise that these start from; otherwise all is drawn as in SFT.
+    and with the noise that these start from; otherwise all is drawn as in SFT, other rows for each optimizer step.
+    What is returned takes the numbers of the train step and of the optimizer step, counted from 0.
     """
     draws, flow_rl = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl
     size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
     shuffles = recipe.train.train_policy.dataloader_shuffle
 
-    def samples_of(step: int) -> list[FlowSample]:
+    def samples_of(step: int, number: int) -> list[FlowSample]:
         if not flow_rl.use_rl_sigma_and_noise:
-            positions = batch_positions(seed + _DATA, step, size, len(rows), True).tolist()
-            return [draws.sample(rows[i], seed_of(seed, step, i, _DATA)) for i in positions]
+            positions = batch_positions(seed + _DATA, number, size, len(rows), True).tolist()
+            return [draws.sample(rows[i], seed_of(seed, number, i, _DATA)) for i in positions]
         sampling = training_sampling(recipe)
         assert sampling.flow is not None
         start = SHARED_NOISE if sampling.flow.same_noise else 0
@@ -138,8 +139,8 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
             found += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
         return found
 
-    def update(step: int) -> Update:
-        samples = samples_of(step)
+    def update(step: int, number: int) -> Update:
+        samples = samples_of(step, number)
 
         def loss(micro: MicroBatch) -> Loss:
             found = flow_loss(micro, len(samples))

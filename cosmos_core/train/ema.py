@@ -1,12 +1,6 @@
-"""The moving average of the trained weights, which is measured and exported in their place.
-
-It is a set of `NamedWeights` in float32, whatever the weights are: with a decay of 0.9999 an average in bfloat16 would
-not move.
-"""
+"""The moving average of the trained weights, a set of `NamedWeights` that is measured and exported in their place."""
 
 from __future__ import annotations
-
-import torch
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.train.named_weights import NamedWeights
@@ -21,7 +15,7 @@ class MovingAverage:
         self._named = named
         self._decay = train.ema_decay
         self._interval = max(1, train.ema_update_step_interval)
-        named.add(NAME, torch.float32)
+        named.add(NAME)
 
     def update(self, step: int) -> None:
         """Take in the weights after train step `step`, counted from 0, if it is the turn of that step."""

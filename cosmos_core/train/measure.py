@@ -36,7 +36,7 @@ from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
-from cosmos_core.rewards.base import all_invalid
+from cosmos_core.rewards.base import PENALTIES, all_invalid
 from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
@@ -93,7 +93,8 @@ def row_metrics(
 def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
     """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
-    Accuracy is the fraction of completions with the full reward: every reward function gave 1. With several completions
+    Accuracy is the fraction of completions with the full reward: every reward function gave 1, and a penalty
+    nothing. With several completions
     of a prompt, `pass@k` estimates without bias how often at least one of k would have it (see `pass_at`).
 
     Raises:
@@ -267,9 +268,11 @@ def reward_weights(recipe: Recipe) -> Rewards:
 
 
 def full_reward(recipe: Recipe) -> float:
-    """Return the reward of a held-out completion for which every reward function gives 1."""
+    """Return the reward of a held-out completion for which every reward function gives 1, and no penalty is due."""
     rewards = reward_weights(recipe)
-    return sum(rewards.values()) if isinstance(rewards, dict) else rewards.full
+    if not isinstance(rewards, dict):
+        return rewards.full
+    return sum(weight for name, weight in rewards.items() if name not in PENALTIES)
 
 
 @contextmanager

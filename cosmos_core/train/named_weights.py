@@ -1,7 +1,9 @@
 """Weights beside the policy's, by name: the moving average that is exported, the reference policy, a lagged policy.
 
 A set holds what is trained, an adapter or all parameters, each tensor sharded like the policy's own; what is frozen is
-the same in all sets. `use` exchanges a set with the policy's weights in place, so one model computes under any of them.
+the same in all sets. A set that follows the policy is in float32 whatever the weights are: with a decay of 0.9999 one
+in bfloat16 would not move. `use` exchanges a set with the policy's weights in place, so one model computes under any of
+them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cosmos_core.checkpoint.state import FOLLOWING
+
 
 class NamedWeights:
     """The sets of one model; a checkpoint holds `tensors`."""
@@ -22,8 +26,9 @@ class NamedWeights:
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """Of each set, by the name of their parameter."""
 
-    def add(self, name: str, dtype: torch.dtype | None = None) -> None:
-        """Begin a set with a copy of the policy's weights, in `dtype` (None: theirs)."""
+    def add(self, name: str) -> None:
+        """Begin a set with a copy of the policy's weights: one that follows them in float32, others in their dtype."""
+        dtype = torch.float32 if name in FOLLOWING else None
         self.tensors[name] = {n: weight.to(dtype or weight.dtype, copy=True) for n, weight in self.policy.items()}
 
     def reset(self, name: str) -> None:
@@ -87,4 +92,4 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
-    return one.dtype == other.dtype and torch.equal(one, other)
+    return torch.equal(one.to(other.dtype), other)

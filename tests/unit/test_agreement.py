@@ -54,7 +54,9 @@ def test_log_probabilities_that_are_not_finite_are_an_alarm() -> None:
     assert Agreement(torch.float32).alarm(1, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
 
 
+@pytest.mark.parametrize("takes_rollouts", [False, True])
 def test_weights_that_are_corrupted_in_the_engine_are_noticed_at_the_next_step(
+    takes_rollouts: bool,
     task: Path,  # noqa: F811 - the fixture
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,7 +78,8 @@ def test_weights_that_are_corrupted_in_the_engine_are_noticed_at_the_next_step(
         return {name: getattr(settings, name) for name in EngineSettings.__dataclass_fields__}
 
     monkeypatch.setattr(hf, "HfEngine", Corrupted)
-    config = recipe({**GRPO, "kl_beta": 0.0}, train_batch_per_replica=16, max_num_steps=4, optm_lr=1e-4)
+    policy = {**GRPO, "kl_beta": 0.0, "use_rollout_logprobs_for_loss": takes_rollouts}
+    config = recipe(policy, train_batch_per_replica=16, max_num_steps=4, optm_lr=1e-4)
     stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
     with caplog.at_level(logging.WARNING):
         train(stage)

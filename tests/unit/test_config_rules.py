@@ -139,6 +139,12 @@ RULES: dict[tuple[str, str], list[Case]] = {
         no(f"{P}: rollout_correction = 'truncate' would weight tokens a second time: aipo_rho weights them by policy / "
            "rollout policy; set one of them, or aipo_form = 'clamped'",
            f"{P}.rollout_correction='truncate'", f"{P}.aipo_rho=2.0"),
+        kept(f"{P}.rollout_correction", "none", f"{P}.rollout_correction='none'", f"{P}.use_decoupled_loss=true"),
+        no(f"{P}: rollout_correction_low = 3 is above rollout_correction_high = 1: no weight is between; swap them",
+           f"{P}.rollout_correction='mask'", f"{P}.rollout_correction_low=3.0", f"{P}.rollout_correction_high=1.0"),
+        no(f"{P}: geometric_mask compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = true "
+           "takes the one for the other; set one of them",
+           f"{P}.rollout_correction=''", f"{P}.geometric_mask=0.01", f"{P}.use_rollout_logprobs_for_loss=true"),
         kept(f"{P}.algo", "rloo", f"{P}.algo='rloo'", f"{P}.unbiased_advantage=true"),
         no(f"{P}: unbiased_advantage = true leaves out the division that algo = 'batch-std' is; set one of them",
            f"{P}.algo='batch-std'", f"{P}.unbiased_advantage=true"),

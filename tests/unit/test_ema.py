@@ -77,6 +77,19 @@ def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     assert named.tensors["ema"]["weight"].item() == pytest.approx(1.0001, abs=1e-6)
 
 
+def test_an_old_policy_follows_weights_in_bfloat16() -> None:
+    model = single_weight(torch.bfloat16)
+    named = NamedWeights(model)
+    named.add("old")
+    assert named.equals_policy("old")
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for _ in range(2000):
+        named.lerp("old", 0.001)
+    assert 2 - named.tensors["old"]["weight"].item() == pytest.approx(0.999**2000, rel=1e-3)
+    assert not named.equals_policy("old")
+
+
 def test_frozen_weights_have_no_average() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
     model[1].requires_grad_(False)

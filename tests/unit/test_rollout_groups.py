@@ -64,9 +64,11 @@ class Shuffling:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.waiting: list[Group] = []
+        self.seeds: list[tuple[int, int, int]] = []
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         self.events.append(f"submit {[prompt.id for prompt in prompts]}")
+        self.seeds += [(sampling.seed, step, prompt.id) for prompt in prompts]
         rows = [Completion((turn((k + 1,), step),), "stop", "") for k in range(sampling.num_completions)]
         self.waiting += [Group(prompt, tuple(rows), step) for prompt in prompts]
 
@@ -147,6 +149,21 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
     engine.waiting.clear()
     groups, _ = source.next(0)
     assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}
+
+
+def test_a_prompt_that_a_step_draws_in_two_epochs_is_completed_in_two_ways(tmp_path: Path) -> None:
+    engine: Any = Shuffling()
+
+    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
+        is_late = len(engine.seeds) > 9
+        return [ScoredGroup(group, (Score(1.0), Score(0.0 if is_late else 1.0))) for group in groups]
+
+    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 9)
+    source = Dynamic(sync, lambda start, count: [PROMPTS[i % 3] for i in range(start, start + count)], 4)
+    groups, metrics = source.next(7)
+    assert [scored.group.prompt.id for scored in groups] == [2, 0, 1, 2] and metrics["rollout/sampled_groups"] == 12
+    assert len(set(engine.seeds)) == 12, "each request of a step has seeds of its own"
+    assert [seeds for seeds in engine.seeds if seeds[0] == SAMPLING.seed] == [(SAMPLING.seed, 7, i) for i in range(3)]
 
 
 def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:

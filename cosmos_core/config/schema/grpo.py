@@ -15,7 +15,7 @@ from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, St
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl"]
-RolloutCorrection = Literal["", "truncate", "mask", "sequence-truncate", "sequence-mask"]
+RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
 class GrpoConfig(RlConfig):
@@ -88,7 +88,8 @@ class GrpoConfig(RlConfig):
     """Take them as the old policy's."""
     rollout_correction: RolloutCorrection = ""
     """Weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask` tokens
-    outside low and high (IcePop), or both for the product over a sequence; empty: none."""
+    outside low and high (IcePop), or both for the product over a sequence; `none`: 1. Empty: `truncate` at 2 where
+    rollouts may be older than the policy or are drawn from another distribution, and otherwise 1."""
     rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction")] = 0.5
     """Smallest weight that is not masked."""
     rollout_correction_high: Annotated[PositiveFloat, Needs("rollout_correction")] = 2.0
@@ -126,10 +127,21 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="after")
     def _weights(self) -> GrpoConfig:
-        if self.rollout_correction and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
+        if self._corrects and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
             raise ValueError(
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
                 "log-probabilities of the rollouts are for; set one of them"
+            )
+        low, high = self.rollout_correction_low, self.rollout_correction_high
+        if low > high:
+            raise ValueError(
+                f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}: no weight is between; "
+                f"swap them"
+            )
+        if self.geometric_mask is not None and self.use_rollout_logprobs_for_loss:
+            raise ValueError(
+                "geometric_mask compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = true "
+                "takes the one for the other; set one of them"
             )
         if self.unbiased_kl_estimate and self.kl_estimator == "k2":
             raise ValueError(
@@ -144,12 +156,16 @@ class GrpoConfig(RlConfig):
             raise ValueError("reference_reset_interval needs a reference: set kl_beta above 0, or leave it out")
         return self
 
+    @property
+    def _corrects(self) -> bool:
+        return self.rollout_correction not in {"", "none"}
+
     @model_validator(mode="after")
     def _weighted_once(self, info: ValidationInfo) -> GrpoConfig:
         """AIPO weights tokens by policy / rollout policy itself."""
         if self.aipo_rho is None or self.aipo_form != "weighted":
             return self
-        if self.rollout_correction:
+        if self._corrects:
             raise ValueError(
                 f"rollout_correction = {self.rollout_correction!r} would weight tokens a second time: aipo_rho weights "
                 f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"

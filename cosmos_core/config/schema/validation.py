@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from pydantic import ValidationInfo, model_validator
+
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import Needs, NoResult
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.values import (
     Completions,
     Names,
@@ -63,6 +65,13 @@ class ValidationConfig(Table):
     """Ask the reward service; None: as in training, and nothing else is allowed."""
     remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward")] = None
     """What is asked of it; None: as in training."""
+
+    @model_validator(mode="after")
+    def _says_what_is_greedy(self, info: ValidationInfo) -> ValidationConfig:
+        if self.top_k == 1 and self.temperature > 0:
+            say(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the most "
+                "likely token; set validation.top_k = -1 to draw")  # fmt: skip
+        return self
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
