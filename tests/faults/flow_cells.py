@@ -77,12 +77,16 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "policy.diffusers.flow_rl.train_on": [0, 1, 2], "train.train_policy.kl_beta": 0.01,
         "train.train_policy.batch_size_per_optimize": 8,
     },
-    "nft+data": {**NFT, "train.train_policy.learns_data": True, "policy.diffusers.flow_rl.data_beta": 0.1},
+    "nft+data": {**NFT, "train.train_policy.learns_data": True, "policy.diffusers.flow_rl.data_beta": 0.01},
 }  # fmt: skip
 WEIGHTS: dict[str, dict[str, Any]] = {
     "full": {"train.optm_lr": 2e-3},
     "lora": {"train.optm_lr": 2e-2, "policy.lora.r": 4, "policy.lora.lora_alpha": 8.0},
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cosmos_predict": {"rollout.n_generation": 16, "train.train_batch_per_replica": 64, "train.epoch": 8},
+}
+"""What its rollouts need beside the rest: its tiny clips differ so little that few of them say nothing."""
 NAMED = {
     "sft": {"model", "optimizer", "ema"}, "flow_grpo": {"model", "optimizer", "ema", "reference"},
     "nft": {"model", "optimizer", "ema", "old", "reference"},
@@ -181,6 +185,7 @@ class Cells:
             tiny_pipelines.save(cell.family, model)
         config = recipe({
             **BASE, **TRAININGS[cell.training], **WEIGHTS[cell.weights],
+            **(FAMILIES.get(cell.family, {}) if cell.kind == "rl" else {}),
             **({"train.train_policy.reward_function": f"{self._folder / 'reward.py'}:bright"}
                if cell.kind == "rl" else {}), **self._dataset(cell),
         })  # fmt: skip
