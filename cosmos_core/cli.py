@@ -96,7 +96,19 @@ def resume(
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Continue a run: finished stages are reused, an interrupted one goes on from its newest checkpoint."""
-    _run_flow(_open(run_name, output_dir), from_stage, verify)
+    from cosmos_core.run.directory import find_run
+
+    try:
+        find_run(run_name, output_dir)
+    except ConfigError:
+        from cosmos_core.launch.flow_run import begin_again, find_unbegun
+
+        if from_stage or verify or (unbegun := find_unbegun(run_name)) is None:
+            raise
+        for line in begin_again(unbegun):
+            typer.echo(line)
+    else:
+        _run_flow(_open(run_name, output_dir), from_stage, verify)
 
 
 @app.command()

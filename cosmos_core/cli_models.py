@@ -18,7 +18,10 @@ def promote(
     """Make a version that is there the published one; without one, list them, the published one last."""
     opened = _opened(target)
     if not version:
-        for name in opened.history():
+        history = opened.history()
+        if not history:
+            raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
+        for name in history:
             metrics = opened.record_of(name).get("metrics", {}).items()
             numbers = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
             told = ", ".join(f"{key} = {value:.4g}" for key, value in numbers[:5])

@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import suppress
 
-from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.table import set_fields
+from cosmos_core.errors import CosmosError
+from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,10 @@ def lend_credentials(pipeline: Pipeline | None) -> None:
         value = Secret.load(BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
         return  # there is none
-    found = json.loads(value) if isinstance(value, str) else value
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:  # its message may show the value
+        found = None
     if not isinstance(found, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
         return
@@ -45,4 +52,15 @@ def _names_elsewhere(pipeline: Pipeline) -> bool:
     if pipeline.config.artifact_store:
         return True
     tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
-    return any(isinstance(value, str) and "://" in value for table in tables for _, _, value, _ in set_fields(table))
+    if any(isinstance(value, str) and "://" in value for table in tables for _, _, value, _ in set_fields(table)):
+        return True
+    return any(_reads_hub(pipeline, stage) for stage in pipeline.stages)
+
+
+def _reads_hub(pipeline: Pipeline, stage: StageConfig) -> bool:
+    """Whether a stage reads a model or rows that are no folder here: those of the Hub may be private."""
+    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+    with suppress(CosmosError):  # what is missing is told where the run begins
+        read = (model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind))
+        return any(isinstance(name, str) and source_of(name) is None for name in read)
+    return False

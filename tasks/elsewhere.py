@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -45,7 +45,11 @@ class Child(Document):
     """The flow run that brings a stage to its result."""
 
     flow_run: str
+    """Empty: asked for, and whoever asked died before the server responded."""
     attempt: int
+    token: str = ""
+    """Part of its idempotency key, and random: a stage that was moved aside, or a run whose directory was removed,
+    begins with attempt 1 again, and the server would return the flow run that ended then."""
     failures: int = 0
     """Children in a row that died without a word and without a new checkpoint."""
     failed_at: int = 0
@@ -102,7 +106,7 @@ def _going(client: SyncPrefectClient, path: Path) -> Child | None:
     """The flow run of an earlier parent, if it has not ended."""
     child = read_document(path / NOTE, Child)
     try:
-        found = client.read_flow_run(UUID(child.flow_run)) if child else None
+        found = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
     except ObjectNotFound:  # of another server
         return None
     return child if found is not None and found.state_type not in _FINAL else None
@@ -111,16 +115,18 @@ def _going(client: SyncPrefectClient, path: Path) -> Child | None:
 def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
     path = run.stage_path(stage.name)
     before = read_document(path / NOTE, Child)
-    attempt = before.attempt + 1 if before else 1
     if before and before.failures:
         sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (before.failures - 1)))
+    asked = _asked(before)
     try:
         where = stored.send_run()
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / NOTE, asked.model_dump())  # before the server is asked: a kill in between asks for the same
         found: Any = run_deployment(
             f"stage/{stage.work_pool}",
             parameters={"run": where, "name": stage.name},
             timeout=0,
-            idempotency_key=f"{where}/{stage.name}/{attempt}",
+            idempotency_key=f"{where}/{stage.name}/{asked.attempt}/{asked.token}",
             tags=[f"cosmos-run:{run.id}"],
         )
     except ObjectNotFound as error:
@@ -129,12 +135,19 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
             f"stage {stage.name!r}: work_pool = {pool!r}: the server has no deployment stage/{pool}; add one like "
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
-    counted = {"failures": before.failures, "failed_at": before.failed_at} if before else {}
-    child = Child(flow_run=str(found.id), attempt=attempt, **counted)
-    path.mkdir(parents=True, exist_ok=True)
+    child = asked.model_copy(update={"flow_run": str(found.id)})
     write_json(path / NOTE, child.model_dump())
     record_event(path, "sent", f"to work pool {stage.work_pool}, flow run {child.flow_run}")
     return child
+
+
+def _asked(before: Child | None) -> Child:
+    """The next child, which the server is still to begin; the one that an earlier parent asked for, if it died then."""
+    if before is None:
+        return Child(flow_run="", attempt=1, token=uuid4().hex)
+    if not before.flow_run:
+        return before
+    return before.model_copy(update={"flow_run": "", "attempt": before.attempt + 1, "token": uuid4().hex})
 
 
 def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirror: Callable[[], None]) -> FlowRun:

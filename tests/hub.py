@@ -52,6 +52,8 @@ class Hub:
     choose: Callable[[str], str] = lambda what: ""
     """Of `METHOD /path` to "", a status, "drop": no response, or "lost": carried out and no response."""
     url: str = ""
+    retry_after: int = 0
+    """Seconds that it asks for when it responds with a fault."""
 
     def once(self, fault: str, part: str, times: int = 1) -> None:
         left = [times]
@@ -67,7 +69,7 @@ class Hub:
 
     def reset(self) -> None:
         self.requests.clear()
-        self.choose = lambda what: ""
+        self.choose, self.retry_after = lambda what: "", 0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -86,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault.isdigit():
-            self._send(int(fault), {"error": "no"}, {"Retry-After": "0"})
+            self._send(int(fault), {"error": "no"}, {"Retry-After": str(self.hub.retry_after)})
             return
         if self.headers.get("Authorization") != f"Bearer {TOKEN}" and "/blobs/" not in self.path:
             self._send(401, {"error": "no token"})

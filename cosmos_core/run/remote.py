@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,13 @@ def _without_pointer(url: str) -> str:
     data = Bucket(name).read(f"{prefix}/{_LATEST}.json".lstrip("/"))
     if data is None:
         return url.rstrip("/")
-    pointer: dict[str, Any] = json.loads(data)
-    return f"{parent}/{pointer['version']}"
+    pointer: Any = None
+    with suppress(ValueError):
+        pointer = json.loads(data)
+    version = pointer.get("version") if isinstance(pointer, dict) else None
+    if not version or not isinstance(version, str):
+        raise DataError(f"{parent}/{_LATEST}.json is damaged; publish again, or name a version")
+    return f"{parent}/{version}"
 
 
 def _listed(url: str) -> list[Object]:

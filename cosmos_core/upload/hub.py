@@ -23,6 +23,7 @@ from cosmos_core.upload.card import with_metrics
 
 _ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
+_SLICE_SECONDS = 0.5
 _REFUSED = {401, 403}
 _PASSES = {408, 409, 412, 429, 500, 502, 503, 504}
 _KEPT = {".gitattributes"}
@@ -176,8 +177,15 @@ class HubTarget:
             except (HTTPError, ConnectionError):
                 if attempt == _ATTEMPTS - 1:
                     raise
-            time.sleep(min(wait, _MAX_WAIT_SECONDS))
+            self._sleep(min(wait, _MAX_WAIT_SECONDS))
         raise AssertionError("the last attempt returns or raises")
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait in slices: an upload that is to stop meanwhile has less time than a busy Hub may ask for."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._pause()
+            time.sleep(min(left, _SLICE_SECONDS))
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -335,6 +335,18 @@ def test_retrying_a_failed_flow_run_continues_the_failed_stage(orchestra: Orches
     assert len(list((place.path / "outputs").glob("*/pipeline.toml"))) == 1, "the retry made no run of its own"
 
 
+def test_a_flow_run_that_died_before_it_began_is_begun_again_by_resume(orchestra: Orchestra, place: Workspace) -> None:
+    config = write(place, COUNTING.replace("[pipeline]", '[pipeline]\noutput_dir = "OUTPUTS"'))
+    orchestra.ensure_worker()
+    [deployment] = orchestra.ask("deployments/filter", flows={"name": {"any_": ["post-train"]}})
+    dead = {"parameters": {"config": config, "run_id": "late"}, "state": {"type": "CRASHED", "message": "no server"}}
+    flow_run = orchestra.post(f"deployments/{deployment['id']}/create_flow_run", dead)
+    said = place.cosmos("resume", "late").stdout
+    assert said == f"run late has not begun: its flow run {flow_run['name']} is scheduled again on work pool local\n"
+    assert orchestra.flow_run(flow_run["id"])["state_type"] == "COMPLETED"
+    assert read_result(place.path / "outputs/late/stages/second_half")["metrics"] == {"count": 6}  # type: ignore[index]
+
+
 def test_the_ghost_of_a_killed_attempt_confuses_nobody_after_a_retry_in_the_ui(
     orchestra: Orchestra, place: Workspace
 ) -> None:

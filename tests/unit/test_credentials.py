@@ -12,8 +12,11 @@ from prefect.blocks import system
 from cosmos_core import environment
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.environment import mask_file, masked
+from cosmos_core.run.bucket import Bucket
+from flows.post_train import open_or_create
 from tasks.credentials import BLOCK, lend_credentials
 from tasks.kinds import all_kinds
+from tests import store
 
 STAGES = "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n" + (
     "[[pipeline.stages]]\nname = 'up'\nkind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '{}'\n"
@@ -69,6 +72,54 @@ def test_no_block_is_asked_for_where_nothing_is_elsewhere_and_none_is_no_mistake
     monkeypatch.setattr(Stored, "load", None)
     lend_credentials(pipeline(tmp_path, str(tmp_path / "published")))
     assert "AWS_SECRET_ACCESS_KEY" not in os.environ
+
+
+HUB = """
+[policy]
+model_name_or_path = "MODEL"
+[train.train_policy]
+type = "sft"
+dataset.name = "ROWS"
+"""
+
+
+@pytest.mark.parametrize("elsewhere", [("MODEL",), ("ROWS",), ()])
+def test_the_token_is_lent_for_what_lies_on_the_hub(
+    elsewhere: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stored, "value", {"HF_TOKEN": "of the block"})
+    text = HUB
+    for name in ("MODEL", "ROWS"):
+        (tmp_path / name).mkdir()
+        text = text.replace(name, "team/private" if name in elsewhere else str(tmp_path / name))
+    (tmp_path / "r.toml").write_text(text)
+    lend_credentials(load_pipeline(tmp_path / "r.toml", (), all_kinds()))
+    assert os.environ.get("HF_TOKEN") == ("of the block" if elsewhere else None)
+
+
+def test_a_block_that_is_no_json_is_a_warning_without_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Stored, "value", "AKIA:a-secret-of-the-block")
+    lend_credentials(pipeline(tmp_path, "s3://models/x"))
+    assert caplog.messages == [
+        "the Secret block cosmos-credentials is no object of variables and their values: it is not used"
+    ]
+
+
+def test_post_train_has_the_credentials_before_it_pins_what_the_run_reads(
+    tmp_path: Path, proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.use(proxy.url, monkeypatch)
+    Bucket("models").write("lent/rows.jsonl", b"{}\n")
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
+    monkeypatch.setattr(Stored, "value", {name: os.environ[name] for name in names})
+    for name in names:
+        monkeypatch.delenv(name)
+    stage = STAGES.partition("[[pipeline.stages]]\nname = 'up'")[0] + "data = 's3://models/lent/rows.jsonl'\n"
+    (tmp_path / "p.toml").write_text(f"[pipeline]\noutput_dir = '{tmp_path}/outputs'\n{stage}")
+    run = open_or_create(str(tmp_path / "p.toml"), [], "")
+    assert run.pipeline.stage("m").data.startswith("s3://models/lent/rows.jsonl#")
 
 
 def test_a_log_is_masked_where_it_stands_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

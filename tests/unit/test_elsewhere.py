@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,8 +14,10 @@ from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import Preempted, StageFailed
+from cosmos_core.run.directory import Run, supersede
 from flows import reward_service
 from tasks import elsewhere, stage
+from tasks.stored import Stored
 from tests.unit.test_artifact_store import begun
 
 STAGE = StageConfig(name="first", kind="custom", entry="x:y", work_pool="gpu")
@@ -42,6 +46,47 @@ def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
 def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exception) -> None:
     server: Any = Server(error)
     elsewhere._cancel(server, elsewhere.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+
+
+class Deployments:
+    """Begins one flow run for each idempotency key, as a server does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: dict[str, uuid.UUID] = {}
+        self.loses_reply = False
+        monkeypatch.setattr(elsewhere, "run_deployment", self.run_deployment)
+
+    def run_deployment(self, name: str, *, idempotency_key: str, **parameters: Any) -> Any:
+        found = self.begun.setdefault(idempotency_key, uuid.uuid4())
+        if self.loses_reply:
+            raise KeyboardInterrupt
+        return SimpleNamespace(id=found)
+
+    def begin(self, run: Run) -> str:
+        return elsewhere._begin(run, STAGE, Stored(run, STAGE)).flow_run
+
+
+def test_a_stage_that_is_made_again_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, server = begun(tmp_path, "", "here"), Deployments(monkeypatch)
+    first = server.begin(run)
+    supersede(run.stage_path("first"))
+    second = server.begin(run)
+    shutil.rmtree(run.path)
+    third = server.begin(begun(tmp_path, "", "here"))
+    assert len({first, second, third, server.begin(run)}) == 4, "a retry is begun again too"
+
+
+def test_a_parent_that_dies_while_it_asks_follows_the_same_flow_run_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, server = begun(tmp_path, "", "here"), Deployments(monkeypatch)
+    server.loses_reply = True
+    with pytest.raises(KeyboardInterrupt):
+        server.begin(run)
+    nobody: Any = None
+    assert elsewhere._going(nobody, run.stage_path("first")) is None
+    server.loses_reply = False
+    assert [server.begin(run)] == [str(found) for found in server.begun.values()]
 
 
 def test_whatever_goes_wrong_while_it_is_followed_is_noted_as_a_failure(

@@ -82,6 +82,15 @@ def test_latest_is_the_version_that_the_pointer_names(tmp_path: Path) -> None:
         pinned_url("s3://models/nothing")
 
 
+@pytest.mark.parametrize("text", ["{bad", "\xff", '["v7"]', '{"history": ["v7"]}', '{"version": 7}', '{"version": ""}'])
+def test_a_pointer_that_is_damaged_is_one_line(text: str) -> None:
+    Bucket("models").write("torn/latest.json", text.encode("latin-1"))
+    with pytest.raises(
+        DataError, match=r"^s3://models/torn/latest\.json is damaged; publish again, or name a version$"
+    ):
+        pinned_url("s3://models/torn/latest")
+
+
 RECIPE = """
 [pipeline]
 threads = 1

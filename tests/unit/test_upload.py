@@ -128,6 +128,11 @@ def test_what_was_published_is_listed_whatever_its_metrics_are(
     assert capsys.readouterr().out == "v1  accuracy = 0.5\n"
 
 
+def test_a_target_to_which_nothing_was_published_has_no_list(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/typo: nothing was published; give the target of an upload stage$"):
+        promote(f"{tmp_path}/typo", "")
+
+
 def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> None:
     stage = upload_stage(tmp_path)
     first = upload.run(stage).info["published"]

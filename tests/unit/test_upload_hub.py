@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, Preempted, UploadError
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.hub import HubTarget
 from tests import hub as fake
@@ -102,6 +103,22 @@ def test_a_busy_hub_gets_each_version_once(fault: str, part: str, times: int, tm
     assert repository.tags == {"v1": 1}
     files = repository.files("main")
     assert files is not None and files["model.safetensors"] == f"{fault}{part[:9]}".encode()
+
+
+def test_an_upload_that_is_to_stop_does_not_wait_as_long_as_a_busy_hub_asks(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    server.once("429", "repos/create", 99)
+    server.retry_after = 6
+    began, sums = time.monotonic(), target()
+
+    def pause() -> None:
+        if server.requests:
+            raise Preempted("asked to stop")
+
+    sums.attend(folder, pause)
+    with pytest.raises(Preempted):
+        sums.publish(folder, "v1", record)
+    assert time.monotonic() - began < 3 and len(server.requests) == 1
 
 
 def test_a_branch_and_the_account_of_the_token(tmp_path: Path, server: Hub) -> None:
