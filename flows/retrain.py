@@ -1,7 +1,8 @@
 """Scheduled retraining: is there anything new? Then train, compare with what is published, publish or leave it.
 
 Data counts by content: a local file that was only touched, a commit of the Hub or a listing of a store that is the same
-as before, is nothing new, and trains nothing. A run that failed is continued by the next firing.
+as before, is nothing new, and trains nothing. A run that failed is continued by the next firing. One firing works at a
+time on this machine; firings on several machines are not kept apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.errors import EXIT_REFUSED, ConfigError
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.hub import pinned
-from cosmos_core.run.news import Seen, content_of, note_seen, read_seen
+from cosmos_core.run.news import Seen, content_of, note_seen, read_seen, retraining_lock
 from cosmos_core.run.remote import pinned_urls
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
@@ -57,9 +58,22 @@ def retrain(
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
-    kinds, log = all_kinds(), get_run_logger()
-    plain = load_pipeline(Path(config).expanduser(), overrides, kinds)
+    plain = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     lend_credentials(plain)
+    with retraining_lock(plain) as lock:
+        if flow_run.run_count > 1:
+            lock.acquire()  # it was suspended, and what a person has said since must not be lost
+        elif not lock.try_acquire():
+            seen = read_seen(plain)
+            run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
+            return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
+        return _retrain(plain, (config, overrides), start, approve)
+
+
+def _retrain(plain: Pipeline, given: tuple[str, list[str]], start: Literal["published", "base"], approve: bool) -> Any:
+    """Look for something new, train it and publish, while no other firing does."""
+    kinds, log = all_kinds(), get_run_logger()
+    config, overrides = given
     pipeline = pinned_urls(pinned(on_these_gpus(plain)))
     content, seen = content_of(pipeline), read_seen(pipeline)
     if seen is not None and seen.digest == content and seen.outcome:

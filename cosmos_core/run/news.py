@@ -14,6 +14,7 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import SHARED, Document, read_document, write_json
 from cosmos_core.run.fingerprint import fingerprint
+from cosmos_core.run.lock import Lock
 
 _OF_A_MODEL = "policy.model_revision"
 _COUNTS = ("kind", "result_version", "config", "data", "media", "code", "entry", "chat_template")
@@ -54,6 +55,14 @@ def note_seen(pipeline: Pipeline, seen: Seen) -> None:
     """Note how far the newest retraining of a pipeline is."""
     _file(pipeline).parent.mkdir(parents=True, exist_ok=True)
     write_json(_file(pipeline), seen.model_dump())
+
+
+def retraining_lock(pipeline: Pipeline) -> Lock:
+    """Open the lock that a firing holds from reading the note until it has ended, on this machine.
+
+    A firing that began with older data would otherwise publish after one that began with newer data.
+    """
+    return Lock(_file(pipeline).with_suffix(".lock"))
 
 
 def _file(pipeline: Pipeline) -> Path:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.settings import get_current_settings
 from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
 
@@ -136,6 +139,28 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
     refused = events_of(second)[1]
     assert (refused["payload"]["exit_code"], refused["resource"]["cosmos.stage"]) == (65, "gate")
     assert "accuracy = 0.4, bound 0.5" in refused["payload"]["error"]
+
+
+def test_one_firing_works_at_a_time_so_that_older_data_is_never_published_last(tmp_path: Path) -> None:
+    nightly, end = Nightly(tmp_path), tmp_path / "end"
+    nightly.rows({"accuracy": 0.5, "until": str(end)})
+    command = [sys.executable, "-c", f"from flows.retrain import retrain; retrain({str(nightly.config)!r})"]
+    environment = os.environ | {"PREFECT_API_URL": str(get_current_settings().api.url)}
+    first = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
+    try:
+        learned = "outputs/2*/stages/learn/model/model.safetensors"
+        wait_until(lambda: list(tmp_path.glob(learned)) or first.poll() is not None, 60, "the first firing trains")
+        said = ("StillTraining", f"an earlier firing of run {nightly.runs[0]} has not ended; nothing was done")
+        assert nightly.fire() == said, "the same data"
+        nightly.rows({"accuracy": 0.9})
+        assert nightly.fire() == said, "newer data"
+        end.touch()
+        assert first.wait(60) == 0
+    finally:
+        first.kill()
+    assert nightly.fire()[0] == "Completed"
+    assert nightly.target.published()["metrics"]["validation/accuracy"] == 0.9  # type: ignore[index]
+    assert nightly.fire()[0] == "NothingNew" and len(nightly.runs) == 2
 
 
 def events_of(run_id: str) -> list[dict[str, Any]]:
