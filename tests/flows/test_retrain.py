@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
+from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
 from tasks.kinds import all_kinds
@@ -70,8 +71,8 @@ class Nightly:
     def rows(self, *rows: dict[str, Any]) -> None:
         (self.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def fire(self) -> tuple[str, str]:
-        state = retrain(str(self.config), return_state=True)
+    def fire(self, *overrides: str) -> tuple[str, str]:
+        state = retrain(str(self.config), list(overrides), return_state=True)
         return str(state.name), str(state.message)
 
     @property
@@ -139,6 +140,24 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
     refused = events_of(second)[1]
     assert (refused["payload"]["exit_code"], refused["resource"]["cosmos.stage"]) == (65, "gate")
     assert "accuracy = 0.4, bound 0.5" in refused["payload"]["error"]
+
+
+def test_gates_targets_and_overrides_are_something_new_each_once(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    assert nightly.fire()[0] == "Completed"
+    assert nightly.fire("learn.train.epoch=2")[0] == "NotPromoted", "it is no better"
+    assert nightly.fire()[0] == nightly.fire("learn.train.epoch=2")[0] == "NothingNew", "neither forgets the other"
+    nightly.rows({"accuracy": 0.4})
+    assert nightly.fire()[0] == "NotPromoted"
+    settings = nightly.config.read_text()
+    for old, new in (("> published", ">= 0.1"), ("0.9", "0.8"), ("/published", "/elsewhere")):
+        settings = settings.replace(old, new)
+        nightly.config.write_text(settings)
+        assert (nightly.fire()[0], nightly.fire()[0]) == ("Completed", "NothingNew"), new
+    assert read_state(tmp_path / "outputs" / nightly.runs[-1] / "stages" / "learn").state == "reused"
+    for folder in ("published", "elsewhere"):
+        assert FileTarget(str(tmp_path / folder)).published()["metrics"]["validation/accuracy"] == 0.4  # type: ignore[index]
 
 
 def test_one_firing_works_at_a_time_so_that_older_data_is_never_published_last(tmp_path: Path) -> None:
