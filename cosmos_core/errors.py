@@ -10,6 +10,7 @@
     │   ├── GateFailed   a condition of a gate does not hold                          exit 65
     │   └── DiskFull     there is no room to write                                    exit 1
     └── UploadError      a target refused or lost what was sent                      exit 1
+        └── DamagedRecord  what says which version is published cannot be read      exit 1
 
 A message is one line: what is wrong with which value, the rule, the remedy. To add a class, give it the
 exit code that says whether trying again can help, and keep it picklable: positional string arguments only.
@@ -78,6 +79,10 @@ class UploadError(CosmosError, RuntimeError):
     """An upload target refused, lost or altered what was sent."""
 
 
+class DamagedRecord(UploadError):
+    """What a target says of its versions cannot be read; publishing again writes it anew."""
+
+
 BY_NAME: dict[str, type[CosmosError]] = {
     cls.__name__: cls
     for cls in (
@@ -90,6 +95,7 @@ BY_NAME: dict[str, type[CosmosError]] = {
         GateFailed,
         DiskFull,
         UploadError,
+        DamagedRecord,
     )
 }
 """How a worker's error, written to a file by name, becomes the same error in the launcher."""

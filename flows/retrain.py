@@ -1,7 +1,8 @@
 """Scheduled retraining: is there anything new? Then train, compare with what is published, publish or leave it.
 
 Data counts by content: a local file that was only touched, a commit of the Hub or a listing of a store that is the same
-as before, is nothing new, and trains nothing. A run that failed is continued by the next firing.
+as before, is nothing new, and trains nothing. A run that failed is continued by the next firing. One firing works at a
+time on this machine; firings on several machines are not kept apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.errors import EXIT_REFUSED, ConfigError
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.hub import pinned
-from cosmos_core.run.news import Seen, content_of, note_seen, read_seen
+from cosmos_core.run.news import Seen, content_of, note_of, read_seen, retraining_lock, write_seen
 from cosmos_core.run.remote import pinned_urls
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
@@ -57,26 +58,45 @@ def retrain(
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
-    kinds, log = all_kinds(), get_run_logger()
-    plain = load_pipeline(Path(config).expanduser(), overrides, kinds)
+    plain = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     lend_credentials(plain)
-    pipeline = pinned_urls(pinned(on_these_gpus(plain)))
-    content, seen = content_of(pipeline), read_seen(pipeline)
-    if seen is not None and seen.digest == content and seen.outcome:
-        return Completed(name="NothingNew", message=f"nothing new since run {seen.run_id}, which was {seen.outcome}")
-    unfinished = pipeline.output_dir.expanduser().absolute() / (seen.run_id if seen else "")
-    if seen is not None and seen.digest == content and (unfinished / "pipeline.toml").is_file():
-        log.info("run %s did not end: it is continued", seen.run_id)
-        run = open_run(unfinished, kinds)
-    else:
-        beginning = starting_from_published(pipeline) if start == "published" else []
-        log.info("something is new; starting from %s", beginning or "the model that the pipeline names")
-        run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
-        note_seen(pipeline, Seen(digest=content, run_id=run.id))
-    state, outcome = _train_and_publish(run, approve)
-    if outcome:
-        note_seen(pipeline, Seen(digest=content, run_id=run.id, outcome=outcome))
-    return state
+    note = note_of(plain, overrides, start)
+    with retraining_lock(note) as lock:
+        if flow_run.run_count > 1:
+            lock.acquire()  # it was suspended, and what a person has said since must not be lost
+        elif not lock.try_acquire():
+            seen = read_seen(note)
+            run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
+            return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
+        pipeline = pinned_urls(pinned(on_these_gpus(plain)))
+        content, seen = content_of(pipeline), read_seen(note)
+        if seen is not None and seen.digest == content and seen.outcome:
+            return Completed(
+                name="NothingNew", message=f"nothing new since run {seen.run_id}, which was {seen.outcome}"
+            )
+        run = _unfinished(pipeline, content, seen)
+        if run is None:
+            beginning = starting_from_published(pipeline) if start == "published" else []
+            get_run_logger().info(
+                "something is new; starting from %s", beginning or "the model that the pipeline names"
+            )
+            run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
+            write_seen(note, Seen(digest=content, run_id=run.id))
+        state, outcome = _train_and_publish(run, approve)
+        if outcome:
+            write_seen(note, Seen(digest=content, run_id=run.id, outcome=outcome))
+        return state
+
+
+def _unfinished(pipeline: Pipeline, content: str, seen: Seen | None) -> Run | None:
+    """Return the run of the same content that has not ended; None: there is none."""
+    if seen is None or seen.digest != content:
+        return None
+    path = pipeline.output_dir.expanduser().absolute() / seen.run_id
+    if not (path / "pipeline.toml").is_file():
+        return None
+    get_run_logger().info("run %s did not end: it is continued", seen.run_id)
+    return open_run(path, all_kinds())
 
 
 def _train_and_publish(run: Run, approve: bool) -> tuple[Any, Literal["", "published", "refused", "declined"]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.files import files_below, sha256
 from cosmos_core.run.manifest import problem, read_result
@@ -15,6 +16,8 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome, StageKind
 from cosmos_core.upload.base import Target, open_target
 from cosmos_core.upload.saves import Saves, saves_url
+
+logger = logging.getLogger(__name__)
 
 KIND = StageKind(
     name="upload",
@@ -60,21 +63,33 @@ def run(stage: Stage) -> Outcome:
     if attend := getattr(target, "attend", None):
         attend(stage.path, partial(sleep_unless_stopping, 0))
     _send_saves(stage)
-    if same := _same_weights(target, record):
+    if same := _same_weights(target, folder, record):
         return Outcome(metrics=metrics, info={"model": same, "published": same, "was_published": True})
     published = target.publish(folder, version, record)
     return Outcome(metrics=metrics, info={"model": published, "published": published})
 
 
-def _same_weights(target: Target, record: dict[str, Any]) -> str:
-    """Return what is published now, if it is another run's and has the same files but for its card; else empty."""
+def _same_weights(target: Target, folder: Path, record: dict[str, Any]) -> str:
+    """Return what is published now, if it is another run's and has the same files, undamaged, but for its card; else an
+    empty string."""
     where: Callable[[str], str] | None = getattr(target, "where", None)
-    if where is None:
+    damage: Callable[[Path, str, dict[str, Any]], str] | None = getattr(target, "damage", None)
+    if where is None or damage is None:
         return ""
-    current = target.published()
+    try:
+        current = target.published()
+    except DamagedRecord as error:
+        logger.warning("what was published cannot be told and is published anew: %s", error)
+        return ""
     if current is None or current.get("version") in {None, record["version"]}:
         return ""  # publishing the same version again mends what was damaged
-    return where(str(current["version"])) if _weights(current) == _weights(record) else ""
+    version, weights = str(current["version"]), _weights(record)
+    if _weights(current) != weights:
+        return ""
+    if found := damage(folder, version, {"files": weights}):
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", where(version), found)
+        return ""
+    return where(version)
 
 
 def _weights(record: dict[str, Any]) -> dict[str, str]:

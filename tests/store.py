@@ -133,6 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
         behind.request(self.command, self.path, body=body, headers=headers)
         response = behind.getresponse()
         content = response.read()
+        if request.fault == "flip" and self.command == "GET" and content:
+            middle = len(content) // 2
+            content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         if request.fault == "lost":
             self._reset()
             return

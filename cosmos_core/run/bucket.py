@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,11 @@ _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
 _ALTERED = 3  # times that an object may arrive altered
+_SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
+
+
+class _AlteredError(ConnectionError):
+    """What arrived is not what the store says that it holds."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,11 @@ class Bucket:
 
         def read() -> tuple[bytes, str]:
             found = self.client.get_object(Bucket=self.name, Key=key)
-            return found["Body"].read(), found["ETag"].strip('"')
+            arrived = _Arrived(found)
+            content = found["Body"].read()
+            arrived.update(content)
+            arrived.check(key)
+            return content, found["ETag"].strip('"')
 
         try:
             content, etag = self._again(read)
@@ -168,21 +178,28 @@ class Bucket:
 
         def read() -> str:
             digest = hashlib.sha256()
-            for block in self._blocks(key):
+            for block in self._blocks(key, self.client.get_object(Bucket=self.name, Key=key)):
                 digest.update(block)
             return digest.hexdigest()
 
         return str(self._again(read))
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
-        """Write an object to a file that is whole or not there; with an ETag, only that content of it."""
+        """Write an object to a file that is whole and as the store says, or not there; with an ETag, only that content.
 
+        What arrives altered is fetched again, three times in all.
+        """
+        only = {"IfMatch": f'"{etag}"'} if etag else {}
         partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
         def fetch() -> None:
+            found = self.client.get_object(Bucket=self.name, Key=key, **only)
+            arrived = _Arrived(found)
             with open(partial, "wb") as file:
-                for block in self._blocks(key, etag):
+                for block in self._blocks(key, found):
                     file.write(block)
+                    arrived.update(block)
+                arrived.check(key)
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -193,9 +210,7 @@ class Bucket:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _blocks(self, key: str, etag: str = "") -> Iterator[bytes]:
-        only = {"IfMatch": f'"{etag}"'} if etag else {}
-        found = self.client.get_object(Bucket=self.name, Key=key, **only)
+    def _blocks(self, key: str, found: dict[str, Any]) -> Iterator[bytes]:
         num_read = 0
         for block in found["Body"].iter_chunks(_BLOCK):
             num_read += len(block)
@@ -204,16 +219,50 @@ class Bucket:
             raise ConnectionError(f"{key} ended after {num_read} of {found['ContentLength']} bytes")
 
     def _again(self, read: Any) -> Any:
-        """Read again what was cut off: boto3 repeats requests, but not the reading of a response."""
+        """Read again what was cut off or altered: boto3 repeats requests, but not the reading of a response."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
+        num_altered = 0
         for attempt in range(_ATTEMPTS):
             try:
                 return read()
-            except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError):
-                if attempt == _ATTEMPTS - 1:
+            except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
+                num_altered += isinstance(error, _AlteredError)
+                if attempt == _ATTEMPTS - 1 or num_altered == _ALTERED:
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+
+class _Arrived:
+    """The digest of an object that is read, compared with the one that the store tells: the SHA-256 that our uploads
+    note, or an ETag that is an MD5. It tells none of an object that others sent in parts, or that is encrypted with
+    other keys.
+    """
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        etag = found["ETag"].strip('"')
+        noted = found.get("Metadata", {}).get("sha256", "")
+        has_own_keys = found.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in found
+        if _SHA256.fullmatch(noted):
+            self._digest, self._wanted = hashlib.sha256(), noted
+        elif _MD5.fullmatch(etag) and not has_own_keys:
+            self._digest, self._wanted = hashlib.md5(usedforsecurity=False), etag
+        else:
+            self._digest, self._wanted = None, ""
+
+    def update(self, block: bytes) -> None:
+        """Take in what arrived next."""
+        if self._digest is not None:
+            self._digest.update(block)
+
+    def check(self, key: str) -> None:
+        """Compare what arrived with what the store says.
+
+        Raises:
+            _AlteredError: it is another content.
+        """
+        if self._digest is not None and self._digest.hexdigest() != self._wanted:
+            raise _AlteredError(f"{key} arrived altered {_ALTERED} times")
 
 
 @contextmanager

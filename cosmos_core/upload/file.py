@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
 from cosmos_core.upload.base import RECORD, is_record, moved
 
@@ -36,7 +36,7 @@ class FileTarget:
         """Return the record of what `latest` points to; None: nothing was published yet.
 
         Raises:
-            UploadError: something was, but its record cannot be read.
+            DamagedRecord: something was, but its record cannot be read.
         """
         latest = self.folder / "latest"
         if not latest.is_symlink() and not latest.exists():
@@ -47,7 +47,7 @@ class FileTarget:
         """Return the record of a version.
 
         Raises:
-            UploadError: there is none, or it cannot be read.
+            DamagedRecord: there is none, or it cannot be read.
         """
         return self._record(self.folder / version, "publish again")
 
@@ -61,6 +61,10 @@ class FileTarget:
     def where(self, version: str) -> str:
         """Return the folder of a version."""
         return str(self.folder / version)
+
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Return which file of `record` a version lacks or has altered, or an empty string."""
+        return self._damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Make `version`, which is whole, the published one; `history` is what `history()` returns then.
@@ -82,7 +86,7 @@ class FileTarget:
         """
         path = self.folder / version
         try:
-            if self._damage(path, record):
+            if read_json(path / RECORD) != record or self._damage(path, record):
                 with replaced_folder(path) as building:
                     shutil.copytree(folder, building, dirs_exist_ok=True)
                     write_json(building / RECORD, record)
@@ -98,7 +102,7 @@ class FileTarget:
     def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD)
         if record is None or not is_record(record):
-            raise UploadError(f"{folder / RECORD} is missing or damaged; {remedy}")
+            raise DamagedRecord(f"{folder / RECORD} is missing or damaged; {remedy}")
         found: dict[str, Any] = record
         return found
 

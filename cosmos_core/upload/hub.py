@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.upload.base import RECORD, is_record
 from cosmos_core.upload.card import with_metrics
 
@@ -85,11 +85,22 @@ class HubTarget:
         """Return the record at the head of the branch; None: nothing was published yet.
 
         Raises:
-            UploadError: the Hub cannot be asked, or the record is damaged.
+            DamagedRecord: something was, but its record cannot be read.
+            UploadError: the Hub cannot be asked.
         """
         with self._told():
             found: dict[str, Any] | None = self._again(lambda: self._record(self.branch or "main"))
         return found
+
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Return which file of `record`, as in `folder`, the tag of a version or the branch lacks or has altered, or an
+        empty string."""
+        with self._told():
+            found = [
+                self._again(lambda at=revision: self._damage(folder, record, at))
+                for revision in (version, self.branch or "main")
+            ]
+        return next(filter(None, found), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Commit what is not there, compare, set the tag; return the name of the version.
@@ -105,15 +116,20 @@ class HubTarget:
                 self._again(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
             # One commit may have arrived although its response did not: each attempt looks first.
             self._again(lambda: self._commit(folder, version, record, branch))
-            self._compare(folder, record, branch)
+            if damage := self._again(lambda: self._damage(folder, record, branch)):
+                raise UploadError(f"hub://{self.repository}: {damage} after the commit")
             self._again(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
         return self.where(version)
 
     def _commit(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        there = self._record(branch)
-        if there is not None and there.get("version") == version and there["files"] == record["files"]:
+        try:
+            there = self._record(branch) or {}
+        except DamagedRecord:
+            there = {}  # it is replaced
+        is_sent = there.get("version") == version and there["files"] == record["files"]
+        if is_sent and not self._damage(folder, record, branch):
             return
         head = self.api.repo_info(self.repository, revision=branch)
         operations: list[Any] = [
@@ -128,9 +144,14 @@ class HubTarget:
             self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
         )
 
-    def _compare(self, folder: Path, record: dict[str, Any], branch: str) -> None:
+    def _damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Compare each file with what the Hub says that it has: by SHA-256, or for a small one by the object of git."""
-        found = self._again(lambda: self.api.repo_info(self.repository, revision=branch, files_metadata=True))
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        try:
+            found = self.api.repo_info(self.repository, revision=revision, files_metadata=True)
+        except RevisionNotFoundError:
+            return f"the revision {revision} is missing"
         there = {file.rfilename: file for file in found.siblings or ()}
         for name, sha256 in record["files"].items():
             if name == _CARD:
@@ -140,7 +161,8 @@ class HubTarget:
                 file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _git_object(folder / name)
             )
             if not is_same:
-                raise UploadError(f"hub://{self.repository}: {name} is missing or altered after the commit")
+                return f"{name} is missing or altered"
+        return ""
 
     def _record(self, revision: str) -> dict[str, Any] | None:
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
@@ -157,7 +179,7 @@ class HubTarget:
         except ValueError:
             found = None
         if not is_record(found):
-            raise UploadError(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
+            raise DamagedRecord(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
         return dict(found)
 
     def _again(self, call: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import UploadError
+from cosmos_core.errors import DamagedRecord, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
 from cosmos_core.upload.base import JOURNAL, RECORD, is_record, moved
 from cosmos_core.upload.transfer import Journal, Transfer
@@ -44,7 +44,8 @@ class S3Target:
         """Return the record of what the pointer names; None: nothing was published yet.
 
         Raises:
-            UploadError: something was, but it cannot be read.
+            DamagedRecord: something was, but nobody can tell what.
+            UploadError: the store is not reached.
         """
         history = self.history()
         return self.record_of(history[-1]) if history else None
@@ -53,26 +54,41 @@ class S3Target:
         """Return the record of a version.
 
         Raises:
-            UploadError: there is none, or it is damaged.
+            DamagedRecord: there is none, or it is damaged.
         """
         record = self._read(f"{version}/{RECORD}")
         if record is None or not is_record(record):
-            raise UploadError(f"{self.where(version)}/{RECORD} is missing or damaged; publish again")
+            raise DamagedRecord(f"{self.where(version)}/{RECORD} is missing or damaged; publish again")
         return record
 
     def history(self) -> list[str]:
-        """Return the versions that the pointer has named, the present one last."""
+        """Return the versions that the pointer has named, the present one last.
+
+        Raises:
+            DamagedRecord: the pointer cannot be read.
+        """
         pointer = self._read(POINTER)
         if pointer is None:
             return []
         found = pointer.get("history") if isinstance(pointer, dict) else None
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found) or not found:
-            raise UploadError(f"{self.where(POINTER)} is damaged; publish again, or remove it")
+            raise DamagedRecord(f"{self.where(POINTER)} is damaged; publish again, or remove it")
         return list(found)
 
     def where(self, version: str) -> str:
         """Return the URL of a version."""
         return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
+
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Return which file of `record`, as in `folder`, a version lacks or has altered as far as the store tells, or
+        an empty string."""
+        with told(self.where(version)):
+            for name, sha256 in record["files"].items():
+                there = self.bucket.head(self._key(f"{version}/{name}"))
+                sent = (sha256, (folder / name).stat().st_size)
+                if there is None or (there["metadata"].get("sha256"), there["size"]) != sent:
+                    return f"{name} is missing or altered"
+        return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Send what is not there, read it all back, move the pointer; return the URL of the version.
@@ -102,8 +118,15 @@ class S3Target:
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_STAYS}")
-            names = moved(self.history(), version) if history is None else history
+            names = moved(self._history_or_none(), version) if history is None else history
             self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
+
+    def _history_or_none(self) -> list[str]:
+        """Return the history, which begins anew where the pointer is damaged: it could not be replaced otherwise."""
+        try:
+            return self.history()
+        except DamagedRecord:
+            return []
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name

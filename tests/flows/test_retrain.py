@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.settings import get_current_settings
 from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
+from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
 from tasks.kinds import all_kinds
@@ -67,8 +71,8 @@ class Nightly:
     def rows(self, *rows: dict[str, Any]) -> None:
         (self.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def fire(self) -> tuple[str, str]:
-        state = retrain(str(self.config), return_state=True)
+    def fire(self, *overrides: str) -> tuple[str, str]:
+        state = retrain(str(self.config), list(overrides), return_state=True)
         return str(state.name), str(state.message)
 
     @property
@@ -136,6 +140,46 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
     refused = events_of(second)[1]
     assert (refused["payload"]["exit_code"], refused["resource"]["cosmos.stage"]) == (65, "gate")
     assert "accuracy = 0.4, bound 0.5" in refused["payload"]["error"]
+
+
+def test_gates_targets_and_overrides_are_something_new_each_once(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    assert nightly.fire()[0] == "Completed"
+    assert nightly.fire("learn.train.epoch=2")[0] == "NotPromoted", "it is no better"
+    assert nightly.fire()[0] == nightly.fire("learn.train.epoch=2")[0] == "NothingNew", "neither forgets the other"
+    nightly.rows({"accuracy": 0.4})
+    assert nightly.fire()[0] == "NotPromoted"
+    settings = nightly.config.read_text()
+    for old, new in (("> published", ">= 0.1"), ("0.9", "0.8"), ("/published", "/elsewhere")):
+        settings = settings.replace(old, new)
+        nightly.config.write_text(settings)
+        assert (nightly.fire()[0], nightly.fire()[0]) == ("Completed", "NothingNew"), new
+    assert read_state(tmp_path / "outputs" / nightly.runs[-1] / "stages" / "learn").state == "reused"
+    for folder in ("published", "elsewhere"):
+        assert FileTarget(str(tmp_path / folder)).published()["metrics"]["validation/accuracy"] == 0.4  # type: ignore[index]
+
+
+def test_one_firing_works_at_a_time_so_that_older_data_is_never_published_last(tmp_path: Path) -> None:
+    nightly, end = Nightly(tmp_path), tmp_path / "end"
+    nightly.rows({"accuracy": 0.5, "until": str(end)})
+    command = [sys.executable, "-c", f"from flows.retrain import retrain; retrain({str(nightly.config)!r})"]
+    environment = os.environ | {"PREFECT_API_URL": str(get_current_settings().api.url)}
+    first = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
+    try:
+        learned = "outputs/2*/stages/learn/model/model.safetensors"
+        wait_until(lambda: list(tmp_path.glob(learned)) or first.poll() is not None, 60, "the first firing trains")
+        said = ("StillTraining", f"an earlier firing of run {nightly.runs[0]} has not ended; nothing was done")
+        assert nightly.fire() == said, "the same data"
+        nightly.rows({"accuracy": 0.9})
+        assert nightly.fire() == said, "newer data"
+        end.touch()
+        assert first.wait(60) == 0
+    finally:
+        first.kill()
+    assert nightly.fire()[0] == "Completed"
+    assert nightly.target.published()["metrics"]["validation/accuracy"] == 0.9  # type: ignore[index]
+    assert nightly.fire()[0] == "NothingNew" and len(nightly.runs) == 2
 
 
 def events_of(run_id: str) -> list[dict[str, Any]]:

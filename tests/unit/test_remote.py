@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.run.bucket import Bucket, told
 from cosmos_core.run.directory import create_run, open_or_create_run
+from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import fetch, pinned_url
+from cosmos_core.upload.transfer import Transfer
 from tasks.kinds import all_kinds
 from tasks.stage import perform
 from tests.store import Proxy
@@ -60,6 +63,31 @@ def test_a_fetch_that_was_broken_off_goes_on_with_what_is_missing(tmp_path: Path
     proxy.reset()
     assert len(list(fetch(pin, tmp_path).iterdir())) == 4
     assert reads(proxy) == ["f3"]
+
+
+@pytest.mark.parametrize("size", [300, 12 << 20])
+def test_what_arrives_altered_is_fetched_again(tmp_path: Path, proxy: Proxy, size: int) -> None:
+    (tmp_path / "m").mkdir()
+    weights = tmp_path / "m" / "weights"
+    weights.write_bytes(random.Random(0).randbytes(size))
+    transfer = Transfer(Bucket("models"), part_bytes=5 << 20)  # the larger one is sent in parts and has no MD5
+    transfer.send({f"altered-{size}/weights": (weights, sha256(weights))})
+    pin = pinned_url(put(f"altered-{size}", rows="1"))
+    proxy.once("flip", lambda request: request.method == "GET" and request.key.endswith(("weights", "rows")), 2)
+    folder = fetch(pin, tmp_path / "fetched")
+    assert (folder / "weights").read_bytes() == weights.read_bytes() and (folder / "rows").read_text() == "1"
+    assert len(reads(proxy)) == 4 and sum(request.fault == "flip" for request in proxy.requests) == 2
+
+
+def test_what_arrives_altered_each_time_is_one_line_and_is_not_kept(tmp_path: Path, proxy: Proxy) -> None:
+    pin = pinned_url(put("bad", rows="1"))
+    proxy.reset(lambda request: "flip" if request.key.endswith("rows") else "")
+    with pytest.raises(DataError, match=r"^s3://models/bad: bad/rows arrived altered 3 times$"):
+        fetch(pin, tmp_path)
+    assert reads(proxy) == ["rows"] * 3
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    proxy.reset()
+    assert (fetch(pin, tmp_path) / "rows").read_text() == "1"
 
 
 def test_an_object_whose_name_leaves_the_folder_is_refused(tmp_path: Path) -> None:

@@ -143,6 +143,31 @@ def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> Non
     assert FileTarget(tmp_path / "published").history() == ["20250101000000-abcdef01"]
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "published.json"])
+@pytest.mark.parametrize("text", [None, "{"])
+def test_the_same_weights_are_published_again_where_the_published_version_is_damaged(
+    tmp_path: Path, damaged: str, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = upload_stage(tmp_path)
+    first = Path(upload.run(stage).info["published"])
+    (first / damaged).unlink() if text is None else (first / damaged).write_text(text)
+    stage.fingerprint = "0" * 16
+    second = upload.run(stage).info
+    assert second == dict.fromkeys(("model", "published"), str(tmp_path / "published" / "20250101000000-00000000"))
+    assert tree(Path(second["published"]))["model.safetensors"] == "weights"
+    assert FileTarget(tmp_path / "published").history() == [first.name, Path(second["published"]).name]
+    [said] = [each.getMessage() for each in caplog.records if each.name == "tasks.upload"]
+    assert damaged in said and "anew" in said
+
+
+def test_a_record_that_is_no_record_is_mended_by_publishing_the_same_version(tmp_path: Path) -> None:
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
+    file = Path(target.publish(source, "v1", record_of(source))) / "published.json"
+    file.write_text("{}")
+    target.publish(source, "v1", record_of(source))
+    assert target.published() == record_of(source)
+
+
 def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) -> None:
     source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
     target.publish(source, "v1", record_of(source))

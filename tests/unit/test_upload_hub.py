@@ -82,6 +82,22 @@ def test_the_next_version_replaces_the_files_and_the_tag_keeps_the_old_one(tmp_p
     assert old is not None and old["old.txt"] == b"of v1 alone"
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "sub/config.json", "published.json"])
+def test_a_branch_that_somebody_damaged_is_mended_by_publishing_the_same_version(
+    tmp_path: Path, server: Hub, damaged: str
+) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    target().publish(folder, "v1", record)
+    assert target().damage(folder, "v1", record) == ""
+    assert target().damage(folder, "v2", record) == "the revision v2 is missing"
+    repository = server.repositories["team/sums"]
+    repository.commit("main", dict(repository.files("v1") or {}) | {damaged: b"broken"}, "somebody")
+    if damaged != "published.json":
+        assert target().damage(folder, "v1", record) == f"{damaged} is missing or altered"
+    assert target().publish(folder, "v1", record) == "hub://team/sums@v1"
+    assert target().published() == record and repository.files("main") == repository.files("v1")
+
+
 @pytest.mark.parametrize(
     ("fault", "part", "times"),
     [

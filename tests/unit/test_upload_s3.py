@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.upload import transfer
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
@@ -86,6 +86,44 @@ def test_publishing_again_sends_nothing_and_mends_what_was_damaged(
     target.publish(folder, "v1", record)
     found = content(target, "v1")
     assert found.pop("published.json") and found == record["files"]
+
+
+def test_damage_is_what_is_gone_or_other_than_it_was_sent(tmp_path: Path, target: S3Target) -> None:
+    folder, record = model(tmp_path / "m")
+    target.publish(folder, "v1", record)
+    assert target.damage(folder, "v1", record) == ""
+    key = f"{target.prefix}/v1/model.safetensors"
+    is_sent = {"sha256": record["files"]["model.safetensors"]}
+    target.bucket.client.put_object(Bucket="models", Key=key, Body=b"cut off", Metadata=is_sent)
+    assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered"
+    target.bucket.write(key, (folder / "model.safetensors").read_bytes())
+    assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered", "nobody says what it holds"
+    target.bucket.remove(key)
+    assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered"
+
+
+@pytest.mark.parametrize("text", [b"{bad", b"[]", b'{"history": []}'])
+def test_a_damaged_pointer_or_record_is_replaced_by_publishing_again(
+    tmp_path: Path, target: S3Target, text: bytes
+) -> None:
+    folder, record = model(tmp_path / "m")
+    target.publish(folder, "v1", record)
+    for name in ("latest.json", "v1/published.json"):
+        target.bucket.write(f"{target.prefix}/{name}", text)
+        with pytest.raises(DamagedRecord, match=r"publish again"):
+            target.published()
+        target.publish(folder, "v1", record)
+        assert target.published() == record and target.history() == ["v1"]
+
+
+def test_a_pointer_that_cannot_be_read_now_keeps_its_history(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
+    folder, record = model(tmp_path / "m")
+    target.publish(folder, "v1", record)
+    proxy.reset(lambda request: "500" if request.method == "GET" and request.key.endswith("latest.json") else "")
+    with pytest.raises(UploadError, match="the store responds with"):
+        target.publish(folder, "v2", record)
+    proxy.reset()
+    assert target.history() == ["v1"]
 
 
 def is_weights(request: Request) -> bool:
