@@ -243,6 +243,7 @@ class _Arrived:
         etag = found["ETag"].strip('"')
         noted = found.get("Metadata", {}).get("sha256", "")
         has_own_keys = found.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in found
+        self._digest: hashlib._Hash | None
         if _SHA256.fullmatch(noted):
             self._digest, self._wanted = hashlib.sha256(), noted
         elif _MD5.fullmatch(etag) and not has_own_keys:

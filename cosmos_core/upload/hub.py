@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class HubTarget:
         empty string."""
         with self._told():
             found = [
-                self._again(lambda at=revision: self._damage(folder, record, at))
+                self._again(partial(self._damage, folder, record, revision))
                 for revision in (version, self.branch or "main")
             ]
         return next(filter(None, found), "")
