@@ -35,7 +35,7 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import start_time, sweep
+from cosmos_core.launch.processes import sweep, this_process
 from cosmos_core.launch.slots import branch_slots, held
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
@@ -362,7 +362,7 @@ def _take_charge(path: Path) -> None:
     """
     state = read_state(path)
     if state.launcher_pid != os.getpid():
-        update_state(path, launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), failures=0)
+        update_state(path, **this_process(), failures=0)
     elif state.state == "failed":
         update_state(path, state="retrying")
         worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError, CosmosError
-from cosmos_core.launch.processes import is_alive
+from cosmos_core.launch.processes import SILENT_SECONDS, is_alive
 from cosmos_core.run.directory import PIPELINE, list_runs, read_facts, runs_in
 from cosmos_core.run.files import SHARED, read_object
 from cosmos_core.run.lock import Lock
@@ -29,7 +29,6 @@ from cosmos_core.upload.base import open_target
 
 _REMOVED = "removed"
 _ACTIVE = {"running", "retrying"}
-_SILENT_SECONDS = 600.0  # a run of another machine that was heard of since then may run
 _READ_BY_PEOPLE = ("run.json", PIPELINE)
 
 
@@ -134,7 +133,7 @@ def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
             lock.release()
     for stage in (path / "stages").glob("*"):
         state = read_state(stage)
-        is_recent = time.time() - (state.heartbeat or 0.0) < _SILENT_SECONDS
+        is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
         if state.state in _ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False

@@ -6,13 +6,16 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+SILENT_SECONDS = 600.0  # what another machine runs may go on while it was heard of since then
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
 LOOK = "cosmos-look-"  # and the pid: beginning of the name of a folder of temporary files
 _SCRATCH = "cosmos-"
@@ -29,6 +32,12 @@ def start_time(pid: int) -> float | None:
         return round(process.create_time() - psutil.boot_time(), 2) if _is_running(process) else None
     except psutil.NoSuchProcess:
         return None
+
+
+def this_process() -> dict[str, Any]:
+    """Return what `State` says of the launcher, if it is this process."""
+    pid = os.getpid()
+    return {"launcher_pid": pid, "launcher_started": start_time(pid), "launcher_host": socket.gethostname()}
 
 
 def is_alive(pid: int | None, started: float | None) -> bool:

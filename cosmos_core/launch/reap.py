@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 from uuid import UUID
 
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import is_alive, sweep
+from cosmos_core.launch.processes import SILENT_SECONDS, is_alive, sweep
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.state import read_state, update_state
+from cosmos_core.run.state import State, read_state, update_state
 
 _ACTIVE = {"running", "retrying"}
 _NOTE = "pool.json"
@@ -30,11 +31,21 @@ def reap(output_dir: Path) -> Iterator[str]:
             state = read_state(path)
             if state.state not in _ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
                 continue
+            if other := _elsewhere(state):
+                yield f"{run.name}/{path.name}: runs on {other}; reap there what is left of it"
+                continue
             worker.reap(path)
             update_state(path, state="stopped", ended=time.time(), error="its flow is gone; resume the run")
             yield f"{run.name}/{path.name}: ended; it goes on with: cosmos resume {run}"
     if os.environ.get("PREFECT_API_URL"):
         yield from _on_the_server(output_dir, {run.name for run in abandoned})
+
+
+def _elsewhere(state: State) -> str:
+    """The other machine that runs a stage, with which this one shares the folder, or an empty string; of one that is
+    silent nothing is left."""
+    is_heard = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
+    return state.launcher_host if is_heard and state.launcher_host != socket.gethostname() else ""
 
 
 def _is_abandoned(run: Path) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
-from cosmos_core.launch.processes import is_alive, kill_marked, remove_scratch, start_time
+from cosmos_core.launch.processes import is_alive, kill_marked, remove_scratch, this_process
 from cosmos_core.run.files import SHARED, Document, read_document, room_may_be_missing
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
@@ -137,8 +137,7 @@ def run(launch: Launch) -> Result:
     try:
         update_state(
             path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-            launcher_pid=os.getpid(), launcher_started=start_time(os.getpid()), spans=[*spans, (began, None)],
-            ended=None, error="",
+            **this_process(), spans=[*spans, (began, None)], ended=None, error="",
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
         with _live.following(child):

@@ -40,6 +40,8 @@ class State(Document):
     """What every process of the attempt has in its environment."""
     launcher_pid: int | None = None
     launcher_started: float | None = None
+    launcher_host: str = ""
+    """Where that process is; folders of runs may be shared by machines."""
     heartbeat: Seconds | None = None
     """This and what follows: what the worker said last."""
     phase: str = ""

@@ -120,7 +120,14 @@ def _of_no_process(data: bytes) -> State | None:
     except ValueError:
         return None
     return state.model_copy(
-        update={"pid": None, "pid_started": None, "mark": "", "launcher_pid": None, "launcher_started": None}
+        update={
+            "pid": None,
+            "pid_started": None,
+            "mark": "",
+            "launcher_pid": None,
+            "launcher_started": None,
+            "launcher_host": "",
+        }
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,9 @@ def test_reap_ends_what_a_dead_flow_left_and_no_run_that_somebody_has(outputs: P
     held = claim(run)
     assert said("reap", "--output-dir", str(outputs)) == "nothing is left over\n"
     held.release()
+    update_state(run.stage_path("first"), launcher_host="another", heartbeat=time.time())
+    assert said("reap", "--output-dir", str(outputs)) == "dead/first: runs on another; reap there what is left of it\n"
+    update_state(run.stage_path("first"), heartbeat=time.time() - 601)
     assert said("reap", "--output-dir", str(outputs)) == (
         f"dead/first: ended; it goes on with: cosmos resume {run.path}\n"
     )
