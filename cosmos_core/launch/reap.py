@@ -42,7 +42,7 @@ def reap(output_dir: Path) -> Iterator[str]:
 
 
 def _elsewhere(state: State) -> str:
-    """The other machine that runs a stage, with which this one shares the folder, or an empty string; of one that is
+    """The other machine that runs the stage, with which this one shares the folder, or an empty string; of one that is
     silent nothing is left."""
     is_heard = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
     return state.launcher_host if is_heard and state.launcher_host != socket.gethostname() else ""
