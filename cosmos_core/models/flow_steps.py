@@ -21,6 +21,9 @@ from torch import Tensor
 
 from cosmos_core.models.flow import clean_estimate, mean_per_sample, noise_estimate, per_sample
 
+_PURE = 0.999
+"""A noise level above is as good as pure noise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Levels:
@@ -49,9 +52,10 @@ Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
 
 def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     """Return the step of FlowGRPO (arXiv 2505.05470): noise eta sqrt(sigma / (1 - sigma)), with the drift that keeps
-    the distribution at each noise level."""
+    the distribution at each noise level. It grows without bound as sigma goes to 1: at pure noise, and at what is as
+    good as that, 1 - sigma is that of the second level."""
     sigma, step = levels.sigma, levels.next - levels.sigma
-    rate = eta * torch.sqrt(sigma / (1 - torch.minimum(sigma, levels.second)))
+    rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second, sigma)))
     half = rate**2 / (2 * sigma)
     mean = x * per_sample(1 + half * step, x) + v * per_sample((1 + half * (1 - sigma)) * step, x)
     return Transition(mean, rate * torch.sqrt(-step), rate)

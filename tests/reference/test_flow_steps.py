@@ -55,6 +55,14 @@ def test_a_stochastic_step_and_its_log_probability_are_those_of_the_paper(name: 
         assert found.rate[b].item() == pytest.approx(std if name == "cps" else std / math.sqrt(TABLE[i] - TABLE[i + 1]))
 
 
+@pytest.mark.parametrize(("first", "inside"), [(1.0, 0.9), (0.9997, 0.9), (0.995, 0.995)])
+def test_pure_noise_alone_takes_its_noise_from_the_second_level(first: float, inside: float) -> None:
+    x, v = torch.randn(2, 1, 2, 2, dtype=torch.float64)
+    levels = Levels(*(torch.tensor([s], dtype=torch.float64) for s in (first, 0.9, 0.9)))
+    expected = 0.7 * math.sqrt(first / (1 - inside)) * math.sqrt(first - 0.9)
+    assert transition("flow", x, v, levels, 0.7).std.item() == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", ["flow", "dance", "cps", "ddim"])
 def test_without_noise_a_stochastic_step_is_that_of_euler(name: str) -> None:
     x, v = torch.randn(2, 3, 2, 2, dtype=torch.float64), torch.randn(2, 3, 2, 2, dtype=torch.float64)
