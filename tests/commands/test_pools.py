@@ -189,7 +189,7 @@ def pids_of(flow_run: str) -> list[int]:
 def test_a_parent_that_dies_finds_its_child_again(orchestra: Orchestra, place: Workspace) -> None:
     parent = place.start("run", write(place, 150), "--run-id", "orphans")
     run = place.path / "outputs" / "orphans"
-    wait_until(lambda: step(run) > 3, 120, "the first stage trains")
+    wait_until(lambda: step(run) > 3, 300, "the first stage trains")
     before = child(run, "first")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
@@ -202,7 +202,7 @@ def test_a_parent_that_dies_finds_its_child_again(orchestra: Orchestra, place: W
 def test_a_parent_that_is_cancelled_cancels_its_child_which_saves(orchestra: Orchestra, place: Workspace) -> None:
     flow_run = orchestra.run("post-train/local", f"config={write(place, 3000)}", "run_id=cancelled")
     run = place.path / "outputs" / "cancelled"
-    wait_until(lambda: step(run) > 3, 120, "the first stage trains")
+    wait_until(lambda: step(run) > 3, 300, "the first stage trains")
     own = child(run, "first")["flow_run"]
     orchestra.prefect("flow-run", "cancel", flow_run)
     orchestra.wait_for(flow_run, "CANCELLED", 60)

@@ -167,3 +167,17 @@ def test_a_window_behind_the_last_step_of_a_rollout_is_refused(
         ConfigError, match=rf"window_size = \d: there are {count} such steps .*num_steps = 10; lower it"
     ):
         check_capabilities(pipeline)
+
+
+def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
+    for mode in ("colocated", "colocated_separated", "disaggregated"):
+        assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
+    several = ("rollout.parallelism.n_init_replicas=3", "rollout.parallelism.tp_size=2")
+    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *several))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine shares the GPU of one rank"):
+        check_capabilities(load(tmp_path, GRPO, "mode='colocated_separated'", *several))
+    with pytest.raises(ConfigError, match=r"tp_size = 2: backend 'hf' has the whole model on each rank"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.backend='hf'", *several))
+    average = ("train.ema_enable=true", "validation.enable=true")
+    with pytest.raises(ConfigError, match="moving average of train"):
+        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_load import GRPO, SFT, load, refused
 
@@ -390,17 +390,3 @@ def test_every_rule_has_a_case_on_either_side() -> None:
         "multi-turn": 1, "validation": 1, "rollout": 1, "logging": 1, "distillation": 1, "cross: PP": 1,
         "cross: GRPO + LoRA": 1, "cross: staleness": 1, "worker check": 2, "colocated check": 1,
     }  # fmt: skip
-
-
-def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
-    for mode in ("colocated", "colocated_separated", "disaggregated"):
-        assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
-    several = ("rollout.parallelism.n_init_replicas=3", "rollout.parallelism.tp_size=2")
-    check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *several))
-    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine shares the GPU of one rank"):
-        check_capabilities(load(tmp_path, GRPO, "mode='colocated_separated'", *several))
-    with pytest.raises(ConfigError, match=r"tp_size = 2: backend 'hf' has the whole model on each rank"):
-        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.backend='hf'", *several))
-    average = ("train.ema_enable=true", "validation.enable=true")
-    with pytest.raises(ConfigError, match="moving average of train"):
-        check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))
