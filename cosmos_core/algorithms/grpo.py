@@ -257,7 +257,7 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
     elif config.rollout_correction:
         low, high = config.rollout_correction_low, config.rollout_correction_high
         found = replace(found, rule=config.rollout_correction, low=low, high=high)
-    elif config.use_rollout_logprobs_for_loss or config.aipo_rho:
+    elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
         pass  # the ratio itself is that to the rollout policy
     elif sampling is not None and sampling.is_off_policy:
         found = replace(found, rule="truncate", high=CAP)

@@ -199,9 +199,10 @@ class RewardRunner:
         total, metrics, errors, is_raised = 0.0, {}, [], False
         for (reward, weight), result in zip(self._weights.items(), results, strict=True):
             name = self._names[reward]
-            is_raised |= result.is_raised
             if result.value is None:
-                errors.append(f"{name}: {result.error}")
+                if weight:
+                    errors.append(f"{name}: {result.error}")
+                    is_raised |= result.is_raised
                 continue
             total += weight * result.value
             metrics[name] = result.value

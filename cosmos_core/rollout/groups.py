@@ -118,7 +118,8 @@ class Filter:
     def keeps(self, group: ScoredGroup) -> bool:
         """Say whether the valid completions of a group differ in what they are filtered by."""
         valid = [score for score in group.scores if score.value is not None]
-        found = {tuple(score.metrics.get(name) for name in self.metrics) or score.value for score in valid}
+        known = [score for score in valid if all(name in score.metrics for name in self.metrics)]
+        found = {tuple(score.metrics[name] for name in self.metrics) or score.value for score in known}
         return len(found) > 1
 
     def most_sampled(self, num_groups: int) -> float:

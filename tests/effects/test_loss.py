@@ -13,6 +13,7 @@ from cosmos_core.algorithms.base import Update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
+from cosmos_core.types import Sampling
 from tests.effects.change import GRPO, Change, changes
 from tests.unit.trainers import Given, grpo, micro_batch
 
@@ -46,18 +47,18 @@ def samples() -> list[Sample]:
     ]
 
 
-def updates(recipe: Recipe) -> list[Update]:
+def updates(recipe: Recipe, sampling: Sampling | None = None) -> list[Update]:
     policy = recipe.train.train_policy
     assert isinstance(policy, GrpoConfig)
 
     old = [torch.full((n,), LOGPROB - math.log(r)) for n, r in zip(LENGTHS, RATIOS, strict=True)]
     reference = [torch.full((n,), LOGPROB + math.log(2)) for n in LENGTHS]
-    return list(grpo(policy).updates(samples(), Given(policy=old, reference=reference)))
+    return list(grpo(policy, sampling).updates(samples(), Given(policy=old, reference=reference)))
 
 
-def loss(recipe: Recipe) -> float:
+def loss(recipe: Recipe, sampling: Sampling | None = None) -> float:
     """Of the last optimizer step of a train step."""
-    update = updates(recipe)[-1]
+    update = updates(recipe, sampling)[-1]
     mask_BS = torch.tensor([[position < n for position in range(2)] for n in LENGTHS])
     logprobs_BS, entropy_BS = torch.full((3, 2), LOGPROB), torch.full((3, 2), ENTROPY)
     return update.loss(micro_batch(update.samples, logprobs_BS, mask_BS, entropy=entropy_BS)).value.item()
@@ -118,3 +119,10 @@ def test_it_changes_when_the_reference_is_reset(change: Change, expected: list[t
             assert len(list(algorithm.updates(samples(), view))) == 1
         found.append(view.resets)
     assert found == [[("reference", True)] * 2, expected]
+
+
+def test_a_form_of_aipo_that_compares_with_the_old_policy_weights_tokens_of_another_distribution() -> None:
+    clamped = Change("train.train_policy.aipo_form", "clamped", AIPO)
+    cut = Sampling(temperature=1.0, top_k=3)
+    assert loss(clamped.before, cut) == pytest.approx(loss(clamped.before)), "its ratio is that to the rollout policy"
+    assert loss(clamped.after, cut) == pytest.approx((-2 * 2 * 2 + 3 * 0.5 + 0.5) / 4)

@@ -1,7 +1,8 @@
 """Reward functions that judge all completions of a prompt at once, and those that groups are filtered by."""
 
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.types import Completion, Group, Prompt, Segment
+from cosmos_core.rollout.groups import Filter
+from cosmos_core.types import Completion, Group, Prompt, ScoredGroup, Segment
 
 GROUP_BEHAVIOURS = '''
 import asyncio, os, time
@@ -65,4 +66,7 @@ def test_a_reward_of_weight_zero_is_a_metric_to_filter_groups_by(tmp_path):
     with RewardRunner({f"{file}:act": 0.0, "exact_match": 1.0}, timeout_seconds=5, num_workers=1) as runner:
         scores = runner.score([{"to_be_evaluated": text, "reference": "7"} for text in ("7", "raise")])
     assert (scores[0].value, scores[0].metrics) == (1.0, {"act": 7.0, "exact_match": 1.0})
-    assert scores[1].value is None
+    assert (scores[1].value, scores[1].metrics, scores[1].error) == (0.0, {"exact_match": 0.0}, "")
+    # what has not the metric says nothing of whether the others differ in it
+    assert not Filter(("act",)).keeps(ScoredGroup(group_of("7", "raise"), tuple(scores)))
+    assert Filter().keeps(ScoredGroup(group_of("7", "raise"), tuple(scores)))
