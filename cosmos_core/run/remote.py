@@ -139,7 +139,8 @@ def _without_pointer(url: str) -> str:
 
 def _listed(url: str) -> list[Object]:
     name, prefix = split_url(url)
-    found = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(f"{prefix}/")]
+    below = f"{prefix}/".lstrip("/")  # the whole bucket where there is no prefix
+    found = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
     found = [each for each in found if not each.key.endswith("/")]  # some tools make an object for a folder
     if not found:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")

@@ -46,6 +46,16 @@ def test_the_same_content_is_fetched_once_wherever_it_lies(tmp_path: Path, proxy
     assert fetch(pinned_url(f"{one}/rows"), tmp_path).read_text() == "1", "an object alone is a file"
 
 
+def test_a_whole_bucket_is_a_folder(tmp_path: Path) -> None:
+    bucket = Bucket("whole")
+    bucket.client.create_bucket(Bucket="whole")
+    for key in ("rows", "deep/more"):
+        bucket.write(key, key.encode())
+    for url in ("s3://whole", "s3://whole/"):
+        folder = fetch(pinned_url(url), tmp_path)
+        assert [(folder / key).read_text() for key in ("rows", "deep/more")] == ["rows", "deep/more"]
+
+
 def test_what_was_changed_since_it_was_pinned_is_refused(tmp_path: Path) -> None:
     pin = pinned_url(put("changed", rows="1"))
     put("changed", rows="2")
