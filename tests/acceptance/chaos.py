@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -179,12 +180,20 @@ class Chaos:
                     found[f"{stage}/{Path(file['path']).name}"] = file["sha256"]
         return found
 
+    def folders(self) -> list[Path]:
+        """Where the machines keep their runs."""
+        return [self.workspace.path / "outputs", *map(self.orchestra.machine, POOLS)]
+
+    def forget(self) -> None:
+        """Remove all runs: the next one would reuse what they made."""
+        for folder in self.folders():
+            shutil.rmtree(folder, ignore_errors=True)
+
     def trained_twice(self, name: str) -> list[str]:
         """Stages that were finished more than once on any machine."""
-        folders = [self.workspace.path / "outputs", *map(self.orchestra.machine, POOLS)]
         problems = []
         for stage in _MADE_ONCE:
-            files = [folder / name / "stages" / stage / "events.jsonl" for folder in folders]
+            files = [folder / name / "stages" / stage / "events.jsonl" for folder in self.folders()]
             lines = {line for file in files if file.is_file() for line in file.read_text().splitlines()}
             count = sum(event.get("event") == "done" for event in json_objects(lines))
             if count != 1:
@@ -206,6 +215,7 @@ def prove(folder: Path) -> Proof:
             whole = chaos.disturbed("undisturbed", 0)
             expected = chaos.weights("undisturbed")
             assert len(expected) == 2, expected
+            chaos.forget()
             logger.info("undisturbed: %.0f s", whole.seconds)
             while (left := KILLS - sum(len(each.kills) for each in rounds)) > 0:
                 if time.monotonic() - began > 60 * MINUTES:
@@ -215,6 +225,7 @@ def prove(folder: Path) -> Proof:
                     each.problems.append("weights differ")
                 each.problems += chaos.trained_twice(each.name)
                 rounds.append(each)
+                chaos.forget()
                 logger.info("%s: %s", each.name, "; ".join(each.problems) or "identical")
         finally:
             chaos.orchestra.close()
