@@ -1,7 +1,7 @@
 """Run one function on several ranks, each a process with a torch process group, as if it were a call.
 
-Ranks are Ray actors in a placement group, on an embedded cluster or on that of `RAY_ADDRESS`; or plain child processes
-of this one. An error on one rank ends all, and is raised here with its own class.
+Ranks are Ray actors in a placement group, on an embedded cluster or on that of `RAY_ADDRESS`; or plain processes
+of this machine. An error on one rank ends all, and is raised here with its own class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -41,6 +41,8 @@ _STORE_BYTES = 1 << 30
 """Of shared memory: for two buckets of weights on their way to engines, and what was not read yet."""
 _MOST_RESTARTS = 3
 """Of ranks, of which one has died, beside actors that live."""
+_SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transformers.modeling_utils", "peft"]
+"""By the process that plain ranks are forked from, which computes nothing."""
 _DEATH_SECONDS = 10.0
 """Until Ray tells of a dead rank, whose peers may have told of a broken connection before."""
 
@@ -142,7 +144,9 @@ def _outcome(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bool
     return True, value if rendezvous.rank == 0 else None
 
 
-def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous) -> None:
+def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
+    os.environ.clear()  # it is that of the process that forks, as it was when that began
+    os.environ |= environment
     told = Told()
     threading.Thread(target=_listen, args=(pipe, told), daemon=True).start()
     pipe.send(_outcome(program, told, rendezvous))
@@ -157,12 +161,13 @@ def _listen(pipe: Connection, told: Told) -> None:
 
 
 def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
-    context, store = mp.get_context("spawn"), open_store("127.0.0.1", size)
+    context, store = mp.get_context("forkserver"), open_store("127.0.0.1", size)
+    context.set_forkserver_preload(_SLOW_TO_IMPORT)
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
         rendezvous = Rendezvous(rank, size, "127.0.0.1", store.port, rank)
-        process = context.Process(target=_local_main, args=(theirs, program, rendezvous))
+        process = context.Process(target=_local_main, args=(theirs, program, rendezvous, dict(os.environ)))
         process.start()
         theirs.close()
         pipes.append(ours)

@@ -11,9 +11,11 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,17 +92,14 @@ class Chaos:
         }
         return sorted(pid for pid, command in found.items() if kinds[victim](command))
 
-    def kill(self, wanted: str) -> str:
-        """Kill one process of a kind, or of another where there is none; return what it was."""
-        others = self.random.sample(VICTIMS, len(VICTIMS))
-        for victim in (wanted, *others):
-            if pids := self.pids(victim):
-                try:
-                    os.kill(self.random.choice(pids), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                return victim
-        raise AssertionError("there is nothing to kill, not even a server")
+    def kill(self, victim: str) -> bool:
+        """Kill one process of a kind; False: there is none."""
+        pids = self.pids(victim)
+        with suppress(ProcessLookupError):
+            if pids:
+                os.kill(self.random.choice(pids), signal.SIGKILL)
+                return True
+        return False
 
     def mend(self) -> None:
         """Start a server and workers that are gone again."""
@@ -115,14 +114,14 @@ class Chaos:
         """A pipeline under so many kills, to its end."""
         found, began = Round(name), time.monotonic()
         flow_run = self.begin(name)
-        due = began + self.random.uniform(3.0, 12.0)
+        due, victim = began + self.random.uniform(3.0, 12.0), self.random.choice(VICTIMS)
         while True:
-            if len(found.kills) < kills and time.monotonic() > due:
-                found.kills.append(self.kill(self.random.choice(VICTIMS)))
+            if len(found.kills) < kills and time.monotonic() > due and self.kill(victim):
+                found.kills.append(victim)
                 logger.info("%s: killed %s after %.0f s", name, found.kills[-1], time.monotonic() - began)
                 time.sleep(self.random.uniform(0.0, 3.0))
                 self.mend()
-                due = time.monotonic() + self.random.uniform(2.0, 12.0)
+                due, victim = time.monotonic() + self.random.uniform(2.0, 12.0), self.random.choice(VICTIMS)
             if self.is_complete(name):
                 break
             state = self.orchestra.flow_run(flow_run)["state_type"]
@@ -132,7 +131,11 @@ class Chaos:
                     break
                 found.resumes += 1
                 logger.info("%s: its flow run is %s; resumed", name, state)
-                done = self.workspace.cosmos("resume", name, timeout=_RUN_SECONDS, code=None)
+                try:
+                    done = self.workspace.cosmos("resume", name, timeout=_RUN_SECONDS, code=None)
+                except subprocess.TimeoutExpired:
+                    found.problems.append(f"resume took more than {_RUN_SECONDS:.0f} s")
+                    continue
                 if done.returncode:
                     logger.info("resume exited with %d: %s", done.returncode, done.stderr[-500:])
             time.sleep(0.5)

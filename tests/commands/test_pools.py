@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
@@ -155,6 +157,7 @@ def test_a_reward_service_is_started_on_a_pool_for_a_stage_and_ends_with_it(
     assert noted["services"][0]["status"] == "ok"
 
 
+@pytest.mark.full  # that of machines which share no disk has pools and such a kill too
 def test_each_stage_runs_on_its_pool_and_a_child_that_is_killed_is_followed_by_one_that_goes_on(
     orchestra: Orchestra, place: Workspace
 ) -> None:
@@ -199,6 +202,7 @@ def test_a_parent_that_dies_finds_its_child_again(orchestra: Orchestra, place: W
     assert read_state(run / "stages" / "second").state == "done"
 
 
+@pytest.mark.full
 def test_a_parent_that_is_cancelled_cancels_its_child_which_saves(orchestra: Orchestra, place: Workspace) -> None:
     flow_run = orchestra.run("post-train/local", f"config={write(place, 3000)}", "run_id=cancelled")
     run = place.path / "outputs" / "cancelled"

@@ -115,6 +115,7 @@ def test_a_recipe_in_the_format_of_llava_learns_and_publishes_a_whole_model(work
         assert (export / name).read_bytes() == (workspace.path / "model" / name).read_bytes()
 
 
+@pytest.mark.full
 def test_two_ranks_train_what_one_trains_when_some_rows_show_no_image(workspace: Workspace) -> None:
     """Ten rows a step, three of the twelve without an image: batches of one rank alone would not have one."""
     write(workspace, without=3)

@@ -98,7 +98,7 @@ def test_the_answer_is_that_of_the_first_rank(launcher: Any) -> None:
     assert WorkerGroup(2, launcher).run(members.total) == 3.0
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError) as caught:

@@ -66,6 +66,7 @@ def step_of(workspace: Workspace, name: str) -> int:
     return int(progress["step"]) if isinstance(progress, dict) else 0
 
 
+@pytest.mark.full
 def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> None:
     stages = STAGE.replace("NAME", "layers").replace("dp_shard_size = SIZE", "pp_size = 2")
     workspace.write("p.toml", text(4, one=1, two=2) + stages)

@@ -103,7 +103,8 @@ def on(size: int, done: Stage, stop_after: int | None, scratch: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "two", "four"), [pytest.param("experts", EP2, EP4, marks=pytest.mark.full), ("adapter", DP2, None)]
+    ("kind", "two", "four"),
+    [pytest.param(*each, marks=pytest.mark.full) for each in (("experts", EP2, EP4), ("adapter", DP2, None))],
 )
 def test_it_begins_on_a_mesh_and_ends_on_one_rank(
     kind: str, two: dict[str, int], four: dict[str, int] | None, task: Path, tmp_path: Path, alone: dict[str, Stage]

@@ -10,8 +10,8 @@ from tests.faults.flow_cells import CELLS, Cell, Cells
 from tests.forks import Forks
 
 COVERING = {
-    Cell("sd3", "nft+data", "full"), Cell("sana", "flow_grpo", "lora"), Cell("sana_video", "sft", "full"),
-    Cell("cosmos_predict", "nft", "lora"),
+    Cell("sd3", "nft+data", "full"), Cell("sana", "flow_grpo", "lora"), Cell("sana_video", "nft", "lora"),
+    Cell("cosmos_predict", "sft", "full"),
 }  # fmt: skip
 """Each family, each training and each kind of weights."""
 

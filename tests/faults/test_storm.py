@@ -26,7 +26,8 @@ def storms() -> Iterator[Storms]:
     shim.remove_library()
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_after_a_storm_all_is_as_if_nothing_had_happened(storms: Storms, seed: int) -> None:
     storm = storms.weather(seed, trunk="sft")
     assert not storm.problems, storm
