@@ -15,8 +15,8 @@ class _Lean(MetaPathFinder):
     SciPy, pandas and boto3 are a fifth of the time in which a process starts."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name in _UNUSED:
-            where, asked = _UNUSED[name]
+        where, asked = _UNUSED.get(name, ("", ""))
+        if where in sys.modules:
             setattr(sys.modules[where], asked, lambda: False)
 
 

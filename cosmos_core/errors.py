@@ -6,6 +6,7 @@
     ├── ModelError       a model folder, tokenizer or checkpoint is wrong            exit 64
     ├── RewardError      a reward function does not exist or cannot be used          exit 64
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
+    │   └── Cancelled    by a person, so nothing starts it again but one             exit 75
     ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
     │   ├── GateFailed   a condition of a gate does not hold                          exit 65
     │   └── DiskFull     there is no room to write                                    exit 1
@@ -61,6 +62,10 @@ class Preempted(CosmosError):
     exit_code = EXIT_PREEMPTED
 
 
+class Cancelled(Preempted):
+    """A person cancelled it."""
+
+
 class StageFailed(CosmosError, RuntimeError):
     """A stage ended without a result although its configuration was accepted."""
 
@@ -91,6 +96,7 @@ BY_NAME: dict[str, type[CosmosError]] = {
         ModelError,
         RewardError,
         Preempted,
+        Cancelled,
         StageFailed,
         GateFailed,
         DiskFull,

@@ -22,7 +22,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import BY_NAME, ConfigError, CosmosError, Preempted, StageFailed
+from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
@@ -193,8 +193,10 @@ def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
     where = f"stage {stage.name!r} on {stage.work_pool!r}"
     if state.state == "failed" and state.error_type in BY_NAME:
         return BY_NAME[state.error_type](state.error)
-    if ended.state_type == StateType.CANCELLED or state.state == "stopped":
-        return Preempted(f"{where}: {state.error or 'cancelled'}")
+    if ended.state_type == StateType.CANCELLED:
+        return Cancelled(f"{where}: its flow run was cancelled")
+    if state.state == "stopped":
+        return Preempted(f"{where}: {state.error or 'stopped'}")
     if ended.state_type == StateType.COMPLETED and state.state in FINISHED:
         return StageFailed(f"{where}: it is done there, but {path} has no result: the machines share no disk")
     return StageFailed(f"{where}: its flow run {ended.state_name}: {' '.join(str(message).split())}")

@@ -29,6 +29,7 @@ from cosmos_core.environment import handed_on
 from cosmos_core.errors import (
     EXIT_REFUSED,
     EXIT_USAGE,
+    Cancelled,
     CosmosError,
     DiskFull,
     Preempted,
@@ -139,12 +140,12 @@ def stage_task(run: Run, name: str, *, is_here: bool = False, slot: threading.Se
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """Decide about a retry: never of a user's mistake, always of a preemption, of a crash until `retries` in a row
-    brought no progress."""
+    """Decide about a retry: never of a user's mistake or what a person cancelled, always of a preemption, of a crash
+    until `retries` in a row brought no progress."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, DiskFull):
-        return False  # a failure that cannot be written cannot be counted either
+    if isinstance(error, (Cancelled, DiskFull)):  # a failure that cannot be written cannot be counted either
+        return False
     if isinstance(error, Preempted):
         return True
     return read_state(run.stage_path(name)).failures <= run.pipeline.stage(name).retries

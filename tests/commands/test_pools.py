@@ -189,16 +189,27 @@ def pids_of(flow_run: str) -> list[int]:
     return [pid for pid, command in processes_below(Path(flow_run)).items() if "worker start" not in command]
 
 
-def test_a_parent_that_dies_finds_its_child_again(orchestra: Orchestra, place: Workspace) -> None:
+def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_its_child_again(
+    orchestra: Orchestra, place: Workspace
+) -> None:
     parent = place.start("run", write(place, 150), "--run-id", "orphans")
     run = place.path / "outputs" / "orphans"
     wait_until(lambda: step(run) > 3, 300, "the first stage trains")
+    cancelled = child(run, "first")
+    orchestra.prefect("flow-run", "cancel", cancelled["flow_run"])
+    assert parent.wait(120) != 0
+    assert "is not complete; continue it with: cosmos resume outputs/orphans" in (place.path / "command.log").read_text()
+    assert child(run, "first") == cancelled, "nothing was begun again"
+
+    parent, stood = place.start("resume", "orphans"), step(run)
+    wait_until(lambda: step(run) > stood, 300, "the first stage goes on")
     before = child(run, "first")
+    assert before["attempt"] == 2
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     place.cosmos("resume", "orphans", timeout=200)
     assert child(run, "first") == before, "the same child was followed to its end"
-    assert starts(run, "first") == [0]
+    assert len(starts(run, "first")) == 2 and starts(run, "first")[1] > 3, "it went on from its checkpoint"
     assert read_state(run / "stages" / "second").state == "done"
 
 
