@@ -38,8 +38,17 @@ class Orchestra:
             "OMP_NUM_THREADS": "1",
         }
         mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
-        self.environment = quiet_environment(mine | self.settings)
+        self.environment = quiet_environment(
+            mine | self.settings | {"PREFECT_API_DATABASE_CONNECTION_URL": self._database()}
+        )
         self.worker: subprocess.Popen[str] | None = None
+
+    def _database(self) -> str:
+        """Return the URL of an SQLite that is used through one connection, as Prefect does with any that has this word
+        in its URL: of two writers the second one waits for a minute, and keeps the interpreter from the first."""
+        folder = self.folder / ":memory:"
+        folder.mkdir(parents=True, exist_ok=True)
+        return f"sqlite+aiosqlite:///{folder}/prefect.db"
 
     def open(self) -> None:
         """Start the server, make the pool, deploy everything in `prefect.yaml`."""

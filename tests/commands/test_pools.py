@@ -198,7 +198,9 @@ def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_
     cancelled = child(run, "first")
     orchestra.prefect("flow-run", "cancel", cancelled["flow_run"])
     assert parent.wait(120) != 0
-    assert "is not complete; continue it with: cosmos resume outputs/orphans" in (place.path / "command.log").read_text()
+    assert (
+        "is not complete; continue it with: cosmos resume outputs/orphans" in (place.path / "command.log").read_text()
+    )
     assert child(run, "first") == cancelled, "nothing was begun again"
 
     parent, stood = place.start("resume", "orphans"), step(run)
