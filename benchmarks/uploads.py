@@ -121,7 +121,7 @@ def training(folder: Path, sends: str, options: argparse.Namespace) -> tuple[lis
         *(f"task.arguments.{key}={value}" for key, value in arguments.items()),
     ]
     run = create_run(load_pipeline(folder / "p.toml", overrides, all_kinds()))
-    for name in ("task", "sft"):
+    for name in ("task", "sft-data", "sft"):
         perform(run, name)
     lines = [json.loads(line) for line in (run.stage_path("sft") / "metrics.jsonl").read_text().splitlines()]
     events = (run.stage_path("sft") / "events.jsonl").read_text()
