@@ -194,7 +194,7 @@ def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_
 ) -> None:
     parent = place.start("run", write(place, 150), "--run-id", "orphans")
     run = place.path / "outputs" / "orphans"
-    wait_until(lambda: step(run) > 3, 300, "the first stage trains")
+    wait_until(lambda: step(run) > 3, 120, "the first stage trains")
     cancelled = child(run, "first")
     orchestra.prefect("flow-run", "cancel", cancelled["flow_run"])
     assert parent.wait(120) != 0
@@ -204,7 +204,7 @@ def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_
     assert child(run, "first") == cancelled, "nothing was begun again"
 
     parent, stood = place.start("resume", "orphans"), step(run)
-    wait_until(lambda: step(run) > stood, 300, "the first stage goes on")
+    wait_until(lambda: step(run) > stood, 120, "the first stage goes on")
     before = child(run, "first")
     assert before["attempt"] == 2
     parent.send_signal(signal.SIGKILL)
@@ -219,7 +219,7 @@ def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_
 def test_a_parent_that_is_cancelled_cancels_its_child_which_saves(orchestra: Orchestra, place: Workspace) -> None:
     flow_run = orchestra.run("post-train/local", f"config={write(place, 3000)}", "run_id=cancelled")
     run = place.path / "outputs" / "cancelled"
-    wait_until(lambda: step(run) > 3, 300, "the first stage trains")
+    wait_until(lambda: step(run) > 3, 120, "the first stage trains")
     own = child(run, "first")["flow_run"]
     orchestra.prefect("flow-run", "cancel", flow_run)
     orchestra.wait_for(flow_run, "CANCELLED", 60)
