@@ -36,6 +36,7 @@ from cosmos_core.rollout.base import (
     stop_token_ids,
 )
 from cosmos_core.rollout.vllm_adapter import adapter_of
+from cosmos_core.rollout.vllm_memory import drop_name, own_names
 from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
@@ -94,7 +95,8 @@ class VllmEngine:
                 self.weight_format = "adapter"
             try:
                 arguments = self._adapter.arguments if self._adapter else {}
-                self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
+                with nullcontext() if is_alone() or self._has_ranks else own_names():
+                    self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
                 raise ConfigError(
@@ -102,6 +104,8 @@ class VllmEngine:
                 ) from error
             if self._has_ranks:
                 end_together(self._llm)
+            elif not is_alone():
+                drop_name()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """See `Engine.submit`."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from cosmos_core.rollout.base import Bucket, EngineSettings, Receiver
 from cosmos_core.rollout.replica import Packed, packed, unpacked
+from cosmos_core.rollout.vllm_memory import drop_name
 
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = {
@@ -67,10 +68,11 @@ class RankExtension:
     model_runner: Any
 
     def end_with(self, pid: int) -> None:
-        """Have the kernel end this process with its parent, whatever it waits for."""
+        """Have the kernel end this process with its parent, whatever it waits for, and nothing stay behind."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != pid:  # it ended before we asked
             os._exit(1)
+        drop_name()
 
     def begin_weights(self) -> None:
         """Expect all weights, as `GPUModelRunner.reload_weights` does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
+from tests.conftest import wait_until
 from tests.distributed import members
 
 STEPS = 3
@@ -156,6 +157,19 @@ def test_it_stops_on_two_ranks_and_goes_on_on_four_and_on_one(
     assert_like(one, alone["full"])
 
 
+def shared_memory() -> list[Path]:
+    return list(Path("/dev/shm").glob("*cpushm*"))
+
+
+@pytest.fixture
+def left_by_a_killed_run() -> Iterator[None]:
+    path = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # as vLLM itself names it
+    path.touch()
+    yield
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("left_by_a_killed_run")
 @pytest.mark.parametrize(("mesh", "tp_size"), [("dp", 2), pytest.param("tp", 1, marks=pytest.mark.full)])
 def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
@@ -164,7 +178,9 @@ def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task
         backend="vllm", parallelism=done.recipe.rollout.parallelism.derived(tp_size=tp_size)
     )
     done.recipe = done.recipe.derived(rollout=rollout)
+    before = set(shared_memory())
     on(done, tmp_path)
+    wait_until(lambda: set(shared_memory()) <= before, 30, "no name of shared memory stays behind")  # of tests beside
     lines = read_metrics(done.path / "metrics.jsonl")
     assert [line["rollout/version_lag"] for line in lines] == [0.0] * STEPS
     assert all(line["rollout/logprob_difference_max"] < 1e-4 for line in lines), "a rank has other weights"
