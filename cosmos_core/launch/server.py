@@ -143,6 +143,9 @@ class _Server:
         self._home = home
         home.chmod(0o700)  # parameters and states are in its database
         self._log = home / "server.log"
+        # Prefect uses one connection where the URL has this word. With more, the second of two writers keeps the
+        # interpreter from the first until SQLite gives up, after a minute.
+        self._database = home.absolute() / ":memory:" / "prefect.db"
         auth = f"cosmos:{secrets.token_urlsafe(24)}"
         _write_private(home / "auth", auth)
         with socket.socket() as probe:
@@ -170,11 +173,10 @@ class _Server:
         self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
 
     def start(self, meanwhile: Callable[[], object]) -> None:
-        database = self._home / "prefect.db"
-        template = _template()
+        database, template = self._database, _template()
         if database.exists() and not _is_whole(database):  # it tells again what the run directory holds
             logger.warning("%s is damaged and is made anew", database)
-            for file in self._home.glob("prefect.db*"):
+            for file in database.parent.glob("prefect.db*"):
                 file.unlink()
         is_made_here = not database.exists() and not _copy_database(template, database)
         child = self._spawn()
@@ -203,7 +205,10 @@ class _Server:
 
     def _spawn(self) -> Child:
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
-        self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=self.environment)
+        environment = self.environment | {
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}"
+        }
+        self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=environment)
         return self._child
 
     def _keep_alive(self) -> None:

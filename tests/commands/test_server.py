@@ -55,10 +55,10 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     with prefect_server(tmp_path / "second", meanwhile=kill):
         assert killed, "it was started again"
         expect_a_server_that_asks_who_is_there(tmp_path / "second" / "server-1")
-    with closing(sqlite3.connect(tmp_path / "second" / "server-1" / "prefect.db")) as database:
+    with closing(sqlite3.connect(tmp_path / "second" / "server-1" / ":memory:" / "prefect.db")) as database:
         assert database.execute("select count(*) from marker").fetchone() == (0,)
     template.write_text("damaged")
-    mine = tmp_path / "third" / "server-1" / "prefect.db"
+    mine = tmp_path / "third" / "server-1" / ":memory:" / "prefect.db"
     mine.parent.mkdir(parents=True)
     mine.write_bytes(b"damaged, too" * 1000)
     with prefect_server(tmp_path / "third"):
