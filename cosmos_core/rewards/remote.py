@@ -48,6 +48,11 @@ class _Found:
     is_told: bool = False
     """The service said that it cannot be scored, rather than nothing."""
 
+    def lacks(self, function: RewardFunctionConfig, reason: str, *, is_told: bool) -> None:
+        """Note that a function gave no score; one of weight 0 is only watched."""
+        if function.weight:
+            self.error, self.is_told = self.error or f"{function.name}: {reason}", is_told
+
 
 class RemoteRewards:
     """Score completions by the functions of a reward service.
@@ -229,9 +234,8 @@ def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequen
     """
     scores, errors = said.get("scores"), said.get("errors")
     if not isinstance(scores, dict):
-        reason = f"{function.name}: {said.get('error') or 'the response has no scores'}"
         for each in found:
-            each.error, each.is_told = each.error or reason, bool(said.get("error"))
+            each.lacks(function, said.get("error") or "the response has no scores", is_told=bool(said.get("error")))
         return
     key = function.score_key or function.name
     keys = [key] if key in scores else [part.strip() for part in key.split("+") if part.strip()]
@@ -247,8 +251,7 @@ def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequen
                 each.metrics[f"{function.name}/{name}"] = value
         if None in values:
             reason = errors[i] if isinstance(errors, list) and len(errors) == len(found) and errors[i] else ""
-            each.error = each.error or f"{function.name}: {reason or 'the response has no number for it'}"
-            each.is_told = True
+            each.lacks(function, reason or "the response has no number for it", is_told=True)
             continue
         each.scores[function] = each.metrics[function.name] = math.fsum(v for v in values if v is not None)
 

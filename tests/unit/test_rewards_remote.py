@@ -197,6 +197,16 @@ def test_a_response_without_a_number_is_invalid_and_never_0(said: dict[str, Any]
     assert score.error and re.search(reason, score.error)
 
 
+def test_a_function_of_weight_0_without_a_number_costs_its_metrics_alone() -> None:
+    said: dict[str, dict[str, Any]] = {"mean": {"mean": [2.0]}, "watched": {"watched": [None]}}
+    with serving(score=lambda fields, array, name: said[name]) as server:
+        asked = config({"name": "mean", "clip_max": 255.0}, {"name": "watched", "weight": 0.0})
+        remote = RemoteRewards(asked, server.service)
+        [score] = remote.score(images(0))
+    assert (score.value, score.metrics, score.error) == (2.0, {"mean": 2.0}, "")
+    assert remote.counts["missing"] == 0
+
+
 def never(sent: Sent) -> Reply:
     return reply(400, {"X-Reward-State": "pending"}, message="Not found scores")
 
