@@ -85,18 +85,19 @@ def prove_export(
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
     """
-    with merged(model):
-        expected = revert_weight_conversion(model, plain_state(model))
-        checks = _prove_files(expected, target, dtype)
-        free = psutil.virtual_memory().available if memory is None else memory
-        first = fitting(model, dtype, int(free * _MEMORY_SHARE))
-        with cut_to(model, first):
-            merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer, first)
-    checks += about_reload
-    if not is_adapted(model):
-        return checks
-    with cut_to(model, first):
-        return checks + _prove_adapter(model, merged_BTV, target, first)
+    with fresh_interpreter() as pool:
+        with merged(model):
+            expected = revert_weight_conversion(model, plain_state(model))
+            checks = _prove_files(expected, target, dtype)
+            free = psutil.virtual_memory().available if memory is None else memory
+            first = fitting(model, dtype, int(free * _MEMORY_SHARE))
+            with cut_to(model, first):
+                merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer, first, pool)
+        checks += about_reload
+        if is_adapted(model):
+            with cut_to(model, first):
+                checks += _prove_adapter(model, merged_BTV, target, first, pool)
+    return checks
 
 
 def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
@@ -153,10 +154,11 @@ def _prove_reload(
     dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase | None,
     first: FirstLayers | None,
+    pool: ProcessPool,
 ) -> tuple[torch.Tensor, list[str]]:
     """Compare the logits BTV of transformers, in a fresh interpreter and offline, with those of this process."""
     logits_BTV = _trainer_logits(model, dtype)
-    reloaded_BTV, reloaded_tokenizer = _reloaded(model, target, first)
+    reloaded_BTV, reloaded_tokenizer = _reloaded(model, target, first, pool)
     checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
     if tokenizer is not None:
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
@@ -169,20 +171,27 @@ def _prove_reload(
 
 
 def _prove_adapter(
-    model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None
+    model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Merging changes the logits by rounding alone, and PEFT computes them from the base and the adapter."""
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
     folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
-    reloaded_BTV, _ = _reloaded(model, folder, first)
+    reloaded_BTV, _ = _reloaded(model, folder, first, pool)
     return [
         _compare_logits("merge", logits_BTV, merged_BTV, target, first, rounding),
         _compare_logits("adapter", logits_BTV, reloaded_BTV, folder, first, tolerance),
     ]
 
 
-def _reloaded(model: PreTrainedModel, folder: Path, first: FirstLayers | None) -> tuple[torch.Tensor, list[object]]:
+def fresh_interpreter() -> ProcessPool:
+    """Return a pool of one interpreter that knows nothing of this one, and begins with the first task."""
+    return ProcessPool(1, initializer=start_fresh, initargs=(os.getpid(),), context=get_context("spawn"))
+
+
+def _reloaded(
+    model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
+) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV of a fresh interpreter, and what its tokenizer does."""
     attention = model.config._attn_implementation or "sdpa"
     probe = Probe(
@@ -193,14 +202,13 @@ def _reloaded(model: PreTrainedModel, folder: Path, first: FirstLayers | None) -
         first,
     )
     failed = f"export {folder} failed the check 'reload'"
-    with ProcessPool(1, initializer=start_fresh, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
-        try:
-            logits_BTV, tokenizer = pool.schedule(compute_logits, (folder, probe), timeout=_RELOAD_SECONDS).result()
-        except TimeoutError:
-            raise StageFailed(f"{failed}: not loaded after {_RELOAD_SECONDS} s") from None
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+    try:
+        logits_BTV, tokenizer = pool.schedule(compute_logits, (folder, probe), timeout=_RELOAD_SECONDS).result()
+    except TimeoutError:
+        raise StageFailed(f"{failed}: not loaded after {_RELOAD_SECONDS} s") from None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
     return torch.from_numpy(logits_BTV), tokenizer
 
 

@@ -8,16 +8,13 @@ bit for bit.
 from __future__ import annotations
 
 import filecmp
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pebble import ProcessPool
 from torch import Tensor
 
 from cosmos_core.errors import StageFailed
@@ -26,7 +23,7 @@ from cosmos_core.models.export_pipeline import exported_state, untrained_files
 from cosmos_core.models.families import family_of
 from cosmos_core.models.lora import FOLDER, is_adapted, merged
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.prove import same_bits, some_of, start_fresh, tensors_of
+from cosmos_core.models.prove import fresh_interpreter, same_bits, some_of, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
 _SECONDS = 3000
@@ -162,7 +159,7 @@ def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
 def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the image of each probe, drawn by a fresh interpreter."""
     failed = f"export {probes[0].folder} failed the check 'reload'"
-    with ProcessPool(1, initializer=start_fresh, initargs=(os.getpid(),), context=get_context("spawn")) as pool:
+    with fresh_interpreter() as pool:
         try:
             found = pool.schedule(draw_all, (probes,), timeout=_SECONDS).result()
         except TimeoutError:

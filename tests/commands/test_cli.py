@@ -272,6 +272,7 @@ def test_a_run_makes_only_what_is_new_changed_or_damaged(workspace: Workspace) -
     workspace.expect_quiet()
 
 
+@pytest.mark.full
 def test_two_identical_runs_started_together_train_once(workspace: Workspace) -> None:
     workspace.write("toy.toml", COUNTING.replace("steps = 3, seconds = 0.01", "steps = 100, seconds = 0.1"))
     both = [workspace.start("run", "toy.toml") for _ in range(2)]

@@ -243,6 +243,7 @@ def test_cosmos_run_shows_progress_metrics_curves_and_cards_on_the_given_server(
     place.expect_quiet()
 
 
+@pytest.mark.full
 def test_one_stage_of_a_run_is_a_deployment_of_its_own(orchestra: Orchestra, place: Workspace) -> None:
     file = place.write("counting.toml", COUNTING)
     run = create_run(load_pipeline(file, [f"pipeline.output_dir={place.path}/outputs"], all_kinds()))
@@ -371,7 +372,9 @@ def test_the_ghost_of_a_killed_attempt_confuses_nobody_after_a_retry_in_the_ui(
     expect_gone(flow_run, 15)
 
 
-@pytest.mark.parametrize(("publish", "ended"), [(True, "Completed"), (False, "Declined")])
+@pytest.mark.parametrize(
+    ("publish", "ended"), [pytest.param(True, "Completed", marks=pytest.mark.full), (False, "Declined")]
+)
 def test_retraining_waits_for_a_person_and_does_what_is_said(
     orchestra: Orchestra, place: Workspace, publish: bool, ended: str
 ) -> None:

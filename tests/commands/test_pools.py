@@ -310,40 +310,47 @@ def weights(orchestra: Orchestra, run: str) -> dict[str, str]:
     return {file["path"]: file["sha256"] for file in result["outputs"] if file["path"].endswith(".safetensors")}
 
 
-def test_machines_that_share_no_disk_bring_a_pipeline_to_its_end_and_one_that_is_empty_goes_on(
+def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed: bool) -> Path:
+    """Run the pipeline to its end. Disturbed, the machine that trains dies with its disk once a checkpoint is stored;
+    the next one has nothing but the store."""
+    flow_run = orchestra.run("post-train/local", f"config={write_apart(place, name)}", f"run_id={name}")
+    run = place.path / "outputs" / name
+    if is_disturbed:
+        saved = ArtifactStore(f"s3://models/{name}")
+        wait_until(lambda: stored_steps(orchestra, saved, name), 180, "a checkpoint is stored")
+        for pid in pids_of(child(run, "sft")["flow_run"]):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(orchestra.machine("gpu"))
+    orchestra.wait_for(flow_run, "COMPLETED", 240)
+    assert len((run / "stages" / "sft" / "metrics.jsonl").read_text().splitlines()) == 30
+    return run
+
+
+def test_machines_that_share_no_disk_bring_a_pipeline_to_its_end_though_one_dies_with_its_own(
     orchestra: Orchestra, place: Workspace, s3: Proxy
 ) -> None:
-    config = write_apart(place, "apart")
-    orchestra.wait_for(orchestra.run("post-train/local", f"config={config}", "run_id=apart"), "COMPLETED", 240)
-    run = place.path / "outputs" / "apart"
+    run = run_apart(orchestra, place, "apart", is_disturbed=True)
     states = {stage.name: read_state(stage).state for stage in (run / "stages").iterdir()}
     assert states == dict.fromkeys(("task", "sft-data", "sft", "export", "gate", "publish"), "done")
-    assert len((run / "stages" / "sft" / "metrics.jsonl").read_text().splitlines()) == 30
+    events = [json.loads(line) for line in (run / "stages/sft/events.jsonl").read_text().splitlines()]
+    assert [each["detail"].partition("_")[0] for each in events if each["event"] == "fetched"] == ["step"]
     assert (run / "report.html").is_file()
     assert not list(run.glob("stages/*/safetensors/**/*.safetensors")), "no weights where none are read"
-    assert {path.name for path in orchestra.machine("gpu").glob("apart/stages/*")} == {"task", "sft-data", "sft"}
+    assert "export" not in {path.name for path in orchestra.machine("gpu").glob("apart/stages/*")}
     assert len(weights(orchestra, "apart")) == 1
     assert S3Target("models/apart/published").published() is not None
 
-    # The machine of the training dies with its disk; the next one has nothing but the store.
+
+@pytest.mark.full
+def test_a_machine_that_dies_with_its_disk_changes_no_weight(orchestra: Orchestra, place: Workspace, s3: Proxy) -> None:
+    run_apart(orchestra, place, "alone", is_disturbed=False)
     shutil.rmtree(orchestra.machine("gpu"))  # what was made there would be reused
-    config = write_apart(place, "empty")
-    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=empty")
-    sft = place.path / "outputs" / "empty" / "stages" / "sft"
-    saved = ArtifactStore("s3://models/empty")
-    wait_until(lambda: stored_steps(orchestra, saved), 180, "a checkpoint is stored")
-    for pid in pids_of(child(place.path / "outputs" / "empty", "sft")["flow_run"]):
-        os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(orchestra.machine("gpu"))
-    orchestra.wait_for(flow_run, "COMPLETED", 240)
-    events = [json.loads(line) for line in (sft / "events.jsonl").read_text().splitlines()]
-    assert [each["detail"].partition("_")[0] for each in events if each["event"] == "fetched"] == ["step"]
-    assert len((sft / "metrics.jsonl").read_text().splitlines()) == 30
-    assert weights(orchestra, "empty") == weights(orchestra, "apart")
+    run_apart(orchestra, place, "empty", is_disturbed=True)
+    assert weights(orchestra, "empty") == weights(orchestra, "alone")
 
 
-def stored_steps(orchestra: Orchestra, saved: ArtifactStore) -> list[str]:
+def stored_steps(orchestra: Orchestra, saved: ArtifactStore, run: str) -> list[str]:
     """Names of the checkpoints that are stored of the training that runs on the machine of the pool `gpu`."""
-    path = orchestra.machine("gpu") / "empty" / "stages" / "sft"
+    path = orchestra.machine("gpu") / run / "stages" / "sft"
     found = read_json(path / "fingerprint.json")
     return saved.checkpoints(found["value"], path).names() if isinstance(found, dict) else []

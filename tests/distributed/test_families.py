@@ -158,6 +158,7 @@ def test_what_a_family_cannot_is_refused_by_name(index: int, of_two: dict[int, P
     assert list(REFUSED.values())[index] in of_two[len(TWO) + index].with_suffix(".txt").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", cells(FOUR))
 def test_four_ranks_do_what_one_does(index: int, of_four: dict[int, Path], models: Path, tmp_path: Path) -> None:
     case = FOUR[index]

@@ -107,7 +107,7 @@ def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> Non
     assert time.monotonic() - began < 900  # a barrier waits half an hour
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_a_rank_that_dies_ends_all(launcher: Any) -> None:
     with pytest.raises(StageFailed, match=r"rank [01]"):
         WorkerGroup(2, launcher).run(members.die)
@@ -168,6 +168,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(launcher: Any) -> None:
     assert {ip for ip, _ in found if not ip_address(ip.removeprefix("::ffff:")).is_loopback} == set()
 
 
+@pytest.mark.full
 def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     path = tmp_path / "sft"
     with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):

@@ -127,7 +127,7 @@ def assert_like(done: Stage, alone: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [mesh if mesh in ("tp", "hsdp") else pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES]
+    "mesh", [mesh if mesh == "tp" else pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES]
 )
 def test_a_mesh_generates_and_learns_as_one_rank(
     mesh: str, task: Path, tmp_path: Path, alone: dict[str, Stage]
@@ -138,6 +138,7 @@ def test_a_mesh_generates_and_learns_as_one_rank(
     assert_like(done, alone["full"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["pp"])
 def test_an_adapter_too(mesh: str, task: Path, tmp_path: Path, alone: dict[str, Stage]) -> None:
     done = rl(task, tmp_path / "rl", LORA, MESHES[mesh])

@@ -83,7 +83,9 @@ def test_without_a_class_the_remedy_is_named(flux: Path) -> None:
     assert "FluxPipeline is of no family here" in check.detail and "policy.model_class" in check.detail
 
 
-@pytest.mark.parametrize(("name", "model_class"), [("flux", CLASS), ("unet", UNET)], ids=["flux", "unet"])
+@pytest.mark.parametrize(
+    ("name", "model_class"), [("flux", CLASS), pytest.param("unet", UNET, marks=pytest.mark.full)], ids=["flux", "unet"]
+)
 def test_it_is_prepared_trained_and_exported(
     name: str, model_class: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -132,6 +132,7 @@ def weights(workspace: Workspace, stage: str) -> dict[str, str]:
     return {str(file.relative_to(folder)): sha256(file) for file in sorted(folder.glob("safetensors/**/*.safetensors"))}
 
 
+@pytest.mark.full
 def test_training_killed_in_sft_and_in_grpo_and_resumed_exports_the_bits_of_an_undisturbed_one(
     workspace: Workspace,
 ) -> None:

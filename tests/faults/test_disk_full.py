@@ -70,6 +70,7 @@ def limited_python(workspace: Workspace) -> Path:
     return script
 
 
+@pytest.mark.full
 def test_the_run_fails_with_one_line_and_the_checkpoint_before_is_continued(workspace: Workspace) -> None:
     workspace.write("p.toml", PIPELINE.replace("PYTHON", str(limited_python(workspace))))
     flow = workspace.start("run", "p.toml")

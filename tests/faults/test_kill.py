@@ -67,7 +67,14 @@ def chain(seed: int, steps: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["flow", pytest.param("worker", marks=pytest.mark.full), "supervisor", "server", "all"]
+    "what",
+    [
+        "flow",
+        pytest.param("worker", marks=pytest.mark.full),
+        pytest.param("supervisor", marks=pytest.mark.full),
+        pytest.param("server", marks=pytest.mark.full),
+        "all",
+    ],
 )
 def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterrupted_result(
     workspace: Workspace, what: str
@@ -99,7 +106,7 @@ def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterru
     ("stage", "step", "number"),
     [
         pytest.param("first", 1, signal.SIGTERM, marks=pytest.mark.full),
-        ("left", 5, signal.SIGTERM),
+        pytest.param("left", 5, signal.SIGTERM, marks=pytest.mark.full),
         ("left", 5, signal.SIGUSR1),
     ],
     ids=["SIGTERM, one branch", "SIGTERM, two branches", "a signal to handle, two branches"],

@@ -341,6 +341,7 @@ def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_servi
     assert [score.value for score in there] == here
 
 
+@pytest.mark.full
 def test_under_load_kills_and_a_restart_every_image_gets_its_score_exactly_once(tmp_path: Path) -> None:
     """The short form of `benchmarks/reward_service.py`."""
     outcome = measure(tmp_path, images=80, clients=4, size=64, kill_seconds=1.0)

@@ -52,7 +52,7 @@ CASES = {
     # Short rows: the peak is the pass that measures pi_old while the gradients of the step before are still held.
     "grpo, an update a row": Case({**GRPO, "mini_batch": 1, "batch_size_per_optimize": 1}, True, length=128),
 }
-SHORT = ("sft, experts", "grpo, an update a row")
+SHORT = ("sft, experts",)
 """What the suite itself measures."""
 
 

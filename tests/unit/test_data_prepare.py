@@ -167,7 +167,7 @@ def test_the_bytes_depend_neither_on_the_run_nor_on_the_number_of_processes(tmp_
 WRONG = '{"messages": [{"role": "boss", "content": "hi"}]}\n'
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_too_many_wrong_rows_end_the_stage_and_the_first_is_named(tmp_path, model, workers):
     rows = write_rows(tmp_path / "a.jsonl", 300)
     with open(rows, "a", encoding="utf-8") as file:
@@ -221,6 +221,7 @@ def test_a_column_of_tools_reaches_the_template(tmp_path):
     assert open_prompts(tmp_path / "rl" / "data", "train")[0].text.startswith("add\n<|im_start|>user\nq<|im_end|>")
 
 
+@pytest.mark.full
 def test_prompts_are_tokenised_in_parallel_to_the_same_bytes(tmp_path, model):
     rows = write_rows(tmp_path / "a.jsonl", 300)
     digests = []

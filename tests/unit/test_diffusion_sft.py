@@ -285,7 +285,7 @@ def test_training_never_loads_the_encoders(inputs: Inputs, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("sd3", "cosmos_predict") else pytest.param(n, marks=pytest.mark.full) for n in tiny_pipelines.FAMILIES],
+    [n if n == "sd3" else pytest.param(n, marks=pytest.mark.full) for n in tiny_pipelines.FAMILIES],
 )
 def test_the_published_form_is_proven_in_half_precision_and_carries_the_adapter(
     inputs: Inputs, tmp_path: Path, name: str

@@ -106,7 +106,12 @@ def test_a_fresh_interpreter_computes_the_same_logits_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("layers", "named"), [(0, " (first 1 of 5 layers)"), (2.5, " (first 2 of 5 layers)"), (5.0, "")]
+    ("layers", "named"),
+    [
+        pytest.param(0, " (first 1 of 5 layers)", marks=pytest.mark.full),
+        (2.5, " (first 2 of 5 layers)"),
+        pytest.param(5.0, "", marks=pytest.mark.full),
+    ],
 )
 def test_where_memory_does_not_hold_the_model_twice_its_first_layers_are_compared(
     tmp_path: Path, layers: float, named: str

@@ -186,7 +186,8 @@ def test_peft_loads_the_adapter_onto_the_untouched_base(folder: Path, tmp_path: 
     assert config["target_modules"] == sorted(config["target_modules"])
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", pytest.param("lm_head", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+@pytest.mark.full
 def test_a_tied_head_that_is_trained_whole_stays_tied(tied_folder: Path, tmp_path: Path, name: str) -> None:
     model = ours(tied_folder, {"modules_to_save": [name]})
     assert sum("modules_to_save" in n for n, p in model.named_parameters() if p.requires_grad) == 1

@@ -96,6 +96,7 @@ def test_the_last_checkpoint_is_what_the_training_handed_over(
     assert not (stage.path / "pinned").exists()
 
 
+@pytest.mark.full
 def test_an_earlier_checkpoint_is_exported_as_it_was(inputs: Path, tmp_path: Path) -> None:
     upstream = trained(tmp_path / "run/stages/sft", inputs)
     stage = exporting(tmp_path / "run/stages/export", upstream, "2")

@@ -21,8 +21,10 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import open_sequences
 from cosmos_core.data.sample import Sample
+from cosmos_core.errors import ConfigError
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
+from cosmos_core.models.open_causal_lm import open_vision
 from cosmos_core.models.processor import Vision, load_processor
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.files import read_json
@@ -162,6 +164,25 @@ def loaded(folder: Path) -> tuple[PreTrainedModel, ProcessorMixin]:
     processor = load_processor(str(folder))
     assert processor is not None
     return load_model(str(folder), dtype=torch.float32), processor
+
+
+@pytest.mark.parametrize(
+    ("policy", "train", "said"),
+    [
+        ({"parallelism": {"cp_size": 2}}, {}, "policy.parallelism.cp_size = 2: this version shards models that are"),
+        ({}, {"enable_dp_load_balancing": True}, "enable_dp_load_balancing = true: rows with images go apart"),
+    ],
+    ids=["cp", "balancing"],
+)
+def test_what_rows_with_images_exclude_is_one_line(
+    folders: Callable[[str], Path], tmp_path: Path, policy: dict[str, Any], train: dict[str, Any], said: str
+) -> None:
+    stage = prepared(folders("llava"), tmp_path)
+    asked = Recipe.model_validate(
+        {"policy": policy, "train": {"max_num_steps": 1, "train_policy": {"type": "sft", **train}}}
+    )
+    with pytest.raises(ConfigError, match=said):
+        open_vision(replace(stage, data=stage.path / "data", recipe=asked))
 
 
 @pytest.mark.parametrize("template", [MIXED, PARTS], ids=["mixed", "parts"])
