@@ -11,12 +11,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_REFUSED, EXIT_USAGE, DiskFull, Preempted
+from cosmos_core.imports import without_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.launch.supervisor import adopt_orphans
@@ -51,7 +51,7 @@ def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int
     with Display(names) as display, _watching(run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
-            with prefect_server(run.output_dir / SHARED, meanwhile=partial(import_module, "flows.post_train")):
+            with prefect_server(run.output_dir / SHARED, meanwhile=_import_flow):
                 trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
@@ -101,6 +101,11 @@ def _say(message: str) -> None:
 
 def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _import_flow() -> None:
+    with without_collection():
+        import_module("flows.post_train")
 
 
 def _run_flow(run: Run, from_stage: str, verify: bool) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from cosmos_core.environment import hide, masked
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
 from cosmos_core.facts import Facts, measure
+from cosmos_core.imports import without_collection
 from cosmos_core.observe import wording
 from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
@@ -175,7 +176,8 @@ def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
 
 def _program(entry: str) -> Callable[..., Outcome]:
     """Return the function that a stage runs."""
-    program: Callable[..., Outcome] = import_user_code(entry)
+    with without_collection():
+        program: Callable[..., Outcome] = import_user_code(entry)
     if not callable(program):
         raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
     return program

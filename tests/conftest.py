@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,6 +17,16 @@ from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
 
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+def pytest_collection() -> None:
+    """Import all tests without garbage collection: see `cosmos_core.imports`."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on."""
+    gc.enable()
 
 
 def processes_below(folder: Path) -> dict[int, str]:

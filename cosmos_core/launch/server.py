@@ -204,7 +204,10 @@ class _Server:
             self._child.kill()  # its database is a journal of what the run directory already holds
 
     def _spawn(self) -> Child:
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
+        command = [
+            sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start", "--host", "127.0.0.1", "--port",
+            str(self._port),
+        ]  # fmt: skip
         environment = self.environment | {
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}"
         }

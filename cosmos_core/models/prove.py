@@ -9,17 +9,11 @@ Shape legend: B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
-import sys
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import huggingface_hub
 import numpy as np
 import psutil
 import torch
@@ -41,6 +35,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, fitting, is_beyond
+from cosmos_core.models.fresh import fresh_interpreter
 from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
 
 _INDEX = "model.safetensors.index.json"
@@ -184,11 +179,6 @@ def _prove_adapter(
     ]
 
 
-def fresh_interpreter() -> ProcessPool:
-    """Return a pool of one interpreter that knows nothing of this one, and begins with the first task."""
-    return ProcessPool(1, initializer=start_fresh, initargs=(os.getpid(),), context=get_context("spawn"))
-
-
 def _reloaded(
     model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
@@ -260,16 +250,6 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
 
 
 # What follows runs in the fresh interpreter.
-
-
-def start_fresh(parent: int) -> None:
-    """Be killed when the trainer dies, whatever kills it, and ask nothing of the network."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 @torch.no_grad()

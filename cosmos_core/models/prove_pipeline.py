@@ -21,9 +21,10 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import exported_state, untrained_files
 from cosmos_core.models.families import family_of
+from cosmos_core.models.fresh import fresh_interpreter
 from cosmos_core.models.lora import FOLDER, is_adapted, merged
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.prove import fresh_interpreter, same_bits, some_of, tensors_of
+from cosmos_core.models.prove import same_bits, some_of, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
 _SECONDS = 3000

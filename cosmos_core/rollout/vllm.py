@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.imports import without_collection
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
     Bucket,
@@ -265,8 +266,9 @@ def _set_environment() -> None:
 
 
 def _import_vllm() -> Any:
-    import vllm
-    from vllm.platforms import current_platform
+    with without_collection():
+        import vllm
+        from vllm.platforms import current_platform
 
     # Our own log set-up keeps vLLM from reading this variable.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

@@ -329,16 +329,17 @@ def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed
 def test_machines_that_share_no_disk_bring_a_pipeline_to_its_end_though_one_dies_with_its_own(
     orchestra: Orchestra, place: Workspace, s3: Proxy
 ) -> None:
-    run = run_apart(orchestra, place, "apart", is_disturbed=True)
+    name = place.path.name  # a try before this one had its own
+    run = run_apart(orchestra, place, name, is_disturbed=True)
     states = {stage.name: read_state(stage).state for stage in (run / "stages").iterdir()}
     assert states == dict.fromkeys(("task", "sft-data", "sft", "export", "gate", "publish"), "done")
     events = [json.loads(line) for line in (run / "stages/sft/events.jsonl").read_text().splitlines()]
     assert [each["detail"].partition("_")[0] for each in events if each["event"] == "fetched"] == ["step"]
     assert (run / "report.html").is_file()
     assert not list(run.glob("stages/*/safetensors/**/*.safetensors")), "no weights where none are read"
-    assert "export" not in {path.name for path in orchestra.machine("gpu").glob("apart/stages/*")}
-    assert len(weights(orchestra, "apart")) == 1
-    assert S3Target("models/apart/published").published() is not None
+    assert "export" not in {path.name for path in orchestra.machine("gpu").glob(f"{name}/stages/*")}
+    assert len(weights(orchestra, name)) == 1
+    assert S3Target(f"models/{name}/published").published() is not None
 
 
 @pytest.mark.full
