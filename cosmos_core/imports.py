@@ -3,6 +3,7 @@ through them for cycles, again and again, is a fifth of the time in which it sta
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,5 +18,6 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries count at the end what nobody has collected, and say so
         if was_enabled:
             gc.enable()

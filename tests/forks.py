@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cosmos_core.imports import without_collection
-
 _REPOSITORY = Path(__file__).parents[1]
 
 
@@ -53,8 +51,7 @@ class Forks:
 
 def main() -> None:
     """Answer calls until the other side closes the pipe."""
-    with without_collection():
-        module = importlib.import_module(sys.argv[1])
+    module = importlib.import_module(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no answer
     for line in sys.stdin:

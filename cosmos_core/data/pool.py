@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import threading
 from multiprocessing.connection import wait
 
+from cosmos_core.imports import without_collection
 from cosmos_core.observe.logs import configure
 
 
@@ -17,3 +19,5 @@ def begin() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    with without_collection():
+        importlib.import_module("cosmos_core.data.prepare")
