@@ -87,12 +87,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cosmos_predict": {"rollout.n_generation": 16, "train.train_batch_per_replica": 64, "train.epoch": 8},
 }
 """What its rollouts need beside the rest: its tiny clips differ so little that few of them say nothing."""
-BESIDE: dict[tuple[str, str], dict[str, Any]] = {
-    ("cosmos_predict", "flow_grpo"): {
+BESIDE: dict[str, dict[str, Any]] = {
+    "cosmos_predict-flow_grpo-lora": {
         "train.train_policy.batch_size_per_optimize": 64, "policy.diffusers.sample.noise_level": 0.7,
     },
 }  # fmt: skip
-"""What a training of a family needs: an update of a few such clips is mostly chance."""
+"""What a cell needs: an update of an adapter by a few such clips is mostly chance."""
 NAMED = {
     "sft": {"model", "optimizer", "ema"}, "flow_grpo": {"model", "optimizer", "ema", "reference"},
     "nft": {"model", "optimizer", "ema", "old", "reference"},
@@ -192,7 +192,7 @@ class Cells:
         config = recipe({
             **BASE, **TRAININGS[cell.training], **WEIGHTS[cell.weights],
             **(FAMILIES.get(cell.family, {}) if cell.kind == "rl" else {}),
-            **BESIDE.get((cell.family, cell.training), {}),
+            **BESIDE.get(str(cell), {}),
             **({"train.train_policy.reward_function": f"{self._folder / 'reward.py'}:bright"}
                if cell.kind == "rl" else {}), **self._dataset(cell),
         })  # fmt: skip
