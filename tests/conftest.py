@@ -24,7 +24,7 @@ def pytest_collection() -> None:
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_runtestloop() -> None:
     """Collect garbage from now on."""
     gc.enable()
 
