@@ -1,14 +1,42 @@
-"""What tests of a store share: one for each file, and a process that talks to it."""
+"""What tests share: a store for each file and a process that talks to it, and an interpreter that reads exports."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
+from pebble import ProcessPool
+
+from cosmos_core.models.fresh import fresh_interpreter
 
 if TYPE_CHECKING:
     from tests.store import Proxy
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[ProcessPool]:
+    """One interpreter, which reads the exports of many tests: to start one takes longer than what it does."""
+    with fresh_interpreter() as pool:
+        pool.schedule(gc.enable)
+        yield pool
+
+
+@pytest.fixture
+def own_interpreter() -> None:
+    """For a test whose exports are read by an interpreter that has read no other, as those of a stage are."""
+
+
+@pytest.fixture(autouse=True)
+def _exports_share_an_interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "own_interpreter" in request.fixturenames:
+        return
+    for name in ("cosmos_core.models.prove", "cosmos_core.models.prove_pipeline"):
+        if module := sys.modules.get(name):
+            monkeypatch.setattr(module, "fresh_interpreter", lambda: nullcontext(request.getfixturevalue("interpreter")))
 
 
 @pytest.fixture(scope="module")

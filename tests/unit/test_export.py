@@ -91,6 +91,7 @@ def test_an_export_holds_exactly_the_cast_weights_and_the_dtype(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.usefixtures("own_interpreter")
 @pytest.mark.parametrize(
     ("family", "tied", "dtype"), [("qwen3", True, torch.bfloat16), ("llama", False, torch.float32)]
 )

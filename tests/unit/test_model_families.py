@@ -196,22 +196,20 @@ def test_sft_lowers_the_loss_and_recomputation_keeps_the_gradient(family: str, f
 class ThisProcess:
     """A pool whose one process is this one."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.done: Future[Any] = Future()
-
     def __enter__(self) -> ThisProcess:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
     def schedule(self, function: Callable[..., Any], args: Any, timeout: float) -> Future[Any]:
-        self.done.set_result(function(*args))
-        return self.done
+        done: Future[Any] = Future()
+        done.set_result(function(*args))
+        return done
 
 
 def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A fresh interpreter takes seconds; two families have it below.
-    monkeypatch.setattr(prove, "ProcessPool", ThisProcess)
+    monkeypatch.setattr(prove, "fresh_interpreter", ThisProcess)
     model, tokenizer = load(folder), load_tokenizer(str(folder))
     train(model, tmp_path, 1, sequence_packing=True)
     for dtype in (None, torch.bfloat16):
@@ -228,6 +226,7 @@ def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, m
         assert torch.equal(reloaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
+@pytest.mark.usefixtures("own_interpreter")
 @pytest.mark.parametrize("name", ["llava", "gemma2"])
 def test_a_fresh_interpreter_proves_what_was_trained_on_packed_rows(
     name: str, folders: Callable[[str], Path], tmp_path: Path
