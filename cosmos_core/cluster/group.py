@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
+from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
 from cosmos_core.errors import ConfigError, CosmosError, StageFailed
 
 if TYPE_CHECKING:
@@ -45,19 +46,6 @@ _SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "tr
 """By the process that plain ranks are forked from, which computes nothing."""
 _DEATH_SECONDS = 10.0
 """Until Ray tells of a dead rank, whose peers may have told of a broken connection before."""
-
-
-class Told(threading.Event):
-    """What a rank is told while it runs: it is set when the rank is asked to stop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actors: list[Any] = []
-        """Handles of the actors that there are beside the ranks (`actors.ActorHandle`); their number may change."""
-
-
-Program = Callable[[Told], Any]
-"""What every rank runs, picklable."""
 
 
 class RankFailed(StageFailed):
@@ -89,19 +77,6 @@ class WorkerGroup:
         return _ray_ranks(self.size, program, should_stop, self.beside)
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where one rank meets the others, and as which."""
-
-    rank: int
-    size: int
-    address: str
-    """Of the machine of the process that started the ranks, which keeps the store where they meet."""
-    port: int
-    device: int
-    """Number of its GPU among those that its process sees."""
-
-
 @contextmanager
 def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     """Open a process group over all ranks for as long as the block runs."""
@@ -131,7 +106,7 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     )
 
 
-def _outcome(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bool, Any]:
+def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bool, Any]:
     """Run the program as one rank: True and its value, or False and its error."""
     try:
         with process_group(rendezvous):
@@ -149,7 +124,7 @@ def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, envi
     os.environ |= environment
     told = Told()
     threading.Thread(target=_listen, args=(pipe, told), daemon=True).start()
-    pipe.send(_outcome(program, told, rendezvous))
+    pipe.send(outcome_of(program, told, rendezvous))
 
 
 def _listen(pipe: Connection, told: Told) -> None:
@@ -204,31 +179,6 @@ def _value(outcome: tuple[bool, Any]) -> Any:
     if not done:
         raise value
     return value
-
-
-class Rank:
-    """A rank as an actor; two threads, so that it hears what it is told while it runs."""
-
-    def __init__(self) -> None:
-        self._told = Told()
-        self._outcome: tuple[bool, Any] | None = None
-
-    def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
-        """Return what the program returned or raised on this rank."""
-        self._outcome = _outcome(program, self._told, rendezvous)
-        return self._outcome
-
-    def ended(self) -> tuple[bool, Any] | None:
-        """Return what `run` returned, whose reply may be lost on its way; None: it still runs."""
-        return self._outcome
-
-    def stop(self) -> None:
-        """Ask the program to stop."""
-        self._told.set()
-
-    def have(self, actors: list[Any]) -> None:
-        """Let the program know the actors that there are beside the ranks."""
-        self._told.actors[:] = actors
 
 
 def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], beside: ActorGroup | None) -> Any:

@@ -100,10 +100,10 @@ FOUR = [
     Case((*PP2, *DP2), 4, dtype="float32", model="deep"),
     Case((*PP2, *DP2), 2, algorithm="grpo", model="deep"),
     Case((*PP2, *DDP), 2, model="deep"),
-    Case((*PP2, *TP2), 2, model="deep"),
     Case((*PP2, *TP2), 2, packed=True, trained="adapter", model="untied"),
+    Case((*PP2, *TP2), 2, model="deep"),
     Case((*PP2, *CP2), 2, model="deep"),
-    *(Case((*mesh, *DP2), 4, packed=True, model="untied", **MIXED) for mesh in (PP2, TP2)),
+    *(Case(mesh, 4, packed=True, model="untied", **MIXED) for mesh in ((*PP2, *DP2), TP2_DP2)),
     Case(PP4, 4, model="deep"),
     Case(PP4, 2, packed=True, model="deep"),
 ]

@@ -35,8 +35,9 @@ def _exports_share_an_interpreter(request: pytest.FixtureRequest, monkeypatch: p
     if "own_interpreter" in request.fixturenames:
         return
     for name in ("cosmos_core.models.prove", "cosmos_core.models.prove_pipeline"):
-        if module := sys.modules.get(name):
-            monkeypatch.setattr(module, "fresh_interpreter", lambda: nullcontext(request.getfixturevalue("interpreter")))
+        if name in sys.modules:
+            shared = lambda: nullcontext(request.getfixturevalue("interpreter"))  # noqa: E731 - started when asked for
+            monkeypatch.setattr(sys.modules[name], "fresh_interpreter", shared)
 
 
 @pytest.fixture(scope="module")
