@@ -1,7 +1,8 @@
 """Two nodes of Ray in two network namespaces of this machine, and the link between them cut for 20 seconds.
 
-Needs root. The driver and the ranks are in one namespace, the engines in the other; all that they say to each other
-goes over a pair of virtual network devices. What was made is taken away again, whatever happens.
+Needs root. The ranks are in one namespace and the engines in the other, with the driver beside those that Ray gives
+room first; all that they say to each other goes over a pair of virtual network devices. What was made is taken away
+again, whatever happens.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ NUM_STEPS_BEFORE = 3
 """The link is cut after one of these, since what is left takes a second or two."""
 CUT_SECONDS = 20.0
 SECONDS = 600
-HEAD, RANKS, ENGINES = "10.99.0.1", "10.99.0.3", "10.99.0.2"
+HEAD, NEAR, FAR = "10.99.0.1", "10.99.0.3", "10.99.0.2"
 _RAY = str(Path(sys.executable).with_name("ray"))
 _REPOSITORY = Path(__file__).parents[2]
 
 
 class Nodes:
-    """The namespaces `a`, of the head of Ray, driver and ranks, and `b`, of the engines."""
+    """The namespaces `a`, of the head of Ray and the driver, and `b`; ranks are in one, engines in the other."""
 
     def __init__(self, folder: Path) -> None:
         mark = secrets.token_hex(2)
@@ -60,7 +61,7 @@ class Nodes:
             "link", "add", self.devices[self.a], "netns", self.a, "type", "veth", "peer", "name", self.devices[self.b],
             "netns", self.b,
         )  # fmt: skip
-        for name, addresses in {self.a: (HEAD, RANKS), self.b: (ENGINES,)}.items():
+        for name, addresses in {self.a: (HEAD, NEAR), self.b: (FAR,)}.items():
             for address in addresses:
                 _ip("-n", name, "addr", "add", f"{address}/24", "dev", self.devices[name])
             for device in ("lo", self.devices[name]):
@@ -75,17 +76,17 @@ class Nodes:
         subprocess.run(command, env=environment, cwd=_REPOSITORY, check=True, capture_output=True, timeout=120)
 
     def start_head(self) -> None:
-        """Start the node that knows the others and computes nothing, and beside it the one for the ranks, which Ray
-        gives room before it does the engines."""
+        """Start the node that knows the others and computes nothing, and beside it one with room for ranks or engines:
+        for the first that ask."""
         self.start(
             self.a, "--head", f"--node-ip-address={HEAD}", "--port=6379", "--num-cpus=0",
             "--include-dashboard=false", f"--temp-dir={self._folder}",
         )  # fmt: skip
-        self.start(self.a, f"--address={HEAD}:6379", f"--node-ip-address={RANKS}", "--num-cpus=2")
+        self.start(self.a, f"--address={HEAD}:6379", f"--node-ip-address={NEAR}", "--num-cpus=2")
 
-    def start_engines(self) -> None:
-        """Start the node for what has no room beside the ranks."""
-        self.start(self.b, f"--address={HEAD}:6379", f"--node-ip-address={ENGINES}", "--num-cpus=2")
+    def start_other(self) -> None:
+        """Start the node for what has no room beside the driver."""
+        self.start(self.b, f"--address={HEAD}:6379", f"--node-ip-address={FAR}", "--num-cpus=2")
 
     def processes(self, name: str) -> list[psutil.Process]:
         """What runs in a namespace."""
@@ -143,7 +144,7 @@ def prove(folder: Path) -> Proof:
         stage = rl(task, folder / f"nodes_{number}", recipe(2, ranks=2))
         at = time.monotonic()
         with nodes(folder / f"ray_{number}") as made:
-            problems = _run(made, stage, step, delay)
+            near, problems = _run(made, stage, step, delay)
         seconds = time.monotonic() - at
         digest = sha256(stage.path / f"safetensors/step_{STEPS}/model.safetensors")
         expected = expected or digest
@@ -154,36 +155,37 @@ def prove(folder: Path) -> Proof:
         met = met and not problems
         restarts = int(sum(line["rollout/restarts"] for line in steps(stage)))
         what = "the link stays" if step is None else f"cut after step {step}"
-        rows.append([what, f"{seconds:.0f}", restarts, "; ".join(problems) or "the same bits, nothing left"])
+        rows.append([what, near, f"{seconds:.0f}", restarts, "; ".join(problems) or "the same bits, nothing left"])
         logger.info("%s", " | ".join(map(str, rows[-1])))
     return Proof(
         title="Two nodes, and the link between them cut",
         is_met=met,
         claim=(
-            f"GRPO of {STEPS} steps, with validation while it trains: two engines on one node of Ray, driver and two "
-            f"ranks on the other, in network namespaces of one machine that a pair of virtual devices connects. At a "
-            f"random moment (seed {SEED}) the link is down for {CUT_SECONDS:.0f} s. The weights have the sha256 of a "
+            f"GRPO of {STEPS} steps, with validation while it trains: two engines on one node of Ray, two ranks on "
+            f"the other, in network namespaces of one machine that a pair of virtual devices connects. At a random "
+            f"moment (seed {SEED}) the link is down for {CUT_SECONDS:.0f} s. The weights have the sha256 of a "
             f"training whose link stays, so every prompt was trained once, and no process of the run is left."
         ),
         commands=["python -m tests.acceptance nodes"],
-        body=table(["link", "seconds, with Ray's start", "engines asked anew", "result"], rows),
+        body=table(["link", "near the driver", "seconds, with Ray's start", "engines asked anew", "result"], rows),
         seconds=time.monotonic() - began,
     )
 
 
-def _run(made: Nodes, stage: Stage, step: int | None, delay: float) -> list[str]:
-    """Run the worker, and cut the link once a step is done; return what does not hold."""
-    problems: list[str] = []
+def _run(made: Nodes, stage: Stage, step: int | None, delay: float) -> tuple[str, list[str]]:
+    """Run the worker, and cut the link once a step is done; return what was near the driver, and what does not hold."""
+    near, problems = "", list[str]()
     with open(stage.path / "log", "w") as log:
         command = ["ip", "netns", "exec", made.a, sys.executable, "-m", "cosmos_core.worker", str(stage.path)]
         worker = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=made.environment, cwd=_REPOSITORY)
     deadline, is_due, has_room = time.monotonic() + SECONDS, step is not None, False
     while worker.poll() is None and time.monotonic() < deadline:
         if not has_room and made.named(made.a, "RolloutEngine") + made.named(made.a, "Rank"):
-            made.start_engines()
+            made.start_other()
             has_room = True
+        if not near and steps(stage):
+            near = _near(made)
         if is_due and step is not None and max((line["step"] for line in steps(stage)), default=0) >= step:
-            problems += _misplaced(made)
             time.sleep(delay)
             made.cut(CUT_SECONDS)
             is_due = False
@@ -194,13 +196,15 @@ def _run(made: Nodes, stage: Stage, step: int | None, delay: float) -> list[str]
         raise AssertionError((stage.path / "log").read_text()[-6000:])
     if is_due:
         problems.append("the training ended before the moment came")
-    return problems + _left(made)
+    if not near:
+        problems.append("engines and ranks were never on a node each")
+    return near, problems + _left(made)
 
 
-def _misplaced(made: Nodes) -> list[str]:
-    """Say where engines and ranks are, if ranks are not all with the driver and engines all on the other node."""
-    counts = [len(made.named(name, actor)) for actor in fleet_actors() for name in (made.a, made.b)]
-    return [] if counts == [0, 2, 2, 0] else [f"engines and ranks on either node: {counts}"]
+def _near(made: Nodes) -> str:
+    """Say what is on the node of the driver; nothing until all engines are on one node and all ranks on the other."""
+    engines, ranks = ([len(made.named(name, actor)) for name in (made.a, made.b)] for actor in fleet_actors())
+    return {(2, 0, 0, 2): "engines", (0, 2, 2, 0): "ranks"}.get((*engines, *ranks), "")
 
 
 def fleet_actors() -> Sequence[str]:
