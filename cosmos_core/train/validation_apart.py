@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 from cosmos_core.cluster.group import RanksAgain
-from cosmos_core.errors import CosmosError, StageFailed
+from cosmos_core.errors import BY_NAME, CosmosError, StageFailed
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.members import LostWeights
@@ -49,7 +49,8 @@ class ValidationApart:
         """Called on every rank, when it is seen that one is done."""
         self._done = threading.Event()
         self._metrics: dict[str, float] = {}
-        self._problem: Exception | None = None
+        self._problem: tuple[str, str] | None = None
+        """Name of the class of an error and its message, as all ranks can read them."""
 
     def begin(self, step: int) -> None:
         """Have the policy of `step` train steps validated, whose weights the engines have."""
@@ -76,10 +77,11 @@ class ValidationApart:
         if not is_done:
             return
         step, self.step = self.step, None
-        if isinstance(problem, LostWeights):
-            raise RanksAgain(f"validation of step {step}: {problem}")
         if problem is not None:
-            raise problem
+            name, message = problem
+            if name == LostWeights.__name__:
+                raise RanksAgain(f"validation of step {step}: {message}")
+            raise BY_NAME[name](message)
         self.on_end(Ended(step, metrics))
 
     def wait(self, present: int, between: Callable[[], None]) -> None:
@@ -107,11 +109,13 @@ class ValidationApart:
                 scored |= dict(zip(ordered, groups, strict=True))
             metrics = self._completions.told(step, [scored[each] for each in asked])
             self._metrics = {**metrics, "time/validate": time.perf_counter() - began}
+        except LostWeights as error:
+            self._problem = LostWeights.__name__, str(error)
         except CosmosError as error:
-            self._problem = error
+            self._problem = next(cls.__name__ for cls in type(error).mro() if cls.__name__ in BY_NAME), str(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
-            self._problem = StageFailed(f"validation of step {step}: {type(error).__name__}: {error}")
+            self._problem = StageFailed.__name__, f"validation of step {step}: {type(error).__name__}: {error}"
         self._done.set()
 
 

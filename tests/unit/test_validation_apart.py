@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.cluster.group import RanksAgain
 from cosmos_core.data.prepared import open_sequences
-from cosmos_core.errors import Preempted
+from cosmos_core.errors import CosmosError, DataError, DiskFull, Preempted, StageFailed
+from cosmos_core.parallel.exchange import _packed, _unpacked
+from cosmos_core.rollout.members import LostWeights
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.train import validation_apart
 from cosmos_core.train.feeds import SequenceFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
-from cosmos_core.train.validation_apart import Ended
+from cosmos_core.train.validation_apart import Ended, ValidationApart
+from cosmos_core.types import Group
 from tests.effects.change import recipe, stage_of
 from tests.unit.test_loop import STEPS, inputs, kept, named, pytestmark  # noqa: F401 - a fixture and a mark
 from tests.unit.trainers import sft
@@ -105,3 +114,33 @@ def test_a_validation_that_a_stop_cut_off_is_made_again_and_told_once(inputs: Pa
                         for line in read_metrics(each.path / "metrics.jsonl")] for each in (at, whole))  # fmt: skip
     assert sorted(lines, key=str) == sorted(expected, key=str)
     assert named(at) == named(whole)
+
+
+class Full(DiskFull):
+    """A class that other ranks do not know."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (LostWeights("the engines have died"), RanksAgain, "validation of step 4: the engines have died"),
+        (DataError("no answer"), DataError, "no answer"),
+        (Full("no room"), DiskFull, "no room"),
+        (KeyError("text"), StageFailed, "validation of step 4: KeyError: 'text'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_every_rank_raises_what_ended_a_validation_on_the_first(
+    error: Exception, raised: type[CosmosError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation_apart, "broadcast_object", lambda value: _unpacked(_packed(value)))
+    reply: Future[Group] = Future()
+    reply.set_exception(error)
+    fleet: Any = SimpleNamespace(version=4, is_stale=False, request=lambda *_, **__: reply)
+    completions: Any = SimpleNamespace(asked=([None], None, None), scored=lambda groups: groups)
+    apart = ValidationApart(completions, fleet, resync=lambda step: None, beat=lambda: None)
+    apart.begin(4)
+    with pytest.raises(raised) as found:
+        apart.wait(4, lambda: None)
+    assert type(found.value) is raised and str(found.value) == message
+    assert apart.step is None
