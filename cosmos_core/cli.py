@@ -9,7 +9,7 @@ import time
 _BEGAN = time.time()
 
 from pathlib import Path  # noqa: E402
-from typing import TYPE_CHECKING, Annotated  # noqa: E402
+from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
 
 import typer  # noqa: E402
 
@@ -79,13 +79,16 @@ def run(
     """Run a pipeline; what was made before with the same settings is reused."""
     from cosmos_core.launch.check import look_at_rows
     from cosmos_core.run.directory import open_or_create_run
+    from cosmos_core.session import session
 
     pipeline = _pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    _ready(pipeline)
-    look_at_rows(pipeline)
-    _run_flow(open_or_create_run(pipeline, run_id=run_id), from_stage, verify)
+    with session(_ready(pipeline)) as run_session:
+        look_at_rows(pipeline)
+        run = _claimable(open_or_create_run(pipeline, run_id=run_id))
+        code = run_session(run, from_stage, verify, began=_BEGAN)
+    _end_at_once(code)
 
 
 @app.command()
@@ -108,7 +111,14 @@ def resume(
         for line in begin_again(unbegun):
             typer.echo(line)
     else:
-        _run_flow(_open(run_name, output_dir), from_stage, verify)
+        from cosmos_core.session import session
+
+        run = _claimable(_open(run_name, output_dir))
+        if from_stage:
+            run.pipeline.stage(from_stage)
+        with session(run.output_dir) as run_session:
+            code = run_session(run, from_stage, verify, began=_BEGAN)
+        _end_at_once(code)
 
 
 @app.command()
@@ -340,18 +350,26 @@ def _open(run_name: str, output_dir: Path) -> Run:
     return open_run(find_run(run_name, output_dir), all_kinds())
 
 
-def _run_flow(run: Run, from_stage: str, verify: bool) -> None:
-    """Run the flow in this process, with a server of our own if there is none, and show its progress."""
-    if from_stage:
-        run.pipeline.stage(from_stage)
+def _claimable(run: Run) -> Run:
+    """The run, which no other process has now; the flow takes it for good.
+
+    Raises:
+        ConfigError: another process has it, or nothing can be written there.
+    """
     from cosmos_core.run.directory import claim
-    from cosmos_core.session import run_session
 
     try:
-        claim(run).release()  # found out before a server is started; the flow takes it for good
+        claim(run).release()
     except OSError as error:
         raise ConfigError(
             f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "
             f"make {run.path} writable, or start a new run with --set pipeline.output_dir=FOLDER"
         ) from error
-    sys.exit(run_session(run, from_stage, verify, began=_BEGAN))
+    return run
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process, of which nothing runs any more: to free what it has imported would take most of a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -9,8 +9,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,25 +34,36 @@ _DRAIN_SECONDS = 5.0
 _LEAST_ROOM = 1 << 20  # bytes
 
 
-def run_session(run: Run, from_stage: str, verify: bool, *, began: float) -> int:
-    """Run the flow in this process and return the exit code.
-
-    `began` is when the command was typed, in seconds since 1970.
-    """
+@contextmanager
+def session(output_dir: Path) -> Iterator[Callable[..., int]]:
+    """Start what a run below `output_dir` needs and takes seconds; give the block `run_session`, which waits for it."""
     os.environ.update(quiet_environment(os.environ))
     # The display says what matters; Prefect's own lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    adopt_orphans()  # of a supervisor that is killed
+    with ExitStack() as server:
+        yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED)))
+
+
+def run_session(
+    server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool, *, began: float
+) -> int:
+    """Run the flow in this process, close the server and return the exit code.
+
+    `began` is when the command was typed, in seconds since 1970.
+    """
     configure("WARNING")
     for handler in logging.getLogger().handlers:
         handler.addFilter(_is_not_of_a_run)
     signal.signal(signal.SIGTERM, _terminate)
-    adopt_orphans()  # of a supervisor that is killed
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, trouble = False, ""
     with Display(names) as display, _watching(run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
-            with prefect_server(run.output_dir / SHARED, meanwhile=_import_flow):
+            with server:
+                _import_flow()
+                wait_for_server()
                 trouble = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True

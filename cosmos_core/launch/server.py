@@ -36,11 +36,11 @@ _MAX_CHECK_SECONDS = 30.0
 
 
 @contextmanager
-def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Make sure that `PREFECT_API_URL` names a server inside the block; start one below `folder` if it is unset.
+def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
+    """Let `PREFECT_API_URL` name a server inside the block; start one below `folder` if it is unset. The block is given
+    a function that waits until the server responds, and may do something else before it calls that.
 
-    Must come before the first import of Prefect, which reads the environment once; `meanwhile` is called while the
-    server starts, and may be that import.
+    Must come before the first import of Prefect, which reads the environment once.
 
     Raises:
         ConfigError: no server responds at `PREFECT_API_URL`.
@@ -48,14 +48,14 @@ def prefect_server(folder: Path, meanwhile: Callable[[], object] = lambda: None)
     """
     if url := os.environ.get("PREFECT_API_URL"):
         _expect_server(url)
-        yield
+        yield lambda: None
         return
     home, lock = _own_home(folder)
     server = _Server(home)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
-        server.start(meanwhile)
-        yield
+        server.start()
+        yield server.wait
     finally:
         for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
             os.environ.pop(name, None)
@@ -168,19 +168,23 @@ class _Server:
             "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
         }
+        self._is_made_here = False
         self._closing = threading.Event()
         self._child: Child | None = None
         self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
 
-    def start(self, meanwhile: Callable[[], object]) -> None:
+    def start(self) -> None:
         database, template = self._database, _template()
         if database.exists() and not _is_whole(database):  # it tells again what the run directory holds
             logger.warning("%s is damaged and is made anew", database)
             for file in database.parent.glob("prefect.db*"):
                 file.unlink()
-        is_made_here = not database.exists() and not _copy_database(template, database)
-        child = self._spawn()
-        meanwhile()
+        self._is_made_here = not database.exists() and not _copy_database(template, database)
+        self._spawn()
+
+    def wait(self) -> None:
+        child = self._child
+        assert child is not None
         deadline = time.monotonic() + _START_SECONDS
         num_starts = 1
         # Its own end first: somebody else may have got the port and respond in its place.
@@ -193,8 +197,8 @@ class _Server:
                 child = self._spawn()
             time.sleep(0.1)
         self._watcher.start()
-        if is_made_here:
-            _copy_database(database, template)
+        if self._is_made_here:
+            _copy_database(self._database, _template())
 
     def close(self) -> None:
         self._closing.set()

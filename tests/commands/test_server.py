@@ -35,25 +35,21 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
         monkeypatch.delenv(name)
     for name, value in quiet_environment({"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
-    called: list[bool] = []
-    with prefect_server(tmp_path / "first", meanwhile=lambda: called.append("PREFECT_API_URL" in os.environ)):
-        pass
-    assert called == [True], "while the server starts, and with the address that Prefect will read"
+    with prefect_server(tmp_path / "first") as wait:
+        assert "PREFECT_API_URL" in os.environ, "for the import of Prefect, while the server starts"
+        wait()
     template = tmp_path / "cache" / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
     with closing(sqlite3.connect(template)) as database:
         assert database.execute("select count(*) from alembic_version").fetchone() == (1,)
         assert database.execute("select count(*) from flow_run").fetchone() == (0,)
         database.execute("create table marker (value)")
         database.commit()
-    killed: list[int] = []
-
-    def kill() -> None:
-        killed.extend(processes_below(tmp_path / "second"))
+    with prefect_server(tmp_path / "second") as wait:
+        killed = list(processes_below(tmp_path / "second"))
+        assert killed, "it is starting"
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-
-    with prefect_server(tmp_path / "second", meanwhile=kill):
-        assert killed, "it was started again"
+        wait()
         expect_a_server_that_asks_who_is_there(tmp_path / "second" / "server-1")
     with closing(sqlite3.connect(tmp_path / "second" / "server-1" / ":memory:" / "prefect.db")) as database:
         assert database.execute("select count(*) from marker").fetchone() == (0,)
@@ -61,5 +57,6 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     mine = tmp_path / "third" / "server-1" / ":memory:" / "prefect.db"
     mine.parent.mkdir(parents=True)
     mine.write_bytes(b"damaged, too" * 1000)
-    with prefect_server(tmp_path / "third"):
+    with prefect_server(tmp_path / "third") as wait:
+        wait()
         assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200

@@ -93,8 +93,14 @@ NoResult = AffectsResult(False)
 
 def mark(field: FieldInfo, kind: type) -> Any:
     """Return the mark of that class in a field's annotation; None: it has none."""
-    items = [*field.metadata, *_nested(field.annotation)]
-    return next((item for item in items if isinstance(item, kind)), None)
+    found = _FOUND.get(id(field))
+    if found is None:
+        found = _FOUND[id(field)] = field, [*field.metadata, *_nested(field.annotation)]
+    return next((item for item in found[1] if isinstance(item, kind)), None)
+
+
+_FOUND: dict[int, tuple[FieldInfo, list[Any]]] = {}
+"""Of fields by their identity, since they have no hash; each is kept, so that no other gets its number."""
 
 
 def _nested(annotation: Any) -> list[Any]:
