@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.load import read_toml
-from cosmos_core.errors import ConfigError
 from cosmos_core.observe import wording
-from cosmos_core.observe.record import RunRecord, read_run
-from cosmos_core.run.directory import PIPELINE, runs_in
+from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
+from cosmos_core.run.directory import runs_in
 
 _MOST_SETTINGS = 40
 _LETTERS = 60
@@ -44,11 +42,7 @@ def before(run: RunRecord) -> Before | None:
 
 def _resolved(path: Path) -> dict[str, dict[str, Any]]:
     """The settings of each stage by dotted key; a stage without a name, or a damaged file, has none."""
-    try:
-        stages = read_toml(path / PIPELINE).get("pipeline", {}).get("stages", [])
-    except (ConfigError, AttributeError):
-        return {}
-    found = {}
+    stages, found = read_pipeline(path).get("stages", []), {}
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
             own = {key: value for key, value in stage.items() if key not in _LEFT_OUT}

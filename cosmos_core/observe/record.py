@@ -6,14 +6,15 @@ For showing only. What decides about reuse or failure reads the files through `r
 from __future__ import annotations
 
 import time
-import tomllib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.config.load import read_toml
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
-from cosmos_core.run.directory import Facts, read_facts
+from cosmos_core.run.directory import PIPELINE, Facts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json
 from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
@@ -216,7 +217,7 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     """Read what there is of a run; never fails on missing or damaged files."""
-    pipeline = _read_pipeline(path / "pipeline.toml")
+    pipeline = read_pipeline(path)
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
@@ -225,6 +226,27 @@ def read_run(path: Path) -> RunRecord:
     stages = [_read_stage(path / "stages" / entry["name"], entry, after, facts) for entry in entries]
     name = str(pipeline.get("name") or facts.pipeline or "pipeline")
     return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
+
+
+def read_pipeline(path: Path) -> dict[str, Any]:
+    """Return the table `pipeline` of a run, with all settings of its stages; it is kept, so do not change it.
+
+    Empty: the file is missing or damaged.
+    """
+    try:
+        found = (path / PIPELINE).stat()
+    except OSError:
+        return {}
+    return _read_pipeline(path / PIPELINE, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read_pipeline(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    try:
+        table = read_toml(path).get("pipeline", {})
+    except ConfigError:
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:
@@ -277,11 +299,3 @@ def _depth(name: str, after: dict[str, tuple[str, ...]], seen: tuple[str, ...] =
 
 def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _read_pipeline(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("pipeline", {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return {}
-    return table if isinstance(table, dict) else {}
