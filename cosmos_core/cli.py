@@ -113,9 +113,10 @@ def resume(
     else:
         from cosmos_core.session import session
 
-        run = _claimable(_open(run_name, output_dir))
+        run = _open(run_name, output_dir)
         if from_stage:
             run.pipeline.stage(from_stage)
+        _claimable(run)
         with session(run.output_dir) as run_session:
             code = run_session(run, from_stage, verify, began=_BEGAN)
         _end_at_once(code)

@@ -235,17 +235,14 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     """
     try:
         found = (path / PIPELINE).stat()
-    except OSError:
+        return _read_pipeline(path / PIPELINE, found.st_mtime_ns, found.st_size)
+    except (OSError, ConfigError):
         return {}
-    return _read_pipeline(path / PIPELINE, found.st_mtime_ns, found.st_size)
 
 
 @lru_cache(maxsize=4)
 def _read_pipeline(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    try:
-        table = read_toml(path).get("pipeline", {})
-    except ConfigError:
-        return {}
+    table = read_toml(path).get("pipeline", {})  # an error is not kept: it may pass
     return table if isinstance(table, dict) else {}
 
 

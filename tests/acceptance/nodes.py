@@ -174,7 +174,8 @@ def prove(folder: Path) -> Proof:
 
 def _run(made: Nodes, stage: Stage, step: int | None, delay: float) -> tuple[str, list[str]]:
     """Run the worker, and cut the link once a step is done; return what was near the driver, and what does not hold."""
-    near, problems = "", list[str]()
+    problems: list[str] = []
+    near = ""
     with open(stage.path / "log", "w") as log:
         command = ["ip", "netns", "exec", made.a, sys.executable, "-m", "cosmos_core.worker", str(stage.path)]
         worker = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=made.environment, cwd=_REPOSITORY)
