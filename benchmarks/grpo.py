@@ -119,12 +119,12 @@ def _spawn(options: argparse.Namespace, variant: str) -> dict[str, float] | None
 
 def _ours(options: argparse.Namespace) -> dict[str, float]:
     """Run the programs of the stages `prepare` and `rl`."""
-    from cosmos_core import worker
     from cosmos_core.config.schema.pipeline import StageConfig
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.data import prepare
     from cosmos_core.run.progress import read_metrics
     from cosmos_core.run.stage import Stage, load_stage
+    from cosmos_core.worker import program as worker
     from tasks.kinds import all_kinds
 
     _, longest = SHAPES[options.shape]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import sys
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -133,12 +137,36 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
         type=type_name(field.annotation),
         default="required" if field.is_required() else default_text(field),
         unit=unit.name if unit else "",
-        meaning=" ".join((field.description or "").split()),
+        meaning=" ".join((field.description or _documented(table).get(name.rpartition(".")[2], "")).split()),
         status=found.name,
         note=found.note or (only.note if only else ""),
         since=_GENERATIONS["ours" if ours else since.generation if since else "first"],
         is_table=bool(tables_in(field.annotation)),
     )
+
+
+@cache
+def _documented(table: type[Table]) -> Mapping[str, str]:
+    """Map each field to the string below it. Only descriptions need them, so they are read here, and not by every
+    process that imports the schema."""
+    found: dict[str, str] = {}
+    for base in reversed(table.__mro__):
+        found |= _strings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
+    return found
+
+
+@cache
+def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Map each class of a module to its fields with the string below each."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            fields = found.setdefault(node.name, {})
+            for item, below in pairwise(node.body):
+                match item, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        fields[name] = text
+    return found
 
 
 def default_text(field: FieldInfo) -> str:

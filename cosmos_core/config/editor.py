@@ -15,10 +15,8 @@ from cosmos_core.config.schema.recipe import Recipe
 class _File(Recipe):
     """A pipeline or recipe."""
 
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    """The graph of stages."""
-    extends: str | list[str] = ""
-    """Files that this one builds on, relative to it."""
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="The graph of stages.")
+    extends: str | list[str] = Field(default="", description="Files that this one builds on, relative to it.")
 
 
 def json_schema() -> dict[str, Any]:
@@ -27,10 +25,9 @@ def json_schema() -> dict[str, Any]:
     _let_type_be_inferred(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
     for key in all_keys():
-        if key.note:
-            properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
-            field = properties[key.name.rpartition(".")[2]]
-            field["description"] = f"{key.meaning} [{key.status}: {key.note}]"
+        properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
+        note = f" [{key.status}: {key.note}]" if key.note else ""
+        properties[key.name.rpartition(".")[2]]["description"] = key.meaning + note
     for old, meaning in {**{old: f"today's {new}" for old, new in MOVED.items()}, **DEAD}.items():
         _deprecate(schema, old, meaning)
     return schema

@@ -88,7 +88,7 @@ def read_json(path: Path) -> Any | None:
 class Document(BaseModel):
     """What a JSON file of a run directory holds: types are as declared, keys that are not declared are left out."""
 
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True)
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e11)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cosmos_core import worker
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepared import Prompts
 from cosmos_core.rollout.ahead import Ahead
@@ -17,6 +16,7 @@ from cosmos_core.train import generation, setup
 from cosmos_core.train.feeds import PromptOrder
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import most_tokens, trained_rewards
+from cosmos_core.worker import program as worker
 from tests.effects.change import GRPO, Change, changes, stage_of
 
 APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}

@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from cosmos_core import worker
 from cosmos_core.data import prepare
 from cosmos_core.models import prove_pipeline
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import Metrics, read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.worker import program as worker
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 from tests.forks import Forks

@@ -4,8 +4,6 @@ Each algorithm has a table of its own, a subclass in the file of its name; `algo
 means. Nobody else asks which algorithm is running: they ask for these declarations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -129,7 +127,7 @@ class AlgorithmConfig(Table):
         """Return the environment variables that rewards see beyond those that any program needs."""
         return ()
 
-    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling | None:
+    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
         """Return how rollouts of a diffusion model are drawn; None: there are none, or they are text."""
         return None
 

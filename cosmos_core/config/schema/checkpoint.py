@@ -1,8 +1,6 @@
 """`[train.ckpt]`: when the state is saved, how much of it is kept, and where the model goes."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -67,7 +65,7 @@ class CheckpointConfig(Table):
         return what or False
 
     @model_validator(mode="after")
-    def _saves_and_uploads_somewhere(self) -> CheckpointConfig:
+    def _saves_and_uploads_somewhere(self) -> Self:
         if self.save_freq <= 0 and self.save_freq_in_epoch <= 0:
             raise ValueError(
                 f"save_freq = {self.save_freq} must be at least 1 unless save_freq_in_epoch (= "

@@ -1,7 +1,5 @@
 """`[train.train_policy.data_term]`: rows of supervised fine-tuning that are learned beside rollouts."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import field_validator

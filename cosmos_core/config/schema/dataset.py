@@ -1,7 +1,5 @@
 """`[train.train_policy.dataset]` and `[validation.dataset]`: where rows come from."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import field_validator

@@ -1,7 +1,5 @@
 """`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with real clips beside its own (arXiv 2512.04332)."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from cosmos_core.config.schema.algorithm import RowKind

@@ -5,11 +5,9 @@ but `at_least` so many), or `of` which values it is one; its `default` (none: th
 `required`), its `unit` and what it `means`. What says neither is a table of its own.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, create_model, model_validator
+from pydantic import Field, TypeAdapter, create_model, model_validator
 
 from cosmos_core.config.schema.marks import Unit
 from cosmos_core.config.schema.table import Table
@@ -21,12 +19,6 @@ TYPES: dict[str, Any] = {
     "fraction": Fraction, "decay": Annotated[float, Field(ge=0, lt=1)], "anything": Any,
     "arguments": dict[str, Any],
 }  # fmt: skip
-
-
-class _Declared(Table):
-    """Its keys say what they mean themselves: pydantic need not look for it in every module that is loaded."""
-
-    model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 def is_key(says: dict[str, Any]) -> bool:
@@ -45,7 +37,7 @@ def declared(
     """Return the model of a table, with `more` fields; `never_above`: key to the one that bounds it."""
     rules: Any = {"ordered": model_validator(mode="after")(_ordered(never_above))} if never_above else {}
     fields: dict[str, Any] = more | {name: _field(name, says) for name, says in keys.items()}
-    model = create_model(title, __base__=_Declared, __validators__=rules, **fields)
+    model = create_model(title, __base__=Table, __validators__=rules, **fields)
     model.switch = switch
     return model
 

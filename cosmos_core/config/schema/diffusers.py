@@ -1,8 +1,6 @@
 """`[policy.diffusers]`: how a diffusion model reads text and media, and where training looks."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -64,7 +62,7 @@ class DiffusersConfig(Table):
     """FlowGRPO and DDRL."""
 
     @model_validator(mode="after")
-    def _given_frames(self) -> DiffusersConfig:
+    def _given_frames(self) -> Self:
         if self.min_given_frames > self.max_given_frames:
             raise ValueError(
                 f"min_given_frames = {self.min_given_frames} must not be above max_given_frames = "

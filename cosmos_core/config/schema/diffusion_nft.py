@@ -1,7 +1,5 @@
 """`[train.train_policy]` with `trainer_type = "diffusion_nft"`: DiffusionNFT (arXiv 2509.16117)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -31,7 +29,7 @@ class DiffusionNftConfig(FlowPolicyConfig):
         """See `AlgorithmConfig.named_weights`."""
         return (OLD, *super().named_weights)
 
-    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling:
+    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """See `FlowPolicyConfig.flow_sampling`."""
         return replace(super().flow_sampling(diffusers), weights=OLD)
 

@@ -1,7 +1,5 @@
 """`[train.train_policy]` with `type = "sft"` of a diffusion model: supervised flow matching."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.algorithm import RowKind

@@ -1,7 +1,5 @@
 """`[distillation]`: a teacher whose log-probabilities train the policy on its own completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

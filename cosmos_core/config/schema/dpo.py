@@ -1,9 +1,7 @@
 """`[train.train_policy]` with `trainer_type = "dpo"`: direct preference optimisation (arXiv 2305.18290)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -39,7 +37,7 @@ class DpoLossConfig(Table):
         return names
 
     @model_validator(mode="after")
-    def _one_weight_each(self) -> DpoLossConfig:
+    def _one_weight_each(self) -> Self:
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights = {list(self.loss_weights)} must be one for each of loss_type = {list(self.loss_type)}"

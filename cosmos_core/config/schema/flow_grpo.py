@@ -1,7 +1,5 @@
 """`[train.train_policy]` with `trainer_type = "flow_grpo"`: FlowGRPO (arXiv 2505.05470)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -30,7 +28,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
     epsilon_high: float = 1e-4
     """Ratios are clipped above at 1 + this; negative: no upper clip."""
 
-    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling:
+    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """See `FlowPolicyConfig.flow_sampling`."""
         found, flow_rl = super().flow_sampling(diffusers), diffusers.flow_rl
         steps = range(found.num_steps - 1)

@@ -1,7 +1,5 @@
 """`[train.train_policy]` of diffusion models: what learning from scored images and videos has, whatever the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -59,7 +57,7 @@ class FlowPolicyConfig(GrpoConfig):
             raise ValueError(f"mu_iterations = {passes}: rollouts of diffusion models are learned once; set it to 1")
         return passes
 
-    def flow_sampling(self, diffusers: DiffusersConfig) -> FlowSampling:
+    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return how rollouts are drawn."""
         sample = diffusers.sample
         kernel = sample.solver if sample.solver in KERNELS and not sample.deterministic_sampling else ""

@@ -1,8 +1,6 @@
 """`[policy.diffusers.sample]` and `[policy.diffusers.flow_rl]`: how diffusion models draw images and videos."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -81,7 +79,7 @@ class FlowRLConfig(Table):
     """Compute it at the rollout's noise level and with its noise; False: both are drawn as in SFT."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> FlowRLConfig:
+    def _ordered(self) -> Self:
         if self.min_conditional_frames > self.max_conditional_frames:
             raise ValueError(
                 f"min_conditional_frames = {self.min_conditional_frames} must not be above max_conditional_frames = "

@@ -1,9 +1,7 @@
 """`[train.train_policy]` with `type = "grpo"`: group-relative policy optimisation and its relatives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -108,7 +106,7 @@ class GrpoConfig(RlConfig):
         return ratio
 
     @model_validator(mode="after")
-    def _optimizer_batch(self) -> GrpoConfig:
+    def _optimizer_batch(self) -> Self:
         size = self.batch_size_per_optimize
         if size is not None and size % self.mini_batch:
             raise ValueError(f"batch_size_per_optimize = {size} must be a multiple of mini_batch = {self.mini_batch}")
@@ -126,7 +124,7 @@ class GrpoConfig(RlConfig):
         return values
 
     @model_validator(mode="after")
-    def _weights(self) -> GrpoConfig:
+    def _weights(self) -> Self:
         if self._corrects and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
             raise ValueError(
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
@@ -161,7 +159,7 @@ class GrpoConfig(RlConfig):
         return self.rollout_correction not in {"", "none"}
 
     @model_validator(mode="after")
-    def _weighted_once(self, info: ValidationInfo) -> GrpoConfig:
+    def _weighted_once(self, info: ValidationInfo) -> Self:
         """AIPO weights tokens by policy / rollout policy itself."""
         if self.aipo_rho is None or self.aipo_form != "weighted":
             return self
@@ -177,7 +175,7 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="after")
-    def _behaviour_policy(self) -> GrpoConfig:
+    def _behaviour_policy(self) -> Self:
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "

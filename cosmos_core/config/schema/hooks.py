@@ -1,7 +1,5 @@
 """`[train.hooks]`: functions of the user's own at points of a training."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from cosmos_core.config.schema.marks import NoResult, Where

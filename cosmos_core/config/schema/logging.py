@@ -1,7 +1,5 @@
 """`[logging]`: who is told about the metrics. `metrics.jsonl` in the run directory is always written."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field, field_validator

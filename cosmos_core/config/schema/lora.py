@@ -1,7 +1,5 @@
 """`[policy.lora]`: low-rank adapters, as PEFT has them (arXiv 2106.09685)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`[rollout.multi_turn_config]`: conversations of several turns, and the tools that are called between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 

@@ -1,7 +1,5 @@
 """`[train.train_policy.overlong_reward]`: a penalty near the longest completion (DAPO, arXiv 2503.14476)."""
 
-from __future__ import annotations
-
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, Tokens
 

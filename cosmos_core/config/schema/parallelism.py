@@ -1,7 +1,5 @@
 """`[policy.parallelism]`, `[rollout.parallelism]`, `[distillation.parallelism]`: device meshes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """`[pipeline]`: the graph of stages, the only table that Cosmos-RL does not have."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any

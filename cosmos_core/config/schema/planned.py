@@ -3,8 +3,6 @@
 Here is only what their keys make of each other.
 """
 
-from __future__ import annotations
-
 import tomllib
 from importlib.resources import files
 from typing import Any

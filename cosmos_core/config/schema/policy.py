@@ -1,10 +1,8 @@
 """`[policy]`: which model is trained, what of it, and how it is laid out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -131,7 +129,7 @@ class PolicyConfig(Table):
         return patterns
 
     @model_validator(mode="after")
-    def _one_pattern(self) -> PolicyConfig:
+    def _one_pattern(self) -> Self:
         if self.freeze_pattern and self.trainable_pattern:
             raise ValueError("freeze_pattern and trainable_pattern exclude each other; keep one of them")
         return self

@@ -1,7 +1,5 @@
 """`[train.fp8]`: linear layers in eight bits during training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """`[profiler]`: traces of train steps by torch.profiler."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 """A recipe: one training, as Cosmos-RL writes it. Cross-field rules between tables live here."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -75,7 +73,7 @@ class Recipe(Table):
         is_asked = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
         return self.distillation if is_asked else None
 
-    def teacher_of(self, kind: StageKind) -> DistillationConfig | None:
+    def teacher_of(self, kind: "StageKind") -> DistillationConfig | None:
         """Return what is said of the teacher of a stage of that kind; None: it has none."""
         return self.teacher if kind.feed == "rollouts" else None
 
@@ -108,7 +106,7 @@ class Recipe(Table):
         return {**values, "train": {**train, "train_policy": found}}
 
     @model_validator(mode="after")
-    def _replicas(self, info: ValidationInfo) -> Recipe:
+    def _replicas(self, info: ValidationInfo) -> Self:
         """Replicas of the trainer are data-parallel ones of one mesh, each with the rows of a replica."""
         mesh, train = self.policy.parallelism, self.train
         count, policy = mesh.n_init_replicas, train.train_policy
@@ -126,14 +124,14 @@ class Recipe(Table):
         )
 
     @model_validator(mode="after")
-    def _engine_of_the_modality(self) -> Recipe:
+    def _engine_of_the_modality(self) -> Self:
         """Diffusion models are drawn by the ranks that train, whatever engine of text is named."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
         return self.derived(rollout=self.rollout.derived(backend="flow_sampler"))
 
     @model_validator(mode="after")
-    def _pipeline_stages(self) -> Recipe:
+    def _pipeline_stages(self) -> Self:
         """What pipeline parallelism asks of batches (Cosmos-RL refuses the same)."""
         mesh, train = self.policy.parallelism, self.train
         if mesh.pp_size == 1:
@@ -150,7 +148,7 @@ class Recipe(Table):
         return self
 
     @model_validator(mode="after")
-    def _lora_in_rl(self) -> Recipe:
+    def _lora_in_rl(self) -> Self:
         if self.policy.lora is None or not isinstance(self.train.train_policy, RlConfig) or self.policy.is_diffusers:
             return self
         if self.train.compile:
@@ -184,7 +182,7 @@ class Recipe(Table):
         return validation.derived(use_remote_reward=is_remote, remote_reward=remote_reward)
 
     @model_validator(mode="after")
-    def _same_service(self) -> Recipe:
+    def _same_service(self) -> Self:
         policy, asked = self.train.train_policy, self.validation.use_remote_reward
         remote = isinstance(policy, RlConfig) and policy.use_remote_reward
         if asked is not None and asked != remote:

@@ -1,8 +1,6 @@
 """`[train.train_policy.remote_reward]`: what is asked of a reward service, and what its scores make."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -31,7 +29,7 @@ class RewardFunctionConfig(Table):
         return info.data.get("name") if key is None else key
 
     @model_validator(mode="after")
-    def _ordered(self) -> RewardFunctionConfig:
+    def _ordered(self) -> Self:
         if self.clip_min > self.clip_max:
             raise ValueError(f"clip_min = {self.clip_min} must not be above clip_max = {self.clip_max}")
         return self
@@ -76,7 +74,7 @@ class RemoteRewardConfig(Table):
         return functions
 
     @model_validator(mode="after")
-    def _ordered(self) -> RemoteRewardConfig:
+    def _ordered(self) -> Self:
         if self.reward_clip_min > self.reward_clip_max:
             raise ValueError(
                 f"reward_clip_min = {self.reward_clip_min} must not be above reward_clip_max = {self.reward_clip_max}"

@@ -1,7 +1,5 @@
 """Reward functions as TOML says them: one name, a list of names, or names with weights."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator

@@ -1,9 +1,7 @@
 """`[train.train_policy]` with `type = "grpo"`: what learning from scored rollouts has, whatever the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -186,7 +184,7 @@ class RlConfig(AlgorithmConfig):
         return int(least)
 
     @model_validator(mode="after")
-    def _variant_of_staleness(self) -> RlConfig:
+    def _variant_of_staleness(self) -> Self:
         if self.uncentralized_training and self.variant != "grpo":
             raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
         return self

@@ -1,9 +1,7 @@
 """`[rollout]`: how completions are generated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -194,7 +192,7 @@ class RolloutConfig(Table):
         return "vllm"
 
     @model_validator(mode="after")
-    def _mesh_of_an_engine(self) -> RolloutConfig:
+    def _mesh_of_an_engine(self) -> Self:
         if self.backend != "vllm":
             return self
         for name, field in type(self.parallelism).model_fields.items():

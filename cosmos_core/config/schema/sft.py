@@ -1,7 +1,5 @@
 """`[train.train_policy]` with `type = "sft"`: supervised fine-tuning."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.algorithm import RowKind

@@ -1,8 +1,6 @@
 """`[train.train_policy]` with `type = "sft"`: what learning from given rows has, whatever the loss."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
@@ -54,7 +52,7 @@ class SupervisedConfig(AlgorithmConfig):
         return self.enable_dp_load_balancing
 
     @model_validator(mode="after")
-    def _balanced(self) -> SupervisedConfig:
+    def _balanced(self) -> Self:
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:

@@ -1,7 +1,5 @@
 """`[pipeline.stages.sweep]`: a stage once for each point of a grid of settings, and the choice of the best."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

@@ -54,8 +54,8 @@ class Table(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         validate_default=True,
+        defer_build=True,
     )
 
     switch: ClassVar[str] = ""

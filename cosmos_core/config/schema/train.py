@@ -1,10 +1,8 @@
 """`[train]`: optimizer, schedule, batch, precision. `[train.train_policy]` and `[train.ckpt]` have their own files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
@@ -280,7 +278,7 @@ class TrainConfig(Table):
         return values
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> TrainConfig:
+    def _batch_divides(self) -> Self:
         policy = self.train_policy
         if self.train_batch_per_replica % policy.mini_batch:
             raise ValueError(
@@ -305,7 +303,7 @@ class TrainConfig(Table):
         return self
 
     @model_validator(mode="after")
-    def _weight_sync(self) -> TrainConfig:
+    def _weight_sync(self) -> Self:
         policy = self.train_policy
         if isinstance(policy, RlConfig) and policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(

@@ -1,8 +1,6 @@
 """`[validation]`: what is measured on held-out rows, and when."""
 
-from __future__ import annotations
-
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import ValidationInfo, model_validator
 
@@ -67,7 +65,7 @@ class ValidationConfig(Table):
     """What is asked of it; None: as in training."""
 
     @model_validator(mode="after")
-    def _says_what_is_greedy(self, info: ValidationInfo) -> ValidationConfig:
+    def _says_what_is_greedy(self, info: ValidationInfo) -> Self:
         if self.top_k == 1 and self.temperature > 0:
             say(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the most "
                 "likely token; set validation.top_k = -1 to draw")  # fmt: skip

@@ -1,7 +1,5 @@
 """Types of values that several tables have."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field

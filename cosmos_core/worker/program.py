@@ -1,4 +1,4 @@
-"""The program that a stage runs in: `python -m cosmos_core.worker <stage_dir>`.
+"""What `python -m cosmos_core.worker <stage_dir>` does.
 
 It reads `stage.toml`, calls the program of the stage's kind, and commits `result.json`. A user's error ends in one
 line in `error.json` and exit code 64, a stop request in 75, anything else in 1 with the traceback in the log.
@@ -214,12 +214,3 @@ def _say(path: Path, error: Exception, kind: str, message: str) -> int:
     except OSError:
         logger.exception("error.json could not be written")
     return error.exit_code if isinstance(error, CosmosError) else EXIT_CRASH
-
-
-if __name__ == "__main__":
-    # A normal interpreter exit may hang in the threads of a library; everything is on disk by now.
-    code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -1,0 +1,18 @@
+"""`python -m cosmos_core.worker <stage_dir>`."""
+
+import logging
+import os
+import sys
+
+from cosmos_core.imports import without_collection
+
+with without_collection():
+    from cosmos_core.worker.program import main
+
+if __name__ == "__main__":
+    # A normal interpreter exit may hang in the threads of a library; everything is on disk by now.
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
