@@ -109,6 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reset()
             return
         request.body = self.rfile.read(length)
+        if len(request.body) < length:  # whoever sent it is gone: a store takes no part of a request
+            self.close_connection = True
+            return
         self.owner.requests.append(request)
         if request.fault == "stall":
             time.sleep(self.owner.stall_seconds)
