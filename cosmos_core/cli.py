@@ -77,17 +77,20 @@ def run(
     verify: Verify = False,
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
-    from cosmos_core.launch.check import look_at_rows
-    from cosmos_core.run.directory import open_or_create_run
-    from cosmos_core.session import session
+    from cosmos_core.launch.standby import standby
 
-    pipeline = _pipeline(configs, overrides)
-    if from_stage:
-        pipeline.stage(from_stage)
-    with session(_ready(pipeline)) as run_session:
-        look_at_rows(pipeline)
-        run = _claimable(open_or_create_run(pipeline, run_id=run_id))
-        code = run_session(run, from_stage, verify, began=_BEGAN)
+    with standby() as waiting:
+        from cosmos_core.launch.check import look_at_rows
+        from cosmos_core.run.directory import open_or_create_run
+        from cosmos_core.session import session
+
+        pipeline = _pipeline(configs, overrides)
+        if from_stage:
+            pipeline.stage(from_stage)
+        with session(_ready(pipeline), waiting) as run_session:
+            look_at_rows(pipeline)
+            run = _claimable(open_or_create_run(pipeline, run_id=run_id))
+            code = run_session(run, from_stage, verify, began=_BEGAN)
     _end_at_once(code)
 
 
@@ -111,14 +114,17 @@ def resume(
         for line in begin_again(unbegun):
             typer.echo(line)
     else:
-        from cosmos_core.session import session
+        from cosmos_core.launch.standby import standby
 
-        run = _open(run_name, output_dir)
-        if from_stage:
-            run.pipeline.stage(from_stage)
-        _claimable(run)
-        with session(run.output_dir) as run_session:
-            code = run_session(run, from_stage, verify, began=_BEGAN)
+        with standby() as waiting:
+            from cosmos_core.session import session
+
+            run = _open(run_name, output_dir)
+            if from_stage:
+                run.pipeline.stage(from_stage)
+            _claimable(run)
+            with session(run.output_dir, waiting) as run_session:
+                code = run_session(run, from_stage, verify, began=_BEGAN)
         _end_at_once(code)
 
 

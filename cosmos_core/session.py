@@ -20,6 +20,7 @@ from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_REFUSED
 from cosmos_core.imports import without_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
+from cosmos_core.launch.standby import Standby
 from cosmos_core.launch.supervisor import adopt_orphans
 from cosmos_core.launch.worker import is_stopping
 from cosmos_core.observe.console import Display, print_summary
@@ -35,14 +36,14 @@ _LEAST_ROOM = 1 << 20  # bytes
 
 
 @contextmanager
-def session(output_dir: Path) -> Iterator[Callable[..., int]]:
+def session(output_dir: Path, standby: Standby | None) -> Iterator[Callable[..., int]]:
     """Start what a run below `output_dir` needs and takes seconds; give the block `run_session`, which waits for it."""
     os.environ.update(quiet_environment(os.environ))
     # The display says what matters; Prefect's own lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     adopt_orphans()  # of a supervisor that is killed
     with ExitStack() as server:
-        yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED)))
+        yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
 
 
 def run_session(

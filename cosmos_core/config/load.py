@@ -6,6 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,7 +33,7 @@ MAX_LINE = 1000  # characters of a message: a screen of text
 
 
 def read_toml(path: Path) -> Values:
-    """Parse a TOML file.
+    """Parse a TOML file. The values are kept for those who read the same content again: do not change them.
 
     Raises:
         ConfigError: it is missing, unreadable, too large or not TOML; the message has the line.
@@ -40,7 +41,7 @@ def read_toml(path: Path) -> Values:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        values = tomllib.loads(content.decode("utf-8-sig")) if len(content) <= MAX_FILE_BYTES else None
+        values = _parsed(content) if len(content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -58,6 +59,11 @@ def read_toml(path: Path) -> Values:
     if found := excess(values):
         raise ConfigError(f"{path}: {found}")
     return values
+
+
+@lru_cache(maxsize=4)  # a run of many stages is half a megabyte, and is read to check it, to run it and for its report
+def _parsed(content: bytes) -> Values:
+    return tomllib.loads(content.decode("utf-8-sig"))
 
 
 def parse(

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import Child
+from cosmos_core.launch.standby import GRACE_SECONDS, Standby
 from cosmos_core.run.lock import Lock
 
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 90.0
 _MAX_STARTS = 3  # of a server that ends before it responds
-_GRACE_SECONDS = 3.0
 _RESPONSE_SECONDS = 10.0
 _BUSY_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
@@ -36,9 +36,9 @@ _MAX_CHECK_SECONDS = 30.0
 
 
 @contextmanager
-def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
-    """Let `PREFECT_API_URL` name a server inside the block; start one below `folder` if it is unset. The block is given
-    a function that waits until the server responds, and may do something else before it calls that.
+def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Callable[[], None]]:
+    """Let `PREFECT_API_URL` name a server inside the block; start one below `folder` if it is unset, which `standby`
+    becomes. The block is given a function that waits until the server responds, and may do something else before.
 
     Must come before the first import of Prefect, which reads the environment once.
 
@@ -51,7 +51,7 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     home, lock = _own_home(folder)
-    server = _Server(home)
+    server = _Server(home, standby)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
         server.start()
@@ -139,8 +139,8 @@ def _write_private(path: Path, text: str) -> None:
 
 
 class _Server:
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, home: Path, standby: Standby | None) -> None:
+        self._standby = standby
         home.chmod(0o700)  # parameters and states are in its database
         self._log = home / "server.log"
         # Prefect uses one connection where the URL has this word. With more, the second of two writers keeps the
@@ -167,6 +167,9 @@ class _Server:
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+            # Nobody else has the password, so nobody looks at the history that these two would write for every stage.
+            "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         }
         self._is_made_here = False
         self._closing = threading.Event()
@@ -208,15 +211,18 @@ class _Server:
             self._child.kill()  # its database is a journal of what the run directory already holds
 
     def _spawn(self) -> Child:
-        command = [
-            sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start", "--host", "127.0.0.1", "--port",
-            str(self._port),
-        ]  # fmt: skip
+        arguments = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
         environment = self.environment | {
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}"
         }
-        self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=environment)
-        return self._child
+        child = None
+        if self._standby is not None:
+            child = self._standby.become(arguments, log=self._log, environment=environment)
+        if child is None:
+            command = [sys.executable, "-m", "cosmos_core.launch.prefect", *arguments]
+            child = Child(command, log=self._log, grace_seconds=GRACE_SECONDS, environment=environment)
+        self._child = child
+        return child
 
     def _keep_alive(self) -> None:
         pause = _CHECK_SECONDS

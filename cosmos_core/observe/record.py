@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -234,15 +234,9 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     Empty: the file is missing or damaged.
     """
     try:
-        found = (path / PIPELINE).stat()
-        return _read_pipeline(path / PIPELINE, found.st_mtime_ns, found.st_size)
-    except (OSError, ConfigError):
+        table = read_toml(path / PIPELINE).get("pipeline", {})
+    except ConfigError:
         return {}
-
-
-@lru_cache(maxsize=4)
-def _read_pipeline(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    table = read_toml(path).get("pipeline", {})  # an error is not kept: it may pass
     return table if isinstance(table, dict) else {}
 
 

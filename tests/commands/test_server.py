@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from cosmos_core.launch.server import prefect_server
+from cosmos_core.launch.standby import standby
 from cosmos_core.observe.logs import quiet_environment
-from tests.conftest import processes_below
+from tests.conftest import processes_below, wait_until
 
 
 def expect_a_server_that_asks_who_is_there(home: Path) -> None:
@@ -28,13 +29,60 @@ def expect_a_server_that_asks_who_is_there(home: Path) -> None:
     assert answer.status_code == 200 and os.environ["PREFECT_API_AUTH_STRING"] == secret.read_text()
 
 
+def use_no_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PREFECT")]:
+        monkeypatch.delenv(name)
+    for name, value in quiet_environment({}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COSMOS_WORKSPACE", str(folder))
+
+
+def serving(folder: Path) -> set[int]:
+    return {pid for pid, line in processes_below(folder).items() if " server start " in line and "superv" not in line}
+
+
+def test_a_server_that_was_started_before_its_folder_was_known_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_no_server(tmp_path, monkeypatch)
+    with standby() as waiting:
+        wait_until(lambda: serving(tmp_path), 30, "the standby")
+        [pid] = serving(tmp_path)
+        with prefect_server(tmp_path / "runs", waiting) as wait:
+            wait()
+            expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
+            assert serving(tmp_path) == {pid}
+            assert "http://127.0.0.1" in (tmp_path / "runs" / "server-1" / "server.log").read_text()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: serving(tmp_path) - {pid}, 30, "another in its place")
+        assert not processes_below(tmp_path)
+
+
+def test_a_server_that_nobody_needs_or_that_was_killed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_no_server(tmp_path, monkeypatch)
+    with standby():
+        wait_until(lambda: serving(tmp_path), 30, "the standby")
+    assert not processes_below(tmp_path)
+    with standby() as waiting:
+        wait_until(lambda: serving(tmp_path), 30, "the standby")
+        for pid in serving(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        with prefect_server(tmp_path / "runs", waiting) as wait:
+            wait()
+            expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
+    assert not processes_below(tmp_path)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    with standby() as waiting:
+        assert waiting is None
+
+
 def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("PREFECT")]:
-        monkeypatch.delenv(name)
-    for name, value in quiet_environment({"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
-        monkeypatch.setenv(name, value)
+    use_no_server(tmp_path, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with prefect_server(tmp_path / "first") as wait:
         assert "PREFECT_API_URL" in os.environ, "for the import of Prefect, while the server starts"
         wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import subprocess
@@ -352,7 +353,7 @@ def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> N
 def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     perform(run, "first")
-    saved = read_toml(run.path / "pipeline.toml")
+    saved = copy.deepcopy(read_toml(run.path / "pipeline.toml"))
     saved["pipeline"]["stages"][0]["arguments"]["steps"] = 5
     (run.path / "pipeline.toml").write_text(tomli_w.dumps(saved))
     result, was_reused = perform(open_run(run.path, all_kinds()), "first")
