@@ -37,7 +37,7 @@ def _wait_for_orders(descriptor: int) -> None:
 
 if __name__ == "__main__":
     with without_collection():
-        if sys.argv[-2] == "--told-by":
+        if "--told-by" in sys.argv:
             _wait_for_orders(int(sys.argv[-1]))
         importlib.import_module("prefect.server.api.server")
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)
