@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
 
+Found = TypeVar("Found")
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -44,12 +46,13 @@ def processes_below(folder: Path) -> dict[int, str]:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll; fail with `what` when the time is over."""
+def wait_until(condition: Callable[[], Found], seconds: float, what: str) -> Found:
+    """Poll until there is something, and return it; fail with `what` when the time is over."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.05)
+    return found
 
 
 class Workspace:

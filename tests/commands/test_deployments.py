@@ -259,7 +259,7 @@ def test_one_stage_of_a_run_is_a_deployment_of_its_own(orchestra: Orchestra, pla
 
 def test_a_cancelled_run_saves_a_checkpoint_and_resume_completes_it(orchestra: Orchestra, place: Workspace) -> None:
     config = write(place, SFT)
-    slow = 'overrides=["sft.train.max_num_steps=1000"]'
+    slow = 'overrides=["sft.train.max_num_steps=1000", "sft.train.ckpt.save_freq=400"]'
     flow_run = orchestra.run("post-train/local", f"config={config}", slow, "run_id=cancelled")
     wait_until(lambda: step(place, "cancelled", "sft") >= 8, 180, "step 8 of sft")
     orchestra.prefect("flow-run", "cancel", flow_run)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.events.worker import EventsWorker
 from prefect.settings import get_current_settings
 from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
@@ -56,6 +57,7 @@ target = "FOLDER/published"
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[None]:
+    EventsWorker.drain_all(timeout=5)  # one of an earlier test of this process would send to the server of that test
     with prefect_test_harness(server_startup_timeout=120):
         yield
 

@@ -225,8 +225,7 @@ while True:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = psutil.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)
     try:
-        children: list[psutil.Process] = []
-        wait_until(lambda: children.__iadd__(trainer.children()), 120, "a proof begins")
+        children = wait_until(trainer.children, 120, "a proof begins")
     finally:
         trainer.kill()
         trainer.wait()
