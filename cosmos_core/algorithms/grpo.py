@@ -25,6 +25,7 @@ from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distille
 from cosmos_core.algorithms.objectives.base import PolicySettings, ratio_of
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.prefixes import shared_prefixes
+from cosmos_core.algorithms.returns import whitened_returns
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.models.base import MicroBatch
@@ -45,6 +46,8 @@ class _Fixed:
     reference: Sequence[Tensor] | None
     teacher: Sequence[Tensor] | None
     """What a teacher says of each token; None: nobody is asked."""
+    returns: Sequence[Tensor] | None
+    """Advantages of tokens, which take the place of those of completions; None: the KL is not in the reward."""
     is_first: bool
     """No update of the train step came before."""
 
@@ -76,7 +79,7 @@ class Grpo(Algorithm):
             epsilon_low=config.epsilon_low,
             epsilon_high=config.epsilon_high,
             lower_bound_ratio=config.lower_bound_ratio,
-            kl_beta=config.kl_beta,
+            kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
             unbiased_kl_estimate=config.unbiased_kl_estimate,
             kl_estimator=config.kl_estimator,
             objective=_AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES[config.variant],
@@ -132,12 +135,17 @@ class Grpo(Algorithm):
             old = _logprobs(view, samples, self._wants, "policy")
         has_reference = "reference" in self.config.named_weights
         reference = _logprobs(view, samples, self._wants, "reference") if has_reference else None
+        returns = None
+        if self.config.kl_in_reward and reference is not None:
+            before = old or _logprobs(view, samples, self._wants, "policy")
+            returns = whitened_returns(samples, before, reference, self.config.kl_beta)
         teacher = None
         if self.teacher is not None:
             samples, teacher = ask_teacher(self.teacher, samples, view, self._wants)
         for number, batch in enumerate(batches * self.config.mu_iterations):
             fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
-            yield self._update(_Fixed(samples[batch], *fixed, is_first=number == 0))
+            own = returns and returns[batch]
+            yield self._update(_Fixed(samples[batch], *fixed, returns=own, is_first=number == 0))
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -202,17 +210,22 @@ class Grpo(Algorithm):
             )
             weights_BS = torch.where(compared.drawn_BS, weights_BS, 1.0)
         taught = self._taught(micro, fixed, compared)
+        advantages_B = micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples])
+        token_advantages_BS = taught.advantages_BS if taught else None
+        if (returns_BS := _rows(fixed.returns, micro)) is not None:
+            advantages_B = torch.zeros_like(advantages_B)
+            token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
         policy = policy_loss(
             PolicyInputs(
                 logprobs_BT=micro.logprobs_BS,
-                advantages_B=micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples]),
+                advantages_B=advantages_B,
                 mask_BT=micro.mask_BS,
                 old_logprobs_BT=compared.old_BS,
                 ref_logprobs_BT=_rows(fixed.reference, micro),
                 entropy_BT=micro.outputs.get("entropy"),
                 weights_BT=weights_BS,
                 rollout_logprobs_BT=compared.rollout_BS,
-                token_advantages_BT=taught.advantages_BS if taught else None,
+                token_advantages_BT=token_advantages_BS,
             ),
             self._settings,
         )

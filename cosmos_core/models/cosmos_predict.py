@@ -84,15 +84,17 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.probe(self)
 
     def check_context(self, size: int) -> None:
-        """See `DiffusionModel.check_context`: it is written, and refused until a mesh has been seen to do what one rank
-        does.
+        """See `DiffusionModel.check_context`: ranks trade tokens for attention heads.
 
         Raises:
-            ConfigError: always.
+            ConfigError: each would not have as many heads as the others.
         """
-        raise ConfigError(
-            f"policy.parallelism.cp_size = {size}: this version shares the clips of SANA-Video alone; set it to 1"
-        )
+        heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
+        if heads % size:
+            raise ConfigError(
+                f"policy.parallelism.cp_size = {size} does not divide the {heads} attention heads of the denoiser; "
+                f"make it a divisor"
+            )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         """See `DiffusionModel.shard_tokens`."""

@@ -35,7 +35,7 @@ MESHES = {
 _RECOMPUTED = {"policy.model_gradient_checkpointing": True}
 CASES: dict[str, dict[str, Any]] = {
     "sd3": {}, "sd3-lora": {"policy.lora.r": 2}, "cosmos_predict": {}, "cosmos_predict-lora": {"policy.lora.r": 2},
-    "sana_video": {}, "sana_video-recomputed": _RECOMPUTED,
+    "sana_video": {}, "sana_video-recomputed": _RECOMPUTED, "cosmos_predict-recomputed": _RECOMPUTED,
 }  # fmt: skip
 """Pipeline, and what is said of its adapter and of the backward pass."""
 PRECISE = {"cosmos_predict": (torch.float32, 1e-5), "sana_video": (torch.float32, 1e-5)}
@@ -44,7 +44,7 @@ PRECISE = {"cosmos_predict": (torch.float32, 1e-5), "sana_video": (torch.float32
 
 def usual_cells() -> list[tuple[str, str]]:
     """The cells that the suite has."""
-    return [cell for cell in cells() if cell[0] in {"sd3", "sd3-lora", "cosmos_predict"} and cell[1] != "context"]
+    return [cell for cell in cells() if cell[0] in {"sd3", "sd3-lora", "cosmos_predict"}]
 
 
 def cells() -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def samples(name: str) -> list[FlowSample]:
     found = []
     for i in range(7):
         is_clip = name in tiny_pipelines.CLIPS
-        side = (4, 8, 6)[i % 3] if name == "sana_video" else 8 if i % 3 else 4
+        side = (4, 8, 6)[i % 3] if is_clip else 8 if i % 3 else 4
         shape = (16, 3, side, side) if is_clip else (4, side, side)
         text = {"prompt_embeds": tensor(6, 8 if name == "sana_video" else 32)}
         if name == "sana_video":

@@ -20,7 +20,10 @@ from tests.unit.test_flow_training import TRAININGS, Inputs, metrics_of
 FEW = {"train.max_num_steps": 2, "train.ema_enable": False, "train.optm_lr": 1e-3}
 MESHES: dict[str, dict[str, int]] = {
     "dp": {"dp_shard_size": 2}, "hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2}, "context": {"cp_size": 2},
+    "context of heads": {"cp_size": 2},
 }  # fmt: skip
+CLIPS = {"context": "sana_video", "context of heads": "cosmos_predict"}
+"""Families whose clips ranks share."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,9 @@ def weights_of(stage: Stage) -> dict[str, Any]:
 def test_a_mesh_draws_and_learns_as_one_rank(inputs: Inputs, name: str, mesh: str, tmp_path: Path) -> None:
     sizes = {f"policy.parallelism.{axis}": size for axis, size in MESHES[mesh].items()}
     family, settings = "sd3", {**TRAININGS[name], **FEW}
-    if mesh == "context":
+    if mesh in CLIPS:
         reward = f"{inputs.folder / 'reward.py'}:bright"
-        family = "sana_video"
+        family = CLIPS[mesh]
         settings |= {"policy.diffusers.inference_frames": 5, "train.train_policy.reward_function": reward}
     alone = inputs.stage(tmp_path / "alone", family, **settings)
     run(alone)

@@ -19,6 +19,7 @@ from tests.unit.trainers import Given, grpo, micro_batch
 
 TWICE = {**GRPO, "train.train_policy.mu_iterations": 2}  # only then is a ratio not 1
 WITH_KL = {**TWICE, "train.train_policy.kl_beta": 0.1}
+PLUS_PLUS = {**WITH_KL, "train.train_policy.algo": "reinforce++"}
 CISPO = {**TWICE, "train.train_policy.variant": "cispo"}
 AIPO = {**TWICE, "train.train_policy.aipo_rho": 3.0}
 DECOUPLED = {**TWICE, "train.train_policy.use_decoupled_loss": True}
@@ -32,6 +33,16 @@ ADVANTAGES, LENGTHS, RATIOS = (1.0, -1.0, -1.0), (2, 1, 1), (2.0, 4.0, 0.5)
 LOGPROB, ENTROPY = -1.0, 0.5
 WEIGHTS = (2.0, 0.5, 1.0)  # old policy / rollout policy
 K3 = 2 - math.log(2) - 1  # the reference finds every token twice as likely
+
+
+def kl_in_reward() -> float:
+    """The loss of tokens whose returns are those of REINFORCE++ with the KL in the reward."""
+    cost = [0.1 * -math.log(2 * ratio) for ratio in (2, 2, 4, 0.5)]  # beta * log(old policy / reference)
+    returns = np.array([1 - cost[0] - cost[1], 1 - cost[1], -cost[2], -cost[3]])
+    whitened = (returns - returns.mean()) / (returns.std() + 1e-6)
+    first, second, third, fourth = whitened.tolist()
+    assert first > second > 0 > third > fourth
+    return (-1.2 * first - 1.2 * second - 3 * third - 0.8 * fourth) / 4
 
 
 def samples() -> list[Sample]:
@@ -70,6 +81,7 @@ def loss(recipe: Recipe, sampling: Sampling | None = None) -> float:
     (Change("train.train_policy.lower_bound_ratio", 2.0, TWICE), (-2.4 + 2 + 0.8) / 4),
     (Change("train.train_policy.positive_nll_coef", 0.1, TWICE), (-2.4 + 3 + 0.8) / 4 + 0.1 * 1.0),
     (Change("train.train_policy.kl_beta", 0.1, TWICE), (-2.4 + 3 + 0.8) / 4 + 0.1 * K3),
+    (Change("train.train_policy.kl_in_reward", True, PLUS_PLUS), kl_in_reward()),
     (Change("train.train_policy.unbiased_kl_estimate", True, WITH_KL),
      (-2.4 + 3 + 0.8) / 4 + 0.1 * K3 * (2 + 2 + 4 + 0.5) / 4),
     (Change("train.train_policy.kl_estimator", "k2", WITH_KL), (-2.4 + 3 + 0.8) / 4 + 0.1 * math.log(2) ** 2 / 2),

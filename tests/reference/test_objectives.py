@@ -17,6 +17,8 @@ from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
 from cosmos_core.algorithms.prefixes import shared_prefixes
+from cosmos_core.algorithms.returns import whitened_returns
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import RewardError
 
 V = 5
@@ -236,3 +238,28 @@ def test_weights_above_the_cap_are_counted_by_the_sign_of_their_advantage(object
 )
 def test_prefixes_that_completions_of_different_rewards_share(completions, rewards, expected):
     assert shared_prefixes(completions, rewards, 3) == expected
+
+
+def test_returns_with_the_kl_in_the_reward_are_whitened_over_the_learned_tokens_of_the_step():
+    generator = np.random.default_rng(5)
+    masks = ([0, 0, 1, 1, 0, 1], [0, 1, 1, 1])  # the fifth token of the first is a tool's
+    rewards, beta = (1.0, -0.5), 0.3
+    old, reference = ([torch.tensor(generator.normal(size=len(mask) - 1)) for mask in masks] for _ in range(2))
+    rows = zip(masks, rewards, strict=True)
+    samples = [Sample(np.arange(len(mask)), np.array(mask, np.uint8), 9.0, reward) for mask, reward in rows]
+
+    expected = {}  # the plain double loop of arXiv 2501.03262
+    for i, mask in enumerate(masks):
+        learned = [t for t in range(1, len(mask)) if mask[t]]
+        for t in learned:
+            kl = sum((old[i][u - 1] - reference[i][u - 1]).item() for u in learned if u >= t)
+            expected[i, t - 1] = rewards[i] - beta * kl
+    mean, std = np.mean(list(expected.values())), np.std(list(expected.values()))
+    found = whitened_returns(samples, old, reference, beta)
+    for i, mask in enumerate(masks):
+        for t in range(len(mask) - 1):
+            value = (expected[i, t] - mean) / (std + 1e-6) if (i, t) in expected else 0.0
+            assert found[i][t].item() == pytest.approx(value, abs=1e-12)
+
+    same = [replace(sample, reward=1.0) for sample in samples]
+    assert not any(row.any() for row in whitened_returns(same, old, old, beta)), "equal returns teach exactly nothing"

@@ -151,6 +151,12 @@ RULES: dict[tuple[str, str], list[Case]] = {
         no(f"{P}: unbiased_kl_estimate is for kl_estimator = 'k3': the gradient of 'k2' is that of the reverse KL "
            "already, and times the ratio it is that of nothing; leave one of them out",
            f"{P}.unbiased_kl_estimate=true", f"{P}.kl_estimator='k2'"),
+        no(f"{P}: kl_in_reward = true makes returns of tokens, which algo = 'rloo' does not know; set algo to "
+           "'reinforce++'",
+           f"{P}.algo='rloo'", f"{P}.kl_beta=0.1", f"{P}.kl_in_reward=true"),
+        no(f"{P}: kl_in_reward = true leaves no KL in the loss for kl_estimator and unbiased_kl_estimate; leave them "
+           "out",
+           f"{P}.algo='reinforce++'", f"{P}.kl_beta=0.1", f"{P}.kl_in_reward=true", f"{P}.kl_estimator='k2'"),
     ),
     ("GRPO", "rewards have weights, and there is one"): on(GRPO,
         kept(REWARD, {"a": 0.5, "b": 2.0}, f"{REWARD}={{a=0.5, b=2.0}}"),

@@ -302,7 +302,7 @@ def test_the_published_form_is_proven_in_half_precision_and_carries_the_adapter(
 
 @pytest.mark.parametrize(
     ("name", "size", "said"),
-    [("sd3", 2, "no tokens that ranks can share"), ("cosmos_predict", 2, "shares the clips of SANA-Video alone")],
+    [("sd3", 2, "no tokens that ranks can share"), ("cosmos_predict", 3, "does not divide the 2 attention heads")],
 )
 def test_check_refuses_ranks_that_cannot_share_a_clip(
     inputs: Inputs, tmp_path: Path, name: str, size: int, said: str

@@ -52,6 +52,9 @@ class GrpoConfig(RlConfig):
     2602.02710)."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
+    kl_in_reward: Annotated[bool, Needs("kl_beta")] = False
+    """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
+    return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
     unbiased_kl_estimate: bool = False
     """Multiply the k3 estimator by the ratio, which makes its gradient that of the reverse KL (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
@@ -149,6 +152,15 @@ class GrpoConfig(RlConfig):
         if self.unbiased_advantage and self.algo not in {"grpo", "rloo"}:
             raise ValueError(
                 f"unbiased_advantage = true leaves out the division that algo = {self.algo!r} is; set one of them"
+            )
+        if self.kl_in_reward and self.algo != "reinforce++":
+            raise ValueError(
+                f"kl_in_reward = true makes returns of tokens, which algo = {self.algo!r} does not know; set algo to "
+                f"'reinforce++'"
+            )
+        if self.kl_in_reward and (self.unbiased_kl_estimate or self.kl_estimator == "k2"):
+            raise ValueError(
+                "kl_in_reward = true leaves no KL in the loss for kl_estimator and unbiased_kl_estimate; leave them out"
             )
         if self.reference_reset_interval and not self.kl_beta:
             raise ValueError("reference_reset_interval needs a reference: set kl_beta above 0, or leave it out")
