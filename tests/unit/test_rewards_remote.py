@@ -333,6 +333,18 @@ def test_what_is_deployed_is_what_the_service_reads() -> None:
     assert config.token_env in {each["name"] for each in pod["containers"][0]["env"]}
 
 
+def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Path) -> None:
+    from cosmos_core.errors import ConfigError
+    from cosmos_core.rewards.service.config import read_config
+
+    file = tmp_path / "rewards.toml"
+    with pytest.raises(ConfigError, match=r"^\S+rewards\.toml: no such file$"):
+        read_config(file)
+    file.write_text("port = \n")
+    with pytest.raises(ConfigError, match=r"^\S+rewards\.toml: not valid TOML: Invalid value \(at line 1, column 8\)$"):
+        read_config(file)
+
+
 def test_a_file_of_the_original_service_is_read(tmp_path: Path) -> None:
     from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig, read_config
 

@@ -40,7 +40,7 @@ def main() -> int:
             return asyncio.run(self_test(config))
         return asyncio.run(serve(config, arguments.ready))
     except CosmosError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"cosmos: {error}\n")
         return error.exit_code
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from cosmos_core.config.load import read_toml
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
 from cosmos_core.errors import ConfigError
@@ -193,10 +193,7 @@ def read_config(file: Path, **overrides: Any) -> ServiceConfig:
     Raises:
         ConfigError: it is not there, or wrong.
     """
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    values = read_toml(file)
     try:
         config = ServiceConfig.model_validate({**values, **{k: v for k, v in overrides.items() if v is not None}})
     except ValidationError as error:
