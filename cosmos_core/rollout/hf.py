@@ -37,6 +37,7 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
+from cosmos_core.rollout.draw import draw
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _LEAST_ROOM = 64
@@ -321,13 +322,6 @@ def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -
         dropped_BV[:, -1] = False  # the most likely token always stays
         logits_BV = logits_BV.masked_fill(dropped_BV.scatter(-1, order_BV, dropped_BV), -torch.inf)
     return logits_BV.log_softmax(-1)
-
-
-def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Invert the cumulative distribution at one uniform number per row, in float64: token ids B."""
-    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
-    targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:]
-    return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)
 
 
 def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:

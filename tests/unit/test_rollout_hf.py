@@ -25,7 +25,8 @@ from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
-from cosmos_core.rollout.hf import HfEngine, draw, processed_logprobs
+from cosmos_core.rollout.draw import draw
+from cosmos_core.rollout.hf import HfEngine, processed_logprobs
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, Prompt, Sampling

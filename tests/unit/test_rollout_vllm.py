@@ -46,8 +46,8 @@ def test_more_prompts_than_one_pass_takes_are_read_in_several(found: dict[str, A
     assert len(many) == 120 and many[:3] == few
 
 
-def test_greedy_answers_are_those_of_the_hf_engine(found: dict[str, Any]) -> None:
-    for name in ("greedy", "penalised"):
+def test_completions_are_those_of_the_hf_engine(found: dict[str, Any]) -> None:
+    for name in ("greedy", "penalised", "drawn", "filtered"):
         vllm, hf = found["sampled"][name]
         assert vllm == hf
 

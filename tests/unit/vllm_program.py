@@ -96,6 +96,8 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
         "next_step": tokens(generate(engine, PROMPTS, sampling(1.0), 5)),
         "greedy": [tokens(generate(e, PROMPTS, greedy, 4)) for e in (engine, hf)],
         "penalised": [tokens(generate(e, PROMPTS, penalised, 4)) for e in (engine, hf)],
+        "drawn": [tokens(generate(e, PROMPTS, sampling(1.0), 4)) for e in (engine, hf)],
+        "filtered": [tokens(generate(e, PROMPTS, filtered, 4)) for e in (engine, hf)],
         "filtered_least": min(min(g.completions[0].logprobs) for g in generate(engine, PROMPTS, filtered, 4)),
         "ends": [[list(a.token_ids), a.finish_reason, a.text, len(a.logprobs)] for g in hot for a in g.completions],
         "versions": [group.version for group in groups],
