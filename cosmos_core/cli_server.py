@@ -40,13 +40,15 @@ def reap(
 
 def clean(
     output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+    store: Annotated[str, typer.Option(help="Clean this artifact_store, s3://BUCKET/PREFIX, in its place.")] = "",
     keep: Annotated[int, typer.Option(min=0, help="Newest runs of each pipeline that stay.")] = 5,
     older_than: Annotated[str, typer.Option(help="Only runs that did nothing for so long, e.g. 12h or 30d.")] = "0s",
     yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only listed.")] = False,
 ) -> None:
     """Show which runs may be removed, and with --yes remove them.
 
-    What runs, is published, or is referred to by a run that stays is never removed.
+    What runs, is published, or is referred to by a run that stays is never removed. Of an artifact store goes what no
+    run that stays needs, and nothing of the last day.
     """
     from cosmos_core.config.schema.pipeline import seconds
     from cosmos_core.errors import ConfigError
@@ -57,6 +59,9 @@ def clean(
         age = seconds(older_than)
     except ValueError as error:
         raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
+    if store:
+        _clean_store(store, keep=keep, older_than_seconds=age, is_wanted=yes)
+        return
     folder = output_dir.expanduser().absolute()
     found = retention.verdicts(folder, keep=keep, older_than_seconds=age)
     for verdict in found:
@@ -68,3 +73,20 @@ def clean(
     freed = size(sum(verdict.size for verdict in gone))
     said = f"removed {len(gone)} of {len(found)} runs" if yes else f"{len(gone)} of {len(found)} runs may be removed"
     typer.echo(f"{said}, {freed}" + ("" if yes or not gone else "; remove them with --yes"))
+
+
+def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_wanted: bool) -> None:
+    from cosmos_core.observe.wording import duration, size
+    from cosmos_core.upload.store_retention import Retention
+
+    found = Retention(url, keep=keep, older_than_seconds=older_than_seconds)
+    for run in found.runs:
+        fate = f"stays: {run.kept_because}" if run.kept_because else "goes"
+        typer.echo(f"{run.name}  {run.pipeline}, {duration(run.age_seconds)} old  {fate}")
+    num_leaving = sum(not run.kept_because for run in found.runs)
+    if is_wanted:
+        num_gone, freed = found.remove()
+        typer.echo(f"removed {num_gone} of {len(found.runs)} runs, {size(freed)}")
+    else:
+        more = "; remove them with --yes" if found.size else ""
+        typer.echo(f"{num_leaving} of {len(found.runs)} runs may be removed, {size(found.size)}{more}")

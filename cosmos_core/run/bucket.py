@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Object:
     key: str
     size: int
     etag: str
+    modified: float
+    """When it was written, in seconds since 1970 by the clock of the store."""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -109,12 +112,19 @@ class Bucket:
         with told(f"{SCHEME}{self.name}"):
             self.client.head_bucket(Bucket=self.name)
 
+    def clock(self) -> float:
+        """Return the time by the clock of the store, in seconds since 1970."""
+        headers = self.client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
+        return parsedate_to_datetime(headers["date"]).timestamp()
+
     def objects(self, prefix: str) -> Iterator[Object]:
         """Yield what lies below a prefix, by key."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         for page in pages:
             for found in page.get("Contents", ()):
-                yield Object(found["Key"], found["Size"], found["ETag"].strip('"'))
+                yield Object(
+                    found["Key"], found["Size"], found["ETag"].strip('"'), found["LastModified"].timestamp()
+                )
 
     def head(self, key: str) -> dict[str, Any] | None:
         """Return what is known of an object: size, ETag, metadata; None: there is none."""

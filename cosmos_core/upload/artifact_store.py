@@ -8,7 +8,7 @@
     runs/<run>/stages/<name>/result.json          written last: with it the stage is complete
     runs/<run>/stages/<name>/record.json          state, metrics, samples, logs: for other machines to show
 
-Every document is written after what it names. Outputs stay for good, as those of a folder of runs do.
+Every document is written after what it names. Outputs stay until `store_retention` removes them.
 """
 
 from __future__ import annotations
