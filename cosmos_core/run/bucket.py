@@ -122,9 +122,7 @@ class Bucket:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         for page in pages:
             for found in page.get("Contents", ()):
-                yield Object(
-                    found["Key"], found["Size"], found["ETag"].strip('"'), found["LastModified"].timestamp()
-                )
+                yield Object(found["Key"], found["Size"], found["ETag"].strip('"'), found["LastModified"].timestamp())
 
     def head(self, key: str) -> dict[str, Any] | None:
         """Return what is known of an object: size, ETag, metadata; None: there is none."""
