@@ -69,7 +69,7 @@ class Retention:
                     made.kept_because = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *self._made]
             unnamed = self._unnamed([folder for folder in folders if folder.kept_because])
-            self.size = sum(each.size for each in [*(each for each in folders if not each.kept_because), *unnamed])
+            self.size = sum(each.size for each in folders if not each.kept_because) + sum(each.size for each in unnamed)
             """Bytes that may go."""
 
     def remove(self) -> tuple[int, int]:
