@@ -20,7 +20,7 @@ from torch import Tensor
 from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
-from cosmos_core.algorithms.correction import CAP, Correction, importance_weights
+from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distilled, including_prompt
 from cosmos_core.algorithms.objectives.base import PolicySettings, ratio_of
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
@@ -273,7 +273,7 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
     elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
         pass  # the ratio itself is that to the rollout policy
     elif sampling is not None and sampling.is_off_policy:
-        found = replace(found, rule="truncate", high=CAP)
+        found = replace(found, rule="truncate", high=config.rollout_correction_high)
     return None if found.rule == "none" and found.geometric is None else found
 
 

@@ -1,6 +1,6 @@
 """Rows of a data set class and of a data packer of a user's own, as launcher scripts of Cosmos-RL have them.
 
-    train.train_policy.dataset.name = "mine.py:Questions"     # a class, or a function of the recipe
+    train.train_policy.dataset.name = "mine.py:Questions"     # a class, a function of the recipe, or an object
     train.train_policy.data_packer = "mine.py:Packer"
 
 A data set has `__len__`, `__getitem__` and, where wanted, `setup(config[, tokenizer])` and
@@ -57,7 +57,7 @@ class Opener:
         """
         made = import_user_code(name)
         with _blamed(f"{key}.name = {name!r}", None):
-            dataset: Any = made() if inspect.isclass(made) else _given(made, self._recipe)
+            dataset = _thing_of(made, self._recipe)
             self._set_up(dataset)
             length = len(dataset)
         return Part(name, length, partial(_items, dataset, name, length, self._recipe.train.train_policy))
@@ -72,14 +72,15 @@ class Opener:
         if not policy.data_packer:
             return None
         made = import_user_code(policy.data_packer)
-        if unused := [name for name in _NOT_CALLED if name in vars(made)]:
+        if unused := [name for name in _NOT_CALLED if name in vars(made if inspect.isclass(made) else type(made))]:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
                 "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
             )
         wanted = "get_rollout_input" if isinstance(policy, RlConfig) else "sft_process_sample"
-        packer = made()
-        self._set_up(packer)
+        with _blamed(f"train.train_policy.data_packer = {policy.data_packer!r}", made):
+            packer = _thing_of(made, self._recipe)
+            self._set_up(packer)
         method = getattr(packer, wanted, None)
         if policy.rows == "pairs" or method is None:
             raise ConfigError(
@@ -96,8 +97,16 @@ class Opener:
         thing.setup(*(self._recipe, self._load_tokenizer())[: 1 + wants_tokenizer])
 
 
-def _given(function: Callable[..., Any], recipe: Recipe) -> Any:
-    return function(recipe) if inspect.signature(function).parameters else function()
+def _thing_of(named: Any, recipe: Recipe) -> Any:
+    """Return an object as it is, and what a class or a function makes; a function gets the recipe if it takes anything,
+    a class if it cannot do without."""
+    is_class = inspect.isclass(named)
+    if not callable(named) or (not is_class and hasattr(named, "__getitem__")):
+        return named
+    parameters = inspect.signature(named).parameters.values()
+    taken = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]
+    wants_recipe = any(each.default is each.empty for each in taken) if is_class else bool(taken)
+    return named(recipe) if wants_recipe else named()
 
 
 def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:

@@ -39,7 +39,7 @@ KEYWORDS = {
 PENALTIES = frozenset({"overlong"})
 """Of the packaged rewards those that are 0 at best; all others may be 1."""
 
-_OF_A_COMPLETION = ("prompt", "media", "num_tokens", "finish_reason")
+_OF_A_COMPLETION = ("prompt", "media", "turns", "num_tokens", "finish_reason")
 """Those of them that are lists for a function of a group."""
 
 Scored = tuple[float, dict[str, float]]

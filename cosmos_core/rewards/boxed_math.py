@@ -23,9 +23,10 @@ _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also when it has none.
 
-    The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. One that cannot be read is invalid.
+    The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. Of a solution that ends as those of GSM8K
+    do (`#### 72`) it is what stands behind that mark. One that cannot be read is invalid.
     """
-    reference = require_reference(reference)
+    reference = require_reference(require_reference(reference).rpartition("####")[2])
     end = to_be_evaluated[max(0, to_be_evaluated.rfind("\\boxed")) :]  # math-verify would join the boxes to one answer
     if (found := _BOXED_INTEGER.fullmatch(end)) and (wanted := re.fullmatch(_INTEGER, reference)):
         # What most completions end with needs no parser.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -118,7 +119,18 @@ def begin(env: Sequence[str], parent_pid: int) -> None:
     if os.getppid() != parent_pid:  # it ended before we asked
         os._exit(1)
     os.dup2(2, 1)  # what a user's code prints goes to the log
+    _take_no_memory_of_others()
     hide(env)
+
+
+def _take_no_memory_of_others() -> None:
+    """Give this process no more memory than the machine has, and let the kernel end it first where memory is short."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    least = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (least, most))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a sandbox may have none
+        file.write("1000")
 
 
 def wait_for(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:

@@ -16,6 +16,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
@@ -38,6 +39,7 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 log = logging.getLogger(__name__)
 
 _MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
+_MOST_LATE = 4  # calls of a reward for each process that may overrun, before its others are given up
 
 
 class _Result(NamedTuple):
@@ -59,14 +61,39 @@ class _Call(NamedTuple):
     takes_lists: bool
 
 
+class _Patience:
+    """Gives up the calls of a reward of which so many have overrun their deadline and none has ended before it: each
+    would cost a process for as long, one after the other."""
+
+    def __init__(self, calls: Sequence[tuple[str, Future[Any]]], most_late: int, beat: Callable[[], None]) -> None:
+        self._most_late, self._beat = most_late, beat
+        self._of_rewards: dict[str, list[Future[Any]]] = {}
+        for reward, future in calls:
+            self._of_rewards.setdefault(reward, []).append(future)
+        self.lost: set[str] = set()
+        """Rewards that were given up."""
+
+    def look(self) -> None:
+        """Say that we are alive, and judge what has ended until now."""
+        self._beat()
+        for reward in self._of_rewards.keys() - self.lost:
+            futures = self._of_rewards[reward]
+            ended = [future for future in futures if future.done()]
+            if len(ended) >= self._most_late and all(isinstance(each.exception(), TimeoutError) for each in ended):
+                self.lost.add(reward)
+                for future in futures:
+                    future.cancel()
+
+
 class RewardRunner:
     """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
 
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
-    called while it waits for them. The processes see of the environment what any program needs, and the variables in
-    `env`. `by_group`: functions of a user's own are called once for all completions of a prompt, with one deadline;
-    what costs that call makes all of them invalid. Threads that score at the same time wait for each other.
+    called while it waits for them. Of a reward whose first calls all overrun the rest is given up. The processes see of
+    the environment what any program needs, and the variables in `env`. `by_group`: functions of a user's own are called
+    once for all completions of a prompt, with one deadline; what costs that call makes all of them invalid. Threads
+    that score at the same time wait for each other.
 
     Raises:
         RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
@@ -90,6 +117,7 @@ class RewardRunner:
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._most_late = _MOST_LATE * self._num_workers
         self._retries = retries
         self._constants = {"custom": {}, **(constants or {})}
         self._env = tuple(env)
@@ -172,28 +200,42 @@ class RewardRunner:
         return self._pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
-        """Return what each call gave; those that cost a process run again when the others are done."""
+        """Return what each call gave; those that cost a process run again when the others are done, unless they are of
+        a reward that has been given up."""
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
             pool = self._pool if self._pool is not None and self._pool.active else self._open()
-            futures = [pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting]
-            if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
+            futures = {i: pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting}
+            of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
+            patience = _Patience(of_rewards, self._most_late, self._beat)
+            if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.look):
                 self.close()  # a request that was lost with its process, or no process that would start
-            failed, is_broken = [], False
-            for i, future in zip(waiting, futures, strict=True):
+            waiting, is_broken = [], False
+            for i, future in futures.items():
+                reward = calls[i].reward
                 try:
                     results[i] = future.result(timeout=0)
-                except (BrokenProcessPool, ProcessExpired, TimeoutError) as error:
-                    failed.append(i)
+                except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
                     is_broken |= isinstance(error, BrokenProcessPool)
-                    reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
+                    reason = self._reason(error)
                     results[i] = [_Result(error=reason)] * len(calls[i].requests)
-                    log.warning("reward %s: %s (attempt %d of %d)", calls[i].reward, reason, attempt, self._retries + 1)
-            waiting = failed
+                    if reward not in patience.lost:
+                        waiting.append(i)
+                        log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
+            for reward in patience.lost:
+                log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
+                            reward, self._most_late, self._timeout)  # fmt: skip
             attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
         return results
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, CancelledError):
+            return f"given up, because the {self._most_late} calls before were not done in {self._timeout:g} s"
+        if isinstance(error, BrokenProcessPool | ProcessExpired):
+            return ending(error)
+        return f"not done in {self._timeout:g} s"
 
     def _total(self, results: Sequence[_Result]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
@@ -245,7 +287,7 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
         return [
             _raised(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*each) for each in scored
         ]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the user
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, and it would be raised in the parent
         is_told = (name, type(error)) in _told
         _told.add((name, type(error)))
         return [_raised(reward, error, is_told=is_told)] * len(requests)

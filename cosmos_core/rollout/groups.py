@@ -294,7 +294,8 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     metrics |= turn_metrics(completions)
-    return metrics | {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    # A reward that is called `mean` does not take the place of the mean of all.
+    return {f"reward/{name}": mean for name, mean in reward_means(groups).items()} | metrics
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

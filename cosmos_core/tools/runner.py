@@ -196,7 +196,7 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
             value = asyncio.run(value)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         is_error = False
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; the policy is told
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; the policy is told
         text, is_error = f"Error: {one_line(error)}", True
     text = masked(text).encode(errors="replace").decode()  # no tokenizer takes half a character
     return ToolResult(text if len(text) <= _LONGEST_RESULT else text[:_LONGEST_RESULT] + "...", is_error)

@@ -90,12 +90,12 @@ def row_metrics(
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
 
 
-def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
+def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None) -> dict[str, float]:
     """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
-    Accuracy is the fraction of completions with the full reward: every reward function gave 1, and a penalty
-    nothing. With several completions
-    of a prompt, `pass@k` estimates without bias how often at least one of k would have it (see `pass_at`).
+    Accuracy is the fraction of completions with the full reward: every reward function gave 1, and a penalty nothing.
+    With several completions of a prompt, `pass@k` estimates without bias how often at least one of k would have it (see
+    `pass_at`). Without a full reward there is neither.
 
     Raises:
         RewardError, StageFailed: none has a valid reward.
@@ -111,11 +111,11 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float) -> dic
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
         "validation/reward_stderr": _standard_error(groups),
-        "validation/accuracy": float((values >= full_reward - 1e-9).mean()),
+        **({} if full_reward is None else {"validation/accuracy": float((values >= full_reward - 1e-9).mean())}),
         "validation/invalid": float(num_completions - len(values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
-        **_pass_at_each(groups, full_reward),
+        **({} if full_reward is None else _pass_at_each(groups, full_reward)),
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
 
@@ -264,15 +264,17 @@ def trained_rewards(recipe: Recipe) -> Rewards:
 def reward_weights(recipe: Recipe) -> Rewards:
     """Return the rewards of validation, or those of training where it names none."""
     validation = recipe.validation
-    return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.rewards
+    return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.held_out_rewards
 
 
-def full_reward(recipe: Recipe) -> float:
-    """Return the reward of a held-out completion for which every reward function gives 1, and no penalty is due."""
+def full_reward(recipe: Recipe) -> float | None:
+    """Return the reward of a held-out completion for which every reward function gives 1, and no penalty is due; None:
+    no reward tells one completion from another."""
     rewards = reward_weights(recipe)
     if not isinstance(rewards, dict):
         return rewards.full
-    return sum(weight for name, weight in rewards.items() if name not in PENALTIES)
+    weights = [weight for name, weight in rewards.items() if name not in PENALTIES]
+    return sum(weights) if any(weights) else None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.fsdp import by_mesh, scale_gradients, total_norm
+from cosmos_core.parallel.gather import local
 from cosmos_core.registry import suggestion
 
 GLOBAL = "global"
@@ -130,6 +131,15 @@ def _implementation(train: TrainConfig) -> dict[str, bool]:
     if train.optm_name.endswith("8bit"):
         return {}
     return {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
+
+
+def forget_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Set all that the optimizer has gathered to 0, the numbers of its steps too."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                mine = local(value)
+                mine.copy_(torch.zeros(mine.shape, device=mine.device))  # moments in eight bits know no `zero_`
 
 
 def _rates(train: TrainConfig) -> dict[str, float]:

@@ -25,7 +25,7 @@ from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
-from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
+from cosmos_core.train.optim import build_optimizer, clip_gradients, forget_moments, set_learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +123,8 @@ class Trainer:
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
         self.named.reset(weights)
-        for entry in self.optimizer.state.values() if optimizer else ():
-            for value in entry.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        if optimizer:
+            forget_moments(self.optimizer)
 
     def follow(self, weights: str, fraction: float) -> None:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""

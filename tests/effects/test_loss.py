@@ -133,6 +133,13 @@ def test_it_changes_when_the_reference_is_reset(change: Change, expected: list[t
     assert found == [[("reference", True)] * 2, expected]
 
 
+def test_weights_of_older_rollouts_are_cut_at_what_the_recipe_says() -> None:
+    higher = Change("train.train_policy.rollout_correction_high", 1.5, TWICE)
+    outdated = Sampling(may_be_outdated=True)
+    assert loss(higher.before, outdated) == pytest.approx((-2.4 * 2 + 3 * 0.5 + 0.8) / 4)
+    assert loss(higher.after, outdated) == pytest.approx((-2.4 * 1.5 + 3 * 0.5 + 0.8) / 4)
+
+
 def test_a_form_of_aipo_that_compares_with_the_old_policy_weights_tokens_of_another_distribution() -> None:
     clamped = Change("train.train_policy.aipo_form", "clamped", AIPO)
     cut = Sampling(temperature=1.0, top_k=3)

@@ -12,6 +12,11 @@ from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
 from tests.unit.test_config_load import GRPO, SFT, load, refused
 
+GREEDY = (
+    "rollout.sampling_config.{} takes the likeliest token: the completions of a prompt are the same, and nothing is "
+    "learned of their differences; raise it"
+)
+
 
 @pytest.mark.parametrize(
     ("setting", "said"),
@@ -22,6 +27,8 @@ from tests.unit.test_config_load import GRPO, SFT, load, refused
          "give rates by module path"),
         ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare completions of one "
          "group; make it at least 2"),
+        ("grpo.rollout.sampling_config.temperature=0", f"stage 'grpo': {GREEDY.format('temperature = 0.0')}"),
+        ("grpo.rollout.sampling_config.top_k=1", f"stage 'grpo': {GREEDY.format('top_k = 1')}"),
         ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
          "prompt in policy.model_max_length = 2048; lower it"),
     ],

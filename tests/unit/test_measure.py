@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.train.measure import Completions, completion_metrics, full_reward, pass_at
+from cosmos_core.train.measure import Completions, completion_metrics, full_reward, pass_at, reward_weights
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -70,6 +70,29 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(k: int, count: int, 
 def test_a_penalty_that_is_not_due_costs_no_accuracy() -> None:
     rewards = {"boxed_math": 2.0, "overlong": 1.0}
     assert full_reward(recipe({**GRPO, "reward_function": rewards})) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards"),
+    [
+        ({"bypass_reward": True, "reward_function": {"exact_match": 2.0}}, {"exact_match": 2.0}),
+        ({"bypass_reward": True}, {}),
+        ({"reward_function": {"exact_match": 0.0}}, {"exact_match": 0.0}),
+    ],
+)
+def test_accuracy_is_that_of_a_reward_that_was_named_or_none(
+    settings: dict[str, Any], rewards: dict[str, float]
+) -> None:
+    unnamed = {name: value for name, value in GRPO.items() if name != "reward_function"}
+    asked = recipe({**unnamed, **settings})
+    assert reward_weights(asked) == rewards
+    assert full_reward(asked) == (2.0 if any(rewards.values()) else None)
+    completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
+    group = ScoredGroup(Group(PROMPTS[0], (completion,) * 2, 0), (Score(0.0), Score(0.0)))
+    found = completion_metrics([group], full_reward(asked))
+    assert (
+        found.get("validation/accuracy") == found.get("validation/pass@2") == (0.0 if any(rewards.values()) else None)
+    )
 
 
 def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones() -> None:

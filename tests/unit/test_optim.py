@@ -9,7 +9,13 @@ import torch
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.train.optim import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
+from cosmos_core.train.optim import (
+    build_optimizer,
+    clip_gradients,
+    forget_moments,
+    learning_rate_factor,
+    set_learning_rate,
+)
 
 
 def factors(total: int, **settings: object) -> list[float]:
@@ -165,6 +171,25 @@ def test_the_first_step_with_moments_in_eight_bits_is_the_closed_form(name: str)
     assert optimizer.state[model.weight]["exp_avg"].codes.dtype == torch.uint8
     expected = 2.0 * 0.95 + 0.1 if name == "AdamW8bit" else 2.1
     torch.testing.assert_close(model.weight.detach(), torch.full((64, 64), expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
+def test_what_an_optimizer_has_gathered_can_be_forgotten(name: str) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    model = torch.nn.Linear(64, 64)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    train = TrainConfig.model_validate({"optm_name": name, "optm_lr": 0.1, "optm_warmup_steps": 0, "epsilon": 1e-8})
+    optimizer = build_optimizer(model, train)
+    for gradient in (5.0, -3.0):  # the first step after the second is one of -lr * sign(gradient), as the first was
+        model.weight.grad, model.bias.grad = torch.full((64, 64), gradient), None
+        before = model.weight.detach().clone()
+        optimizer.step()
+        moved = before * (1 - 0.1 * train.optm_weight_decay) - model.weight.detach()
+        torch.testing.assert_close(moved, torch.full((64, 64), math.copysign(0.1, gradient)), rtol=0, atol=1e-6)
+        forget_moments(optimizer)
+        state = optimizer.state[model.weight].values()
+        assert not any((value.dequantize() if hasattr(value, "codes") else value).any() for value in state)
 
 
 def test_frozen_parameters_are_not_in_the_optimizer() -> None:

@@ -1,8 +1,10 @@
 """Reward functions that judge all completions of a prompt at once, and those that groups are filtered by."""
 
+from dataclasses import replace
+
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.rollout.groups import Filter
-from cosmos_core.types import Completion, Group, Prompt, ScoredGroup, Segment
+from cosmos_core.rollout.groups import Filter, group_metrics
+from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment, Turn
 
 GROUP_BEHAVIOURS = '''
 import asyncio, os, time
@@ -21,12 +23,34 @@ async def best(to_be_evaluated, reference, num_tokens, custom):
     await asyncio.sleep(0)
     values = [float(len(each) == max(map(len, to_be_evaluated))) for each in to_be_evaluated]
     return [None if each == "unknown" else (value, {"of": len(values)}) for each, value in zip(to_be_evaluated, values)]
+
+def asked(to_be_evaluated, reference, turns):
+    """Return how often each completion asked a tool."""
+    return [sum(turn["role"] == "tool" for turn in each) for each in turns]
 '''
 
 
 def group_of(*texts):
     segment = Segment((1,), True, (-0.5,), 0)
     return Group(Prompt(0, (1,), "p", "right"), tuple(Completion((segment,), "stop", text) for text in texts), 0)
+
+
+def test_a_function_of_a_group_sees_the_turns_of_each_completion(tmp_path):
+    file = tmp_path / "groups.py"
+    file.write_text(GROUP_BEHAVIOURS)
+    group = group_of("a", "b", "c")
+    turns = [(Turn("assistant", "a"), *[Turn("tool", "4")] * count) for count in range(3)]
+    completions = tuple(replace(each, turns=of) for each, of in zip(group.completions, turns, strict=True))
+    with RewardRunner({f"{file}:asked": 1.0}, timeout_seconds=5, num_workers=1, by_group=True) as runner:
+        [scored] = runner.score_groups([replace(group, completions=completions)])
+    assert [score.value for score in scored.scores] == [0.0, 1.0, 2.0]
+
+
+def test_the_mean_of_all_is_not_that_of_a_reward_of_this_name():
+    group = group_of("a", "b")
+    metrics = {"mean": 10.0, "std": 20.0, "invalid": 7.0, "own": 2.0}
+    found = group_metrics([ScoredGroup(group, (Score(3.0, metrics), Score(5.0, metrics)))])
+    assert [found[f"reward/{name}"] for name in ("mean", "std", "invalid", "own")] == [4.0, 1.0, 0.0, 2.0]
 
 
 def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_alone(tmp_path):

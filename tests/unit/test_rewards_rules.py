@@ -142,6 +142,8 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("\\boxed{4} or \\boxed{3}", "4", 0),
         ("\\boxed{3}, no: $\\boxed{\\frac{1}{2}}$.", "0.5", 1),
         ("\\boxed{4}", "first \\boxed{3}, then \\boxed{4}", 1),
+        ("\\boxed{72}", "He sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1),
+        ("\\boxed{71}", "He sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 0),
         ("I do not know", "4", 0),
         ("\\boxed{\\frac{1}{", "4", 0),
         ("", "4", 0),

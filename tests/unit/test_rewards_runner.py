@@ -16,7 +16,7 @@ from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 
 BEHAVIOURS = '''
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 
 def act(to_be_evaluated, reference):
     """Does what the answer says."""
@@ -29,6 +29,12 @@ def act(to_be_evaluated, reference):
         os._exit(3)
     if to_be_evaluated == "sys.exit":
         sys.exit("enough")
+    if to_be_evaluated == "cancelled":
+        raise asyncio.CancelledError("by its own client")
+    if to_be_evaluated == "eat":
+        return float(len(bytearray(2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))))
+    if to_be_evaluated == "who ends first":
+        return float(open("/proc/self/oom_score_adj").read())
     if to_be_evaluated == "kill":
         os.kill(os.getpid(), 9)
     if to_be_evaluated == "print":
@@ -117,12 +123,34 @@ def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_worke
     assert all(s.error == "" for s in scores if s.value is not None)
 
 
+def test_a_reward_that_eats_memory_or_is_cancelled_is_invalid_and_the_first_that_the_kernel_would_end(act):
+    with RewardRunner({act: 1.0}, timeout_seconds=5, num_workers=1, retries=0) as runner:
+        eaten, cancelled, least, last = runner.score(requests("eat", "cancelled", "who ends first", "1"))
+    assert eaten.value is cancelled.value is None
+    assert eaten.error.startswith("act: MemoryError") and cancelled.error.startswith("act: CancelledError: by its own")
+    assert (least.value, last.value) == (1000, 1)
+
+
+def test_a_reward_that_hangs_on_every_completion_is_given_up_and_another_one_is_not(act, tmp_path):
+    file = act.rpartition(":")[0]
+    with RewardRunner({act: 1.0, f"{file}:length": 0.0}, timeout_seconds=0.2, num_workers=2, retries=1) as runner:
+        scores = runner.score(requests(*["hang"] * 40))
+        (again,) = runner.score(requests("3"))
+    assert [score.value for score in scores] == [None] * 40 and again.value == 3
+    reasons = [score.error for score in scores]
+    assert reasons.count("act: not done in 0.2 s") in range(8, 20), "four for each process, and what had begun"
+    assert set(reasons) == {
+        "act: not done in 0.2 s", "act: given up, because the 8 calls before were not done in 0.2 s",
+    }  # fmt: skip
+    assert all(score.metrics["length"] == 4 for score in scores)
+
+
 def test_what_a_reward_raises_is_told_with_its_line_and_once_with_its_traceback(act, capfd):
     file = act.rpartition(":")[0]
     with RewardRunner({f"{file}:nothing": 1.0, act: 1.0}, timeout_seconds=5, num_workers=1) as runner:
         scores = runner.score(requests("raise", "raise", "raise"))
     assert {score.error for score in scores} == {
-        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:46); "
+        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:52); "
         f"act: KeyError: 'no such\\nthing' ({file}:10)"
     }
     said = capfd.readouterr().err

@@ -47,6 +47,22 @@ def talks(config):
     return Talks()
 
 
+class Sized(Talks):
+    def __init__(self, config, times=1):
+        assert config.train.train_policy.dataset.name == "mine.py:Sized" and times == 1
+
+
+class Misread:
+    def setup(self, config, tokenizer):
+        raise KeyError("nothing here")
+
+    def sft_process_sample(self, item):
+        return item
+
+
+made = Talks()
+
+
 class Broken(Talks):
     def __getitem__(self, index):
         return {}[index]
@@ -112,7 +128,16 @@ def test_a_class_without_a_reference_for_a_prompt_gives_none_of_it(folder: Path)
     assert [prompts[i].reference for i in range(3)] == ["", '[1, "so"]', "{2}"], "as of a column where it has JSON"
 
 
-@pytest.mark.parametrize("name", ["mine.py:Talks", "mine.py:talks"], ids=["class", "function"])
+def test_a_packer_that_cannot_be_set_up_is_named_with_its_line(folder: Path) -> None:
+    settings = {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Misread"}
+    with pytest.raises(DataError, match=r"data_packer = 'mine.py:Misread': KeyError: 'nothing here' \(.*mine.py:\d+\)"):
+        prepared(folder, settings)
+
+
+@pytest.mark.parametrize(
+    "name", ["mine.py:Talks", "mine.py:talks", "mine.py:Sized", "mine.py:made"],
+    ids=["class", "function", "class that takes the recipe", "object"],
+)  # fmt: skip
 def test_conversations_of_a_class_are_those_of_a_file(folder: Path, name: str) -> None:
     (folder / "talks.jsonl").write_text(
         "".join(
@@ -143,7 +168,7 @@ def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({**SFT, NAME: "mine.py:Broken"}, DataError, r"^mine.py:Broken item 0: KeyError: 0 \(.*mine.py:33\)$"),
+        ({**SFT, NAME: "mine.py:Broken"}, DataError, r"^mine.py:Broken item 0: KeyError: 0 \(.*mine.py:49\)$"),
         ({**SFT, NAME: "mine.py:Nothing"}, ConfigError, "has no 'Nothing'"),
         (
             {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Batching"},

@@ -86,6 +86,11 @@ class AlgorithmConfig(Table):
         return {}
 
     @property
+    def held_out_rewards(self) -> dict[str, float]:
+        """Return the reward functions of validation where it names none of its own."""
+        return self.rewards
+
+    @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
         """Return what is asked of a reward service in place of reward functions; None: nothing."""
         return None

@@ -89,12 +89,12 @@ class GrpoConfig(RlConfig):
     """Take them as the old policy's."""
     rollout_correction: RolloutCorrection = ""
     """Weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask` tokens
-    outside low and high (IcePop), or both for the product over a sequence; `none`: 1. Empty: `truncate` at 2 where
-    rollouts may be older than the policy or are drawn from another distribution, and otherwise 1."""
+    outside low and high (IcePop), or both for the product over a sequence; `none`: 1. Empty: `truncate` where rollouts
+    may be older than the policy or are drawn from another distribution, and otherwise 1."""
     rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction")] = 0.5
     """Smallest weight that is not masked."""
-    rollout_correction_high: Annotated[PositiveFloat, Needs("rollout_correction")] = 2.0
-    """Largest weight."""
+    rollout_correction_high: PositiveFloat = 2.0
+    """Largest weight, where weights are not 1."""
     geometric_mask: PositiveFloat | None = None
     """Leave out sequences whose geometric mean of w is further from 1 than this, such as 0.01; None: none."""
 

@@ -96,6 +96,12 @@ class RlConfig(AlgorithmConfig):
         return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
 
     @property
+    def held_out_rewards(self) -> dict[str, float]:
+        """See `AlgorithmConfig.held_out_rewards`: what is bypassed in training is kept where somebody named it."""
+        is_named = "reward_function" in self.model_fields_set
+        return self.reward_function if self.bypass_reward and is_named else self.rewards
+
+    @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
         """See `AlgorithmConfig.remote_rewards`."""
         return self.remote_reward if self.use_remote_reward and not self.bypass_reward else None

@@ -138,6 +138,7 @@ class RolloutConfig(Table):
                     f"rollout.max_response_length = {self.max_response_length} leaves no room for a prompt in "
                     f"policy.model_max_length = {policy.model_max_length}; lower it"
                 )
+            yield from self._refused_greed(stage)
         if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
             yield from self._refusals_apart(stage)
         if self.quantization != "none" and self.backend != "vllm":
@@ -168,6 +169,18 @@ class RolloutConfig(Table):
                 f'completions in flight; set validation.enable = false and add a stage of kind "validate", or take '
                 f"mode = 'colocated'"
             )
+
+    def _refused_greed(self, stage: InStage) -> Iterator[str]:
+        """Yield why completions of one prompt would all be the same, which teach nothing."""
+        sampling = self.sampling_config
+        if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_groups:
+            return
+        for name, value, greedy in (("temperature", sampling.temperature, 0.0), ("top_k", sampling.top_k, 1)):
+            if value == greedy:
+                yield (
+                    f"rollout.sampling_config.{name} = {value} takes the likeliest token: the completions of a prompt "
+                    f"are the same, and nothing is learned of their differences; raise it"
+                )
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what rollouts are that are not drawn from the policy."""
