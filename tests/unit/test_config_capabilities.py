@@ -176,6 +176,13 @@ def test_a_window_behind_the_last_step_of_a_rollout_is_refused(
         check_capabilities(pipeline)
 
 
+def test_held_out_completions_that_cannot_differ_are_told(tmp_path: Path) -> None:
+    [said] = notices_of(load(tmp_path, GRPO, "validation.n_generation=4"))
+    assert "validation.n_generation = 4: the completions of a prompt are the same" in said
+    drawn = ("validation.n_generation=4", "validation.temperature=0.5", "validation.top_k=-1")
+    assert notices_of(load(tmp_path, GRPO, *drawn)) == []
+
+
 def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     for mode in ("colocated", "colocated_separated", "disaggregated"):
         assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []

@@ -1,5 +1,6 @@
 """`[validation]`: what is measured on held-out rows, and when."""
 
+from collections.abc import Iterator
 from typing import Annotated, Self
 
 from pydantic import ValidationInfo, model_validator
@@ -8,7 +9,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import Needs, NoResult
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import Table, say
+from cosmos_core.config.schema.table import InStage, Table, say
 from cosmos_core.config.schema.values import (
     Completions,
     Names,
@@ -70,6 +71,15 @@ class ValidationConfig(Table):
             say(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the most "
                 "likely token; set validation.top_k = -1 to draw")  # fmt: skip
         return self
+
+    def notices(self, stage: InStage) -> Iterator[str]:
+        """See `Table.notices`: several completions of text that cannot differ."""
+        is_greedy = self.temperature == 0 or self.top_k == 1
+        if self.n_generation > 1 and is_greedy and not stage.recipe.policy.is_diffusers:
+            yield (
+                f"validation.n_generation = {self.n_generation}: the completions of a prompt are the same: each "
+                f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
+            )
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
