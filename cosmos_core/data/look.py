@@ -73,13 +73,13 @@ def _reader(recipe: Recipe, *, is_held_out: bool) -> Reader:
     policy = recipe.train.train_policy
     if isinstance(policy, RlConfig):
         columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
-        return lambda row, where: read_prompt(row, where, *columns)
+        return lambda row, where: read_prompt(row, where, *columns, with_images=True)
     assert isinstance(policy, SupervisedConfig)
     column, system_prompt = policy.conversation_column_name, policy.system_prompt
     if policy.rows == "pairs":
-        return lambda row, where: read_preference(row, where, column, system_prompt)
+        return lambda row, where: read_preference(row, where, column, system_prompt, with_images=True)
     if is_held_out and recipe.validation.reward_function:
-        return lambda row, where: read_held_out(row, where, column, system_prompt)
+        return lambda row, where: read_held_out(row, where, column, system_prompt, with_images=True)
     return _conversations(column, system_prompt)
 
 
