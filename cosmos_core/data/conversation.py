@@ -19,8 +19,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.bounds import bounded
 from cosmos_core.data.chat import PLAIN, Chat
-from cosmos_core.data.messages import Message, SkippedRow, texts_of
+from cosmos_core.data.messages import Message, SkippedRow, is_learned, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
+from cosmos_core.data.tool_calls import with_texts
 from cosmos_core.errors import DataError, ModelError
 
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
@@ -68,7 +69,7 @@ def learned_spans(
         SkippedRow: the assistant says nothing.
         RefusedRow, ModelError: as `render`.
     """
-    if not any(_says_something(turn) for turn in turns if turn["role"] == "assistant"):
+    if not any(_says_something(turn) for turn in turns if is_learned(turn)):
         raise SkippedRow(where, "without an assistant turn to learn")
     turns, full = render(owner, turns, where, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
@@ -85,7 +86,20 @@ def learned_spans(
         spans = prefix_spans(render_part, turns, full)
     if spans is None:
         raise _unfound(turns, where)
-    return full, [trimmed(span, full, closing) for span in spans]
+    return full, [trimmed(span, full, closing) for span in _of_learned(spans, turns, where)]
+
+
+def _of_learned(spans: list[Span], turns: list[Message], where: str) -> list[Span]:
+    """Return the spans without those of turns that say that they are not learned."""
+    assistant = [turn for turn in turns if turn["role"] == "assistant"]
+    if all(map(is_learned, assistant)):
+        return spans
+    if len(spans) != len(assistant):
+        raise DataError(
+            f"{where}: weight = 0 leaves out a turn, and the chat template marks {len(spans)} parts of "
+            f"{len(assistant)} turns; put {{% generation %}} around each turn once, or leave out `weight`"
+        )
+    return [span for span, turn in zip(spans, assistant, strict=True) if is_learned(turn)]
 
 
 def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -203,6 +217,8 @@ def render(
             found.append((_left_out(form, text), form, text))
         except TemplateError as error:
             reason = error
+    if not found and (written := _with_written_arguments(turns)) != turns:
+        return render(owner, written, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
     if not found:
         raise RefusedRow(where, f"refused by the chat template ({reason})")
     left_out, form, text = min(found, key=lambda each: len(each[0]))
@@ -224,6 +240,11 @@ def _in_parts(turns: list[Message]) -> list[Message]:
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
         for turn in turns
     ]
+
+
+def _with_written_arguments(turns: list[Message]) -> list[Message]:
+    """Return the turns in the form that a few chat templates want, as that of DeepSeek does: arguments as JSON text."""
+    return [{**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
 
 
 def _left_out(turns: list[Message], text: str) -> list[Message]:

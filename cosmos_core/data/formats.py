@@ -22,7 +22,8 @@ from typing import Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet
 
-from cosmos_core.data.messages import Row, without_nulls
+from cosmos_core.data.messages import Row
+from cosmos_core.data.tool_calls import without_nulls
 from cosmos_core.errors import DataError
 
 _BLOCK = 1 << 20  # characters
@@ -82,6 +83,11 @@ def _object(text: str, where: str) -> Row:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
+        if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
+            raise DataError(
+                f"{where}: the JSON object does not end on its line; write an array of objects, or an object on each "
+                "line (JSON Lines)"
+            ) from None
         raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: malformed JSON, {first_line(error)}") from None

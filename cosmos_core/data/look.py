@@ -13,7 +13,8 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.messages import Row, SkippedRow, read_conversation, read_held_out, read_preference, read_prompt
+from cosmos_core.data.messages import Row, SkippedRow, read_conversation, read_held_out, read_prompt
+from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage

@@ -1,28 +1,35 @@
-"""What a row means: a conversation to learn, a prompt with its reference answer, or a prompt with two completions.
+"""What a row means: a conversation to learn, or a prompt with its reference answer.
 
 Understood are OpenAI (`role`, `content`) and ShareGPT or LLaVA (`from`, `value`) turns, plain text, and two columns
-such as `question` and `answer`. Nothing is rendered or tokenised here (`conversation.py`).
+such as `question` and `answer`, or Alpaca's `instruction`, `input` and `output`. A prompt with two completions is
+`preferences.py`, tools are `tool_calls.py`. Nothing is rendered or tokenised here (`conversation.py`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
+from cosmos_core.data.tool_calls import calls_of, parsed, with_objects
 from cosmos_core.errors import DataError
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-"""`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...)."""
+"""`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...); `weight` = 0:
+an assistant turn that is not learned."""
 
 _TEXT_ALONE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
-_PAIR_COLUMNS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
+_PAIR_COLUMNS = (
+    ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("prompt", "answer"),
+    ("question", "response"), ("instruction", "output"), ("instruction", "response"), ("input", "output"),
+)  # fmt: skip
+_RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
+_BEHIND_AN_INSTRUCTION = ("input", "context")  # as Alpaca and Dolly have it
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
-_COMPARED_PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
+_SYSTEM_COLUMNS = ("system", "system_prompt")
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -45,14 +52,6 @@ class SkippedRow(DataError):
         return f"{self.args[0]}: skipped, {self.reason}"
 
 
-class Preference(NamedTuple):
-    """Two completions of a prompt; all three are turns, or all are plain text."""
-
-    prompt: list[Message] | str
-    chosen: list[Message] | str
-    rejected: list[Message] | str
-
-
 def read_conversation(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
@@ -71,21 +70,31 @@ def read_conversation(
     """
     found = next((c for c in (column, *_CONVERSATION_COLUMNS) if row.get(c) is not None), None)
     if found is not None:
-        value = row[found] if found == "text" else _decoded(row[found])
+        value = row[found] if found == "text" else decoded(row[found])
         if not isinstance(value, str):
-            return _with_system(_turns(value, found, where, with_images), system_prompt)
+            return with_system(read_turns(value, found, where, with_images), system_of(row) or system_prompt)
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
     for question, response in _PAIR_COLUMNS:
         if row.get(question) is not None and row.get(response) is not None:
-            asked = _as_turns(row, question, "user", where, with_images)
-            responded = _as_turns(row, response, "assistant", where, with_images)
-            return _with_system(asked + responded, system_prompt)
-    raise DataError(
-        f"{where}: no conversation among the columns {_columns(row)}; "
-        "set train.train_policy.conversation_column_name, or name a column messages, text, or prompt and response"
-    )
+            asked = as_turns(row, question, "user", where, with_images)
+            responded = as_turns(row, response, "assistant", where, with_images)
+            return with_system(asked + responded, system_of(row) or system_prompt)
+    remedy = "set train.train_policy.conversation_column_name, or name a column messages, text, or prompt and response"
+    if _has_response(row):  # which the column of a conversation would leave out
+        remedy = "name the columns prompt and response"
+    raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
+
+
+def leaves_out_response(row: Row, column: str) -> bool:
+    """Return whether to read a column of that name is to learn its text alone, and nothing of what responds to it."""
+    is_text = column not in {"", "text"} and isinstance(decoded(row.get(column)), str)
+    return is_text and _has_response(row, column)
+
+
+def _has_response(row: Row, beside: str = "") -> bool:
+    return any(row.get(column) is not None for column in _RESPONSE_COLUMNS if column != beside)
 
 
 def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to what most rows are
@@ -109,14 +118,16 @@ def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to 
         SkippedRow: there is nothing to complete.
     """
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
-        if name and row.get(name) is None:
-            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {_columns(row)}")
+        if name and row.get(name, "") is None:
+            raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
+        if name and name not in row:
+            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
     column = prompt_column or next((c for c in _PROMPT_COLUMNS if row.get(c) is not None), "")
     if not column:
         raise DataError(
-            f"{where}: no prompt among the columns {_columns(row)}; set train.train_policy.prompt_column_name"
+            f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
         )
-    turns = _with_system(_as_turns(row, column, "user", where, with_images), system_prompt)
+    turns = with_system(as_turns(row, column, "user", where, with_images), system_of(row) or system_prompt)
     if keeps_last and turns and turns[-1]["role"] == "assistant":
         return [*_ask(turns, "", where)[0], turns[-1]], _reference(row, response_column, where) or ""
     return _ask(turns, _reference(row, response_column, where), where)
@@ -140,86 +151,6 @@ def read_held_out(
     return _ask(conversation, _reference(row, "", where), where)
 
 
-def read_preference(
-    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
-) -> Preference:
-    """Return prompt, chosen and rejected completion of a row, each as text or as turns.
-
-    Without a column of prompts the prompt is what `chosen` and `rejected` begin with alike: the same turns, or the same
-    text, which then is plain and has no turns. Turns that begin with the prompt do not repeat it.
-
-    Args:
-        row: one row of a data set.
-        where: its location, for messages.
-        column: of the prompt, looked at first; a row without it may have `prompt` or another of the known columns.
-        system_prompt: put before turns that have no system turn.
-        with_images: as `read_conversation`.
-
-    Raises:
-        DataError: `chosen`, `rejected` or the prompt is missing or of a wrong form.
-        SkippedRow: there is nothing to compare.
-    """
-    one, other = (_compared(row, name, where, with_images) for name in ("chosen", "rejected"))
-    if one == other:
-        raise SkippedRow(where, "with equal chosen and rejected")
-    found = next((c for c in (column, *_COMPARED_PROMPT_COLUMNS) if row.get(c) is not None), None)
-    if found is None and isinstance(one, str) and isinstance(other, str):
-        return _plain_preference(one, other, where)
-    chosen, rejected = _response_turns(one), _response_turns(other)
-    if "assistant" in {chosen[0]["role"], rejected[0]["role"]}:
-        prompt = [] if found is None else _as_turns(row, found, "user", where, with_images)
-    else:
-        prompt = chosen[: _num_shared(chosen, rejected)]
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
-        raise SkippedRow(where, "whose chosen and rejected answer different prompts")
-    if not prompt and found is None:
-        raise DataError(
-            f"{where}: no prompt among the columns {_columns(row)}; name it `prompt`, or set "
-            "train.train_policy.conversation_column_name"
-        )
-    if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
-        raise SkippedRow(where, "without a prompt")
-    if prompt[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
-        raise SkippedRow(where, "with an empty answer")
-    return Preference(_with_system(prompt, system_prompt), _merged(chosen), _merged(rejected))
-
-
-def _compared(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
-    value = row.get(name)
-    if value is None:
-        raise DataError(
-            f"{where}: no {name!r} among the columns {_columns(row)}; leave the row out, or give both completions"
-        )
-    value = _decoded(value)
-    if isinstance(value, str):
-        return _content(value, where)
-    return _turns([value] if isinstance(value, dict) else value, name, where, with_images)
-
-
-def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
-    prompt = chosen[: _num_shared(chosen, rejected)]
-    if not prompt.strip():
-        raise DataError(
-            f"{where}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; give "
-            "one, or set train.train_policy.conversation_column_name"
-        )
-    if prompt in {chosen, rejected}:
-        raise SkippedRow(where, "with an empty answer")
-    return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
-
-
-def _response_turns(response: list[Message] | str) -> list[Message]:
-    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-
-
-def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many turns, or characters, both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
 def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
         reference = "".join(texts_of(turns[-1])) if reference is None else reference
@@ -240,29 +171,37 @@ def _reference(row: Row, column: str, where: str) -> str | None:
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 
-def _as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
-    value = _decoded(row[column])
-    if isinstance(value, str):
-        return [{"role": role, "content": _content(value, where, with_images)}]
-    return _turns(value, column, where, with_images)
+def as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
+    """Return the turns that a column holds, or its text as one turn of the role; behind an instruction stands what it
+    is about."""
+    value = decoded(row[column])
+    if not isinstance(value, str):
+        return read_turns(value, column, where, with_images)
+    if column == "instruction":
+        value = "\n\n".join([value, *filter(None, (_text(row, name) for name in _BEHIND_AN_INSTRUCTION))])
+    return [{"role": role, "content": read_content(value, where, with_images)}]
 
 
-def _decoded(value: Any) -> Any:
+def _text(row: Row, column: str) -> str:
+    """Return what a column says; empty: nothing, or no text."""
+    value = row.get(column)
+    return value if isinstance(value, str) and value.strip() else ""
+
+
+def decoded(value: Any) -> Any:
     """Return a conversation that a format without lists, such as CSV, holds as JSON; anything else as it is."""
-    turns = _parsed(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
+    turns = parsed(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
     is_talk = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
     return turns if is_talk else value
 
 
-def _parsed(text: Any) -> Any:
-    """Return the value of a JSON text; None: it is none."""
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return None
+def read_turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
+    """Return a list of turns with the names and forms that chat templates read.
 
-
-def _turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
+    Raises:
+        DataError: it is no such list, and the message names the turn.
+        SkippedRow: it is empty.
+    """
     if not isinstance(value, list):
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
     if not value:
@@ -280,53 +219,36 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"{where}: unknown role {repr(role)[:40]}; known: {', '.join(_ROLES)}")
+    weight = _weight(turn, where)
     if "role" not in turn:
-        content = _content(turn.get("value"), where, with_images)
-        return (_call(content) if role == "function_call" else None) or {"role": _ROLES[role], "content": content}
-    content = _content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
-    return {**turn, "role": _ROLES[role], "content": content}
+        content = read_content(turn.get("value"), where, with_images)
+        calls = calls_of(content) if role == "function_call" else None
+        said = {"content": content} if calls is None else {"content": "", "tool_calls": calls}
+        return {"role": _ROLES[role], **said, **weight}
+    content = read_content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
+    called = {"tool_calls": with_objects(turn["tool_calls"])} if "tool_calls" in turn else {}
+    return {**turn, "role": _ROLES[role], "content": content, **called, **weight}
 
 
-def _call(content: Any) -> Message | None:
-    """Return the turn of a ShareGPT `function_call`, whose text is JSON; None: it is something else."""
-    found = _parsed(content)
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
-        return None
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
+def _weight(turn: Message, where: str) -> Message:
+    """Take the weight out of a turn, and return it where it says that the turn is not learned."""
+    weight = turn.pop("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{where}: weight = {str(weight)[:40]}; a turn is learned (1) or not (0)")
+    return {} if weight else {"weight": 0}
 
 
-def read_tools(row: Row, where: str) -> list[Any] | None:
-    """Return what the column `tools` says of the tools that may be called, a list or its JSON; None: nothing.
+def is_learned(turn: Message) -> bool:
+    """Return whether a turn is what a model is to say."""
+    return bool(turn["role"] == "assistant" and turn.get("weight", 1))
+
+
+def read_content(content: Any, where: str, with_images: bool = False) -> Any:
+    """Return the text of a turn, or its parts where it shows images.
 
     Raises:
-        DataError: it is no list of objects.
+        DataError: it is neither, or shows what is not read.
     """
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        found = _parsed(tools)
-        tools = [tools] if found is None and tools.strip() not in {"", "null"} else found
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
-    listed: list[Any] = without_nulls(tools)
-    return listed
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a value as it was written: Arrow gives each object every key that any row has, with None for what it
-    lacks."""
-    if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def _content(content: Any, where: str, with_images: bool = False) -> Any:
     if with_images and isinstance(content, list) and any(_shows_image(part) for part in content):
         return [_part(part, where) for part in content]
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
@@ -365,19 +287,20 @@ def alternating(turns: list[Message]) -> Iterator[list[Message]]:
 
     The closest first: turns of one role in a row as one turn; then the system's as a part of what the user says.
     """
-    yield _merged(turns)
-    yield _merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
+    yield merged(turns)
+    yield merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 
 
-def _merged(turns: list[Message]) -> list[Message]:
-    merged: list[Message] = []
+def merged(turns: list[Message]) -> list[Message]:
+    """Return the turns with those of one role in a row as one turn."""
+    found: list[Message] = []
     for turn in turns:
-        last = merged[-1] if merged else {}
+        last = found[-1] if found else {}
         if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() == {"role", "content"}:
-            merged[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
+            found[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
         else:
-            merged.append(turn)
-    return merged
+            found.append(turn)
+    return found
 
 
 def _put_together(first: Any, second: Any) -> Any:
@@ -387,12 +310,19 @@ def _put_together(first: Any, second: Any) -> Any:
     return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
 
 
-def _with_system(turns: list[Message], system_prompt: str) -> list[Message]:
+def system_of(row: Row) -> str:
+    """Return what a column says to put before the turns; empty: there is none."""
+    return next(filter(None, (_text(row, column) for column in _SYSTEM_COLUMNS)), "")
+
+
+def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
+    """Return the turns with the system prompt before them, unless they have one of their own."""
     if not system_prompt or any(turn["role"] in {"system", "developer"} for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def _columns(row: Row) -> str:
+def columns_of(row: Row) -> str:
+    """Return the names of a row's columns for a message."""
     names = [repr(name)[1:-1][:40] for name in row]  # escaped: a name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"

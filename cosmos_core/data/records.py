@@ -40,14 +40,15 @@ from cosmos_core.data.messages import (
     Row,
     SkippedRow,
     alternating,
+    leaves_out_response,
     read_conversation,
     read_held_out,
-    read_preference,
     read_prompt,
-    read_tools,
 )
+from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.prepared import SCHEMAS, RowKind, visual_schema
 from cosmos_core.data.statistics import IDS, MASKS, Chunk, Skipped
+from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import LABELS, NOTHING, RENDERED, TOKENS
 from cosmos_core.data.visual import cut_visual, visual_prompt, visual_tokens
 from cosmos_core.errors import DataError
@@ -123,6 +124,7 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
         try:
             records.append(make(tokenizer, job, row, where))
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
+            counts["text_alone"] += job.kind == "sequences" and leaves_out_response(row, job.column)
         except RefusedRow as error:
             skipped.append(Skipped(error.reason, where, f"{where}: {error.reason}"))
         except SkippedRow as skip:

@@ -40,8 +40,8 @@ class Chunk(NamedTuple):
     merged: list[str]
     """Locations of rows whose turns were put together, because the chat template refuses them as they are."""
     counts: Counter[str]
-    """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, `learned_ends`, and rows
-    from an `other_column` than the recipe names."""
+    """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, `learned_ends`, rows from
+    an `other_column` than the recipe names, and rows that are `text_alone` where another column has a response."""
 
 
 @dataclass
@@ -123,6 +123,11 @@ class Counts:
             found.append(
                 f"{count} of {self.num_rows} rows have no column {self._column!r}, which "
                 "train.train_policy.conversation_column_name names: they were read from another known column"
+            )
+        if count := self._counts["text_alone"]:
+            found.append(
+                f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
+                "response in another column; leave train.train_policy.conversation_column_name out to learn that"
             )
         if self._merged.count:
             found.append(

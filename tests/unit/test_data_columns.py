@@ -10,7 +10,7 @@ from cosmos_core.data.prepare import run
 from cosmos_core.errors import DataError
 from cosmos_core.train import check
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
-from tests.unit.test_data_prepare import RL_LENGTHS, make_stage, model, write_rows
+from tests.unit.test_data_prepare import RL_LENGTHS, make_stage, model, sft, write_rows
 from tests.unit.tiny_model import save_tiny_model
 
 __all__ = ["model"]
@@ -32,6 +32,16 @@ def test_a_named_column_that_is_not_there_is_told_and_the_usual_one_is_not(tmp_p
         f"train: {told} rows have no column {column!r}, which train.train_policy.conversation_column_name names: "
         "they were read from another known column"
     ] * bool(told)
+
+
+def test_a_named_column_of_text_beside_a_response_is_told(tmp_path, model):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"instruction": "Add.", "output": "3"}\n{"instruction": "Add."}\n')
+    recipe = sft(data, conversation_column_name="instruction")
+    assert run(make_stage(tmp_path / "s", model, recipe)).info["notices"] == [
+        "train: 1 of 2 rows are learned as the text of column 'instruction' alone, and have a response in another "
+        "column; leave train.train_policy.conversation_column_name out to learn that"
+    ]
 
 
 @pytest.mark.parametrize("policy", [{"type": "sft"}, {"type": "sft", "trainer_type": "dpo"}, {"type": "grpo"}])

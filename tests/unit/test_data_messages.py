@@ -15,8 +15,8 @@ from cosmos_core.data.messages import (
     read_conversation,
     read_held_out,
     read_prompt,
-    read_tools,
 )
+from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -35,6 +35,12 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         {"prompt": "q", "completion": "a"},
         {"prompt": [ASKED], "completion": [ANSWERED]},
         {"question": "q", "answer": "a"},
+        {"question": "q", "response": "a"},
+        {"instruction": "q", "output": "a"},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"instruction": "q", "context": None, "response": "a", "category": "open_qa"},
+        {"input": "q", "output": "a"},
+        {"prompt": "q", "answer": "a"},
         {"messages": None, "question": "q", "answer": "a"},
         {
             "messages": [
@@ -57,6 +63,38 @@ def test_a_system_prompt_is_put_first_unless_there_is_one():
     assert read_conversation({"messages": [ASKED, ANSWERED]}, "row", "", "be brief") == [SYSTEM, ASKED, ANSWERED]
     own = [{"role": "system", "content": "own"}, ASKED, ANSWERED]
     assert read_conversation({"messages": own}, "row", "", "be brief") == own
+
+
+def test_what_an_instruction_is_about_stands_behind_it():
+    asked = {"role": "user", "content": "Add.\n\n1 2"}
+    for name in ("input", "context"):
+        row = {"instruction": "Add.", name: "1 2"}
+        assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
+        assert read_prompt(row, "row", "instruction") == ([asked], "")
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_column_for_the_system_is_its_turn_unless_there_is_one(column):
+    said, own = {column: "be brief"}, {"role": "system", "content": "own"}
+    for row in ({"conversations": SHAREGPT}, {"messages": [ASKED, ANSWERED]}, {"question": "q", "response": "a"}):
+        assert read_conversation({**row, **said}, "row", "", "of the recipe") == [SYSTEM, ASKED, ANSWERED]
+    assert read_prompt({"prompt": "q", "answer": "a", **said}, "row", "", "", "of the recipe") == ([SYSTEM, ASKED], "a")
+    assert read_conversation({"messages": [own, ASKED, ANSWERED], **said}, "row") == [own, ASKED, ANSWERED]
+    assert read_conversation({"messages": [ASKED, ANSWERED], column: " "}, "row", "", "be brief")[0] == SYSTEM
+
+
+def test_an_unknown_pair_is_not_told_to_name_one_column():
+    with pytest.raises(DataError) as caught:
+        read_conversation({"task": "q", "output": "a"}, "row")
+    assert str(caught.value) == (
+        "row: no conversation among the columns task, output; name the columns prompt and response"
+    )
+
+
+@pytest.mark.parametrize("turn", [{**ANSWERED, "weight": 0.5}, {"from": "gpt", "value": "a", "weight": "0"}])
+def test_a_turn_is_learned_or_not(turn):
+    with pytest.raises(DataError, match=r"^row, turn 2 of 'messages': weight = 0.*; a turn is learned \(1\) or not"):
+        read_conversation({"messages": [ASKED, turn]}, "row")
 
 
 def test_what_a_template_may_read_beside_role_and_content_is_kept():
@@ -174,9 +212,13 @@ def test_named_columns_win_and_the_system_prompt_is_put_first():
     [
         ({"prompt": "q"}, ("mine", ""), r"r: no column 'mine' \(train_policy.prompt_column_name\); the row has prompt"),
         ({"prompt": "q"}, ("", "gold"), r"r: no column 'gold' \(train_policy.response_column_name\)"),
+        (
+            {"q": "q", "a": None}, ("q", "a"),
+            r"r: column 'a' \(train_policy.response_column_name\) is null; fill it, or leave the row out",
+        ),
         ({"x": "q"}, ("", ""), "r: no prompt among the columns x; set train.train_policy.prompt_column_name"),
     ],
-)
+)  # fmt: skip
 def test_a_row_without_a_prompt_is_an_error(row, columns, message):
     with pytest.raises(DataError, match=message):
         read_prompt(row, "r", *columns)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data.messages import SkippedRow, read_preference
+from cosmos_core.data.messages import SkippedRow
+from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import Pairs, open_pairs, open_sequences
 from cosmos_core.errors import DataError
@@ -160,6 +161,11 @@ def test_pairs_with_nothing_to_compare_are_counted_by_reason_with_the_first_plac
         ({"chosen": "a", "rejected": "b"}, "begin differently, and there is no column `prompt`"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no prompt among the columns chosen, rejected"),
         ({"prompt": [user("p"), assistant("a")], "chosen": "a", "rejected": "b"}, "ends with an assistant turn"),
+        (
+            {"prompt": "p", "chosen": [user("other"), assistant("a")], "rejected": [user("other"), assistant("b")]},
+            "column 'prompt' says 'p' and `chosen` begins with 'other'; give one prompt",
+        ),
+        ({"prompt": "p", "chosen": [{**assistant("a"), "weight": 0}], "rejected": "b"}, "weight = 0 in `chosen` or"),
         ({"prompt": "p", "chosen": 4, "rejected": "b"}, "column 'chosen' holds '4'"),
         ({"prompt": "p", "chosen": [{"role": "robot", "content": "a"}], "rejected": "b"}, "unknown role 'robot'"),
     ],
@@ -176,6 +182,24 @@ def test_the_named_column_is_the_prompt() -> None:
     row = {"prompt": "p", "ask": "q", "chosen": "a", "rejected": "b"}
     assert read_preference(row, "x", "ask").prompt == [user("q")]
     assert read_preference(row, "x").prompt == [user("p")]
+
+
+def test_nothing_that_is_said_before_a_completion_is_left_out() -> None:
+    system, earlier = {"role": "system", "content": "s"}, [user("hi"), assistant("Hello.")]
+    both = {"chosen": [user("p "), assistant("a")], "rejected": [user("p "), assistant("b")]}
+
+    def prompt(row: Row) -> Any:
+        found = read_preference(row, "x", system_prompt="of the recipe")
+        assert (found.chosen, found.rejected) == ([assistant("a")], [assistant("b")])
+        return found.prompt
+
+    assert prompt({"prompt": [system, user("p")], **both}) == [system, user("p")]
+    assert prompt({"prompt": [system, *earlier, user("p")], **both}) == [system, *earlier, user("p")]
+    longer = {name: [system, *earlier, *turns] for name, turns in both.items()}
+    assert prompt({"prompt": "p", **longer}) == prompt({"prompt": "hi", **longer}) == [system, *earlier, user("p ")]
+    text = {"chosen": "a", "rejected": "b"}
+    assert prompt({"system": "s", "question": "p", **text}) == [system, user("p")]
+    assert prompt({"instruction": "p", "input": "x", **text})[1:] == [user("p\n\nx")]
 
 
 def test_pairs_are_no_sequences(tmp_path: Path) -> None:

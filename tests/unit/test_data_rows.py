@@ -165,6 +165,11 @@ def test_a_csv_field_may_be_long(tmp_path):
         ("a.jsonl", '{"x": 1}\n[1, 2]\n', r"^a\.jsonl:2: a line must be a JSON object .*'\[1, 2\]'"),
         ("a.jsonl", "\n \n", r"^a\.jsonl: file holds no rows"),
         ("a.json", '[{"x": 1},\n {"x": }]', r"^a\.json:2: malformed JSON"),
+        (
+            "a.json",
+            '{\n "data": [\n  {"x": 1}]}',
+            r"^a\.json:1: the JSON object does not end on its line; write an array",
+        ),
         ("a.json", '[{"x": 1}, 3]', r"^a\.json row 1: a row must be a JSON object, not '3'"),
         ("a.json", "[]", r"^a\.json: file holds no rows"),
         ("a.csv", "x,y\n1,2\n3\n", r"^a\.csv:3: the line does not have the 2 fields"),

@@ -26,8 +26,8 @@ class DataTermConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Most rows that may be left out because they cannot be read or the chat template refuses them."""
     conversation_column_name: str = "conversations"
-    """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
-    `response`. `system_prompt` is put before those that have no system turn."""
+    """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
+    or `instruction` + `input` + `output`. `system_prompt` is put before those that have no system turn."""
     weight: NonNegativeFloat = 0.0
     """Weight of their mean loss per token, beside that of the rollouts; 0: none."""
     batch_size: Rows = 8

@@ -35,7 +35,7 @@ class RlConfig(AlgorithmConfig):
     response_column_name: str = ""
     """Column of the reference answer; empty: the first found of `answer`, `response`, `solution`, `result`."""
     system_prompt: str = ""
-    """Put before every prompt; empty: none."""
+    """Put before prompts that have no system turn and no column `system`; empty: none."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
     """Reward name, list of names, or names with weights; a user's own is `module:function` or
     `path/file.py:function`."""

@@ -17,10 +17,11 @@ class SupervisedConfig(AlgorithmConfig):
     dataloader_drop_last: bool = True
     """True: rows that fill no batch wait for another epoch; False: the last batch of an epoch may be smaller."""
     conversation_column_name: str = "conversations"
-    """Column of the conversation; rows without it may have `messages`, `conversation`, `text` or `prompt` +
-    `response`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`."""
+    """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
+    or `instruction` + `input` + `output`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`. An
+    assistant turn with `weight = 0` is not learned."""
     system_prompt: str = ""
-    """Put before conversations that have no system turn; empty: none."""
+    """Put before conversations that have no system turn and no column `system`; empty: none."""
     balance_dp_token: bool = True
     """Divide by the tokens of all data-parallel ranks."""
     enable_dp_load_balancing: bool = False

@@ -1,0 +1,139 @@
+"""What a row of two completions means: a prompt, the completion that was chosen, and the one that was rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from cosmos_core.data.messages import (
+    IMAGE_MARK,
+    Message,
+    Row,
+    SkippedRow,
+    as_turns,
+    columns_of,
+    decoded,
+    merged,
+    read_content,
+    read_turns,
+    system_of,
+    texts_of,
+    with_system,
+)
+from cosmos_core.errors import DataError
+
+_PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
+
+
+class Preference(NamedTuple):
+    """Two completions of a prompt; all three are turns, or all are plain text."""
+
+    prompt: list[Message] | str
+    chosen: list[Message] | str
+    rejected: list[Message] | str
+
+
+def read_preference(
+    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+) -> Preference:
+    """Return prompt, chosen and rejected completion of a row, each as text or as turns.
+
+    Without a column of prompts the prompt is what `chosen` and `rejected` begin with alike: the same turns, or the same
+    text, which then is plain and has no turns. Turns that begin with the prompt, or with its last turns, do not repeat
+    it.
+
+    Args:
+        row: one row of a data set.
+        where: its location, for messages.
+        column: of the prompt, looked at first; a row without it may have `prompt` or another of the known columns.
+        system_prompt: put before turns that have no system turn.
+        with_images: as `read_conversation`.
+
+    Raises:
+        DataError: `chosen`, `rejected` or the prompt is missing or of a wrong form.
+        SkippedRow: there is nothing to compare.
+    """
+    one, other = (_compared(row, name, where, with_images) for name in ("chosen", "rejected"))
+    if one == other:
+        raise SkippedRow(where, "with equal chosen and rejected")
+    found = next((c for c in (column, *_PROMPT_COLUMNS) if row.get(c) is not None), None)
+    if found is None and isinstance(one, str) and isinstance(other, str):
+        return _plain_preference(one, other, where)
+    chosen, rejected = _response_turns(one), _response_turns(other)
+    prompt = [] if found is None else as_turns(row, found, "user", where, with_images)
+    if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
+        shared = chosen[: _num_shared(chosen, rejected)]
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+        prompt = _agreed(prompt, shared, found, where) if shared else []
+    if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
+        raise SkippedRow(where, "whose chosen and rejected answer different prompts")
+    if any(turn.get("weight") == 0 for turn in (*chosen, *rejected)):
+        raise DataError(f"{where}: weight = 0 in `chosen` or `rejected`, which are compared as a whole; leave it out")
+    if not prompt and found is None:
+        raise DataError(
+            f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
+            "train.train_policy.conversation_column_name"
+        )
+    if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
+        raise SkippedRow(where, "without a prompt")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
+    if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
+        raise SkippedRow(where, "with an empty answer")
+    return Preference(with_system(prompt, system_of(row) or system_prompt), merged(chosen), merged(rejected))
+
+
+def _agreed(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:
+    """Return the prompt of a column and the turns that both completions begin with as one: one holds the other.
+
+    Raises:
+        DataError: they are different prompts.
+    """
+    asked, repeated = ([_words(turn) for turn in turns] for turns in (prompt, shared))
+    if any(repeated[i : i + len(asked)] == asked for i in range(len(repeated))):
+        return shared
+    if asked[-len(repeated) :] == repeated:
+        return prompt
+    raise DataError(
+        f"{where}: column {column!r} says {' '.join(texts_of(prompt[-1]))[:40]!r} and `chosen` begins with "
+        f"{' '.join(texts_of(shared[-1]))[:40]!r}; give one prompt"
+    )
+
+
+def _words(turn: Message) -> tuple[str, list[str]]:
+    """Return what two turns have in common that say the same, whatever their blanks and the form of their images."""
+    return turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()
+
+
+def _compared(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
+    value = row.get(name)
+    if value is None:
+        raise DataError(
+            f"{where}: no {name!r} among the columns {columns_of(row)}; leave the row out, or give both completions"
+        )
+    value = decoded(value)
+    if isinstance(value, str):
+        return read_content(value, where)
+    return read_turns([value] if isinstance(value, dict) else value, name, where, with_images)
+
+
+def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
+    prompt = chosen[: _num_shared(chosen, rejected)]
+    if not prompt.strip():
+        raise DataError(
+            f"{where}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; give "
+            "one, or set train.train_policy.conversation_column_name"
+        )
+    if prompt in {chosen, rejected}:
+        raise SkippedRow(where, "with an empty answer")
+    return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+
+
+def _response_turns(response: list[Message] | str) -> list[Message]:
+    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+
+
+def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many turns, or characters, both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
