@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -86,20 +86,51 @@ def parse(
         raise ConfigError(f"{source}: {message}{more}") from error
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
-    """Lay `over` on top of `base`: tables are merged, everything else is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            # Another kind of training is another table: keys of the old kind would be unknown in it.
-            if "type" in value and value["type"] != below.get("type", value["type"]):
-                merged[key] = dict(value)
-            else:
-                merged[key] = merge(below, value)
+class Part(dict[str, Any]):
+    """A table that a dotted key is in: whatever it is laid over keeps its other keys."""
+
+
+def nested(keys: Sequence[str], value: Any) -> Any:
+    """Return the value as the tables that its keys lead through."""
+    for key in reversed(keys):
+        value = Part({key: value})
+    return value
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> Values:
+    """Lay `over` on top of `base`: tables are merged, everything else is replaced, a map of names to values included.
+
+    `table` is the dotted key of both; empty: a recipe, or what has the tables of one in `overrides`.
+    """
+    merged = type(base)(base) if isinstance(base, dict) else dict(base)
+    for name, value in over.items():
+        below, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and not _is_replaced(key, below, value):
+            merged[name] = merge(below, value, key)
         else:
-            merged[key] = value
+            merged[name] = value
     return merged
+
+
+def _is_replaced(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    if key == "train.train_policy":  # another kind of training, in which keys of the old kind would be unknown
+        return "type" in value and value["type"] != below.get("type", value["type"])
+    return key in _maps() and not isinstance(value, Part)
+
+
+@cache
+def _maps() -> frozenset[str]:
+    """Return the keys of a recipe whose values are maps of names, such as weights of rewards, and no tables."""
+    from cosmos_core.config.schema.recipe import Recipe
+
+    return frozenset(key for key, _, field in all_fields(Recipe) if _is_map(field.annotation))
+
+
+def _is_map(annotation: Any) -> bool:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return arguments[1] is not Any  # a table of the user's own has tables in it
+    return any(map(_is_map, arguments))
 
 
 def without_none(value: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosmos_core.config.compat.translate import today
-from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge
+from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge, nested
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -31,10 +31,8 @@ class Setting:
 
     def below(self, level: int) -> Values:
         """Return the value as nested tables, without the first `level` keys."""
-        value = self.value
-        for key in reversed(self.keys[level:]):
-            value = {key: value}
-        return value  # type: ignore[no-any-return]  # at least one key is left
+        values: Values = nested(self.keys[level:], self.value)  # at least one key is left
+        return values
 
 
 @dataclass

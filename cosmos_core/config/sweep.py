@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cosmos_core.config.compat.translate import today
-from cosmos_core.config.load import Values, merge, parse
+from cosmos_core.config.load import Values, merge, nested, parse
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sweep import Branch, SweepConfig
@@ -223,9 +223,7 @@ def _word(value: Any) -> str:
 def _nested(settings: Values) -> Values:
     values: Values = {}
     for key, value in settings.items():
-        for name in reversed(key.split(".")):
-            value = {name: value}
-        values = merge(values, value)
+        values = merge(values, nested(key.split("."), value))
     return values
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import MAX_FILE_BYTES, merge, read_toml
+from cosmos_core.config.load import MAX_FILE_BYTES, Values, merge, nested, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
@@ -267,12 +268,34 @@ def test_an_endless_file_is_refused_without_reading_to_its_end() -> None:
 
 
 def test_merging_replaces_values_joins_tables_and_drops_the_keys_of_another_type() -> None:
-    base = {"a": 1, "t": {"x": 1, "y": [1, 2]}, "p": {"type": "sft", "mini_batch": 2}}
+    base = {"a": 1, "t": {"x": 1, "y": [1, 2]}, "train": {"seed": 1, "train_policy": {"type": "sft", "mini_batch": 2}}}
+
+    def of_type(name: str) -> Values:
+        return merge(base, {"train": {"train_policy": {"type": name}}})["train"]
+
     assert merge(base, {"t": {"y": [3]}}) == {**base, "t": {"x": 1, "y": [3]}}
-    assert merge(base, {"p": {"type": "grpo"}})["p"] == {"type": "grpo"}
-    assert merge(base, {"p": {"type": "sft"}})["p"] == {"type": "sft", "mini_batch": 2}
+    assert of_type("grpo") == {"seed": 1, "train_policy": {"type": "grpo"}}
+    assert of_type("sft") == base["train"]
     assert merge(base, {"t": 3})["t"] == 3
     assert base["t"] == {"x": 1, "y": [1, 2]}, "the base is left as it was"
+
+
+def test_another_type_means_something_in_the_algorithms_table_alone() -> None:
+    base = {"custom": {"reward": {"type": "a", "url": "u"}}}
+    assert merge(base, {"custom": {"reward": {"type": "b"}}}) == {"custom": {"reward": {"type": "b", "url": "u"}}}
+
+
+@pytest.mark.parametrize("table", ["", "overrides"])
+def test_a_map_of_names_is_replaced_and_a_key_of_it_is_added(table: str) -> None:
+    def tables(*keys: str, value: Any) -> Values:
+        return nested([name for name in (table, *keys) if name], value)
+
+    rewards, rates = ("train", "train_policy", "reward_function"), ("train", "optm_lr")
+    base = merge(tables(*rewards, value={"gsm8k": 1.0, "format": 0.5}), tables(*rates, value={"global": 1.0, "a": 2.0}))
+    over = merge(base, tables(*rewards, value={"boxed_math": 1.0}))
+    assert over == merge(tables(*rewards, value={"boxed_math": 1.0}), tables(*rates, value={"global": 1.0, "a": 2.0}))
+    over = merge(base, tables(*rates, "global", value=3.0))
+    assert over == merge(base, tables(*rates, value={"global": 3.0, "a": 2.0}))
 
 
 def test_every_field_is_described_and_none_is_the_default_wherever_it_is_allowed() -> None:
