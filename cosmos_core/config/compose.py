@@ -15,11 +15,12 @@ from typing import Any
 
 import tomli_w
 
+from cosmos_core.config.compat.translate import of_algorithm
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
 from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
-from cosmos_core.config.override import entry_with, parse_setting, shared_values, sort_settings
+from cosmos_core.config.override import IMPLIED, entry_with, living, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.marks import Where
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -138,10 +139,11 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     notices: list[str] = []
     shared = read_config(path, notices, over)
     table = shared.pop("pipeline", {})
-    given = [parse_setting(text) for text in overrides]
+    given = living([parse_setting(text) for text in overrides], notices)
     entries = _entries(path, table)
     if not entries:
-        recipe = parse(Recipe, merge(shared, shared_values(given)), source=str(path), notices=[])
+        tables = of_algorithm(merge(shared, shared_values(given)), [])
+        recipe = parse(Recipe, tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
     settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
     values = merge({"name": path.stem, **{k: v for k, v in table.items() if k != "stages"}}, settings.pipeline)
@@ -152,7 +154,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
         tables = tables_of[stage.name] = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
         beside = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{beside}"
-        recipes[stage.name] = parse(Recipe, tables, source=where, notices=notices)
+        recipes[stage.name] = parse(Recipe, of_algorithm(tables, notices), source=where, notices=notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
     pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
@@ -373,10 +375,10 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             trained = by_name.get(source_of(trained.model) or "")
         is_training = trained is not None and kinds[trained.name].trains
         if trained is not None and is_training and not kinds[stage.name].trains and not stage.data:
-            name = prepared(trained) or f"{trained.name}-data"
+            name = prepared(trained) or f"{trained.name}{IMPLIED}"
             stages.append(_depending(stage, data=f"stage:{name}", after=name))
             continue
-        name = f"{stage.name}-data"
+        name = f"{stage.name}{IMPLIED}"
         if name in by_name:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compat import trl
-from cosmos_core.config.compat.translate import DEAD, MOVED
+from cosmos_core.config.compat.translate import DEAD, MOVED, today
 from cosmos_core.config.load import fit
 from cosmos_core.config.schema.marks import Only, Since, Status, StatusName, Unit, mark
 from cosmos_core.config.schema.pipeline import PipelineConfig
@@ -64,10 +64,10 @@ def find_key(name: str) -> list[Key]:
     Raises:
         ConfigError: there is no such key; those that are near are suggested.
     """
-    today = MOVED.get(name, name)
-    keys = [key for key in all_keys() if key.name == today]
-    if name in DEAD and not trl.keys_of(name):
-        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[name]}")
+    now = MOVED.get(name) or today(name)
+    keys = [key for key in all_keys() if key.name == now]
+    if now in DEAD and not trl.keys_of(name):
+        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[now]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name)]
     if not keys:
         raise ConfigError(fit(f"{name}: unknown key{_near(name)}"))
@@ -105,7 +105,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """
     for key in find_key(name):
         yield f"{key.name}  ({key.table.__name__})"
-        if name in MOVED:
+        if key.name in {MOVED.get(name), today(name)} - {name}:
             yield f"  was       {name}"
         elif name != key.name:
             yield f"  in TRL    {name.rpartition('.')[2]}"

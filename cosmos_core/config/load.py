@@ -80,7 +80,7 @@ def parse(
         mistakes = error.errors(include_url=False)
         # A misspelt key is the cause of the other complaints more often than not.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-        message = _explain(table, _deepest(table, mistakes), prefix)
+        message = _explain(table, _deepest(table, mistakes), prefix, values)
         keys = {tuple(_keys(table, mistake)) for mistake in mistakes}
         more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
         raise ConfigError(f"{source}: {message}{more}") from error
@@ -167,13 +167,13 @@ def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
     return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
-def _explain(table: type[Table], mistake: Any, prefix: str) -> str:
+def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
     keys = [str(key) for key in _keys(table, mistake)]
     shown = [name if name.isprintable() and name else repr(name) for name in keys]
     key = ".".join([prefix, *shown] if prefix else shown)
     value = short(mistake.get("input"))
     if mistake["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_suggest(table, keys, prefix)}"
+        return f"{key}: unknown key{_suggest(table, keys, prefix, values)}"
     if mistake["type"] == "missing":
         return f"{key}: is required"
     if mistake["type"] == "union_tag_not_found":
@@ -215,11 +215,15 @@ def _tags(model: type[Table]) -> set[str]:
     return {getattr(model, "algorithm", ""), *(get_args(tag.annotation) if tag else ())}
 
 
-def _suggest(table: type[Table], keys: list[str], prefix: str) -> str:
+def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
     """Prefer what a name of TRL is here, then a near name in the same table, then the same name in another table, then
     a near path anywhere."""
     known = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
+    if dotted in known and not _says_type(values, keys[:-1]):
+        owner = next(model for key, model, _ in all_fields(table) if key == dotted)
+        kinds = " or ".join(f'"{kind}"' for kind in get_args(owner.model_fields["type"].annotation))
+        return f" here; set {'.'.join(keys[:-1])}.type = {kinds}"
     if dotted in known:
         return " here; it belongs to another `type`"
     if foreign := trl.told(dotted):
@@ -230,6 +234,13 @@ def _suggest(table: type[Table], keys: list[str], prefix: str) -> str:
     near = near or [k for k in known if k.rpartition(".")[2] == keys[-1]][:1]
     near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.8)
     return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
+
+
+def _says_type(values: Any, keys: list[str]) -> bool:
+    """Return whether the values say of what `type` the table is that the keys lead to."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return not isinstance(values, Mapping) or "type" in values
 
 
 def short(value: Any) -> str:

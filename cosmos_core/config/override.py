@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cosmos_core.config.compat.translate import today
+from cosmos_core.config.compat.translate import dead, today
 from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge, nested
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
+
+IMPLIED = "-data"
+"""What stands behind the name of a stage in that of the stage that prepares its rows, where the file has none."""
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
 """One part of a dotted key, quoted where it has a dot of its own."""
@@ -68,6 +71,13 @@ def parse_setting(text: str) -> Setting:
     return Setting(text, keys, values["value"] if is_one_value else value)
 
 
+def living(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
+    """Return the settings without those of keys that do nothing, which files may have too; `notices` tells them."""
+    said = [dead(".".join(setting.keys), setting.value) for setting in settings]
+    notices += filter(None, said)
+    return [setting for setting, is_dead in zip(settings, said, strict=True) if not is_dead]
+
+
 def shared_values(settings: Sequence[Setting]) -> Values:
     """Return the recipe tables that hold for every stage, before the stages are known."""
     values: Values = {}
@@ -98,6 +108,12 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
             raise ConfigError(
                 f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
                 f"{', '.join(key for key in PipelineConfig.model_fields if key != 'stages')}, or STAGE.KEY=VALUE"
+            )
+        elif first.endswith(IMPLIED) and first.removesuffix(IMPLIED) in names:
+            stage = first.removesuffix(IMPLIED)
+            raise ConfigError(
+                f"--set {setting.text!r}: stage {first!r} is implied by {stage!r}; write it out in [[pipeline.stages]] "
+                f"to set a key of it, or set one of its recipe with {stage}.KEY=VALUE"
             )
         else:
             known = [*names, *Recipe.model_fields, "pipeline"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.config.compat.translate import today
+from cosmos_core.config.compat.translate import of_algorithm, today
 from cosmos_core.config.load import Values, merge, nested, parse
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -108,7 +108,8 @@ def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables:
             recipe = pipeline.recipes[member]
             if given:
                 settings = "".join(f" with {key} = {value!r}" for key, value in given.items())
-                recipe = parse(Recipe, _laid_over(tables[owner], given), source=f"{where}{settings}", notices=[])
+                laid = of_algorithm(_laid_over(tables[owner], given), [])
+                recipe = parse(Recipe, laid, source=f"{where}{settings}", notices=[])
             recipes[name] = _renamed_teacher(recipe, names)
             stage = _renamed(pipeline.stage(member), names)
             made.append(

@@ -71,7 +71,8 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
     elif is_code(dataset.name) and opener:
         parts = [opener.part(dataset.name, key)]
     elif _looks_local(dataset.name):
-        raise DataError(f"{key}.name = {str(path)!r}: it does not exist; give a file, a folder or a Hub id")
+        looked = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        raise DataError(f"{key}.name = {str(path)!r}: it does not exist{looked}; give a file, a folder or a Hub id")
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
     if not any(part.num_rows for part in parts):  # of many shards one may be empty

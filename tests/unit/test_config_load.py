@@ -361,7 +361,7 @@ def test_an_older_name_is_todays_and_what_never_did_anything_is_left_out_and_bot
     ("old", "said"),
     [
         ("validation_step = 5\nvalidation_freq = 6",
-         "train.validation_freq = 6 is today's validation.freq, which says 5; keep one of them"),
+         "train.validation_step = 5 and train.validation_freq = 6 are both today's validation.freq; keep one of them"),
         ("enable_validation = false",
          "train.enable_validation = False is today's validation.enable, which says True; keep one of them"),
     ],

@@ -158,6 +158,13 @@ def test_a_csv_field_may_be_long(tmp_path):
     ]
 
 
+def test_a_file_that_is_not_there_is_told_with_the_folders_that_were_looked_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        load_rows(DatasetConfig(name="rows.jsonl"))
+    assert f"'rows.jsonl': it does not exist in {str(tmp_path)!r} or beside the file that is run; " in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -12,16 +12,19 @@ from typing import Any
 
 from cosmos_core.config.load import Values, short
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.train import inferred_type
 from cosmos_core.errors import ConfigError
 
 _DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpath("keys.toml").read_text("utf-8"))
 _POLICY = "train.train_policy"
 _TODAY = {*Recipe.model_fields, "pipeline", "extends"}
-MOVED: dict[str, str] = _DATA["moved"]
+MOVED: dict[str, str] = _DATA["moved"] | _DATA["moved_in_dpo"]
 """Key of an older generation to today's."""
 DEAD: dict[str, str] = {key: meaning for meaning, keys in _DATA["dead"].items() for key in keys}
 """Keys of public recipes that are read no more, or never were, to what they would have meant."""
 _DEAD_IN_GRPO = {key: meaning for meaning, keys in _DATA["dead_in_grpo"].items() for key in keys}
+_OF_DPO: dict[str, str] = _DATA["moved_in_dpo"]
+_BATCHES = ("train.validation_batch_per_replica", "rollout.val_batch_size")
 
 
 def modern(values: Values, source: str, notices: list[str]) -> Values:
@@ -35,26 +38,82 @@ def modern(values: Values, source: str, notices: list[str]) -> Values:
         from cosmos_core.config.compat.wfm import from_wfm, is_wfm
 
         values = from_wfm(values, source, notices) if is_wfm(values) else values
-    for old, new in MOVED.items():
+    _keep_one_batch(values, notices)
+    said_by: dict[str, str] = {}
+    for old, new in _DATA["moved"].items():
         table, name = _at(values, old)
         if name not in table:
             continue
         value = table.pop(name)
         there, today_name = _at(values, new, make=True)
-        if there.get(today_name, value) not in (value, None):
+        found = there.get(today_name, value)
+        if found not in (value, None) and new in said_by:
             raise ConfigError(
-                f"{source}: {old} = {short(value)} is today's {new}, which says {short(there[today_name])}; keep one "
-                f"of them"
+                f"{source}: {said_by[new]} = {short(found)} and {old} = {short(value)} are both today's {new}; keep "
+                "one of them"
             )
-        there[today_name] = value
+        if found not in (value, None):
+            raise ConfigError(
+                f"{source}: {old} = {short(value)} is today's {new}, which says {short(found)}; keep one of them"
+            )
+        there[today_name], said_by[new] = value, old
         notices.append(f"{old} is today's {new}")
     _remote_reward(values, notices)
+    _ignore(values, DEAD, notices)
+    return values
+
+
+def of_algorithm(values: Values, notices: list[str]) -> Values:
+    """Return the tables of a training, whatever files they are from, with the older keys that an algorithm decides
+    about: those of DPO are keys of an own algorithm where it is another.
+
+    A key of today wins over an older one.
+    """
+    policy, custom = _at(values, f"{_POLICY}.type")[0], _at(values, "custom.dpo_beta")[0]
+    if policy.get("trainer_type") == "dpo" and any(f"custom.{name}" in _OF_DPO for name in custom):
+        values = copy.deepcopy(values)
+        for old, new in _OF_DPO.items():
+            _fill(values, old, new, notices)
+    if inferred_type(policy) == "grpo" and any(f"{_POLICY}.{name}" in _DEAD_IN_GRPO for name in policy):
+        values = copy.deepcopy(values)
+        _ignore(values, _DEAD_IN_GRPO, notices)
+    return values
+
+
+def _fill(values: Values, old: str, new: str, notices: list[str]) -> None:
+    table, name = _at(values, old)
+    if name not in table:
+        return
+    value = table.pop(name)
+    there, today_name = _at(values, new, make=True)
+    if there.setdefault(today_name, value) == value:
+        notices.append(f"{old} is today's {new}")
+    else:
+        notices.append(f"{old} = {short(value)} is ignored: today's {new} says {short(there[today_name])}")
+
+
+def _keep_one_batch(values: Values, notices: list[str]) -> None:
+    """Take the rows of a validation step that are meant where a file of the first generation has both keys."""
+    (first, name), (second, other) = (_at(values, key) for key in _BATCHES)
+    if name not in first or other not in second or first[name] == second[other]:
+        return
     policy, _ = _at(values, f"{_POLICY}.type")
-    for key, meaning in (DEAD | _DEAD_IN_GRPO if policy.get("type") == "grpo" else DEAD).items():
+    is_rl = inferred_type(policy) == "grpo" if policy else True
+    lost = first.pop(name) if is_rl else second.pop(other)
+    kept = _BATCHES[is_rl]
+    notices.append(f"{_BATCHES[not is_rl]} = {short(lost)} is ignored: {kept} is that of this type of training")
+
+
+def _ignore(values: Values, keys: dict[str, str], notices: list[str]) -> None:
+    """Take out keys that mean nothing."""
+    for key, meaning in keys.items():
         table, name = _at(values, key)
         if name in table and (table is not values or isinstance(table[name], dict)):  # at the root: a script's table
-            notices.append(f"{key} = {short(table.pop(name))} is ignored; it would have meant {meaning}")
-    return values
+            notices.append(_ignored(key, table.pop(name), meaning))
+
+
+def _ignored(key: str, value: Any, meaning: str) -> str:
+    return f"{key} = {short(value)} is ignored; it would have meant {meaning}"
 
 
 def _remote_reward(values: Values, notices: list[str]) -> None:
@@ -72,11 +131,29 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
 
 
 def today(key: str) -> str:
-    """Return today's name of a dotted key, also of one behind the name of a stage."""
-    for old, new in MOVED.items():
-        if key == old or key.endswith(f".{old}"):
-            return key.removesuffix(old) + new
+    """Return today's name of a dotted key, also of one in a table of an older name or behind the name of a stage."""
+    for old, new in _DATA["moved"].items():
+        stage, found = _in(key, old)
+        if found:
+            key = f"{stage}{new}{key.removeprefix(stage + old)}"
     return key
+
+
+def dead(key: str, value: Any) -> str:
+    """Return what is to be said of a key that means nothing, today's name or one behind that of a stage; empty: it
+    means something."""
+    for old, meaning in DEAD.items():
+        if "." in old and _in(key, old)[1]:
+            return _ignored(key, value, meaning)
+    return ""
+
+
+def _in(key: str, table: str) -> tuple[str, bool]:
+    """Return the name of a stage before a key, with its dot, and whether the key is a table or one of its keys."""
+    if f"{key}.".startswith(f"{table}."):
+        return "", True
+    stage, _, rest = key.partition(".")
+    return f"{stage}.", stage != "custom" and f"{rest}.".startswith(f"{table}.")
 
 
 def _at(values: Values, key: str, *, make: bool = False) -> tuple[Values, str]:

@@ -1,7 +1,7 @@
 """`[train]`: optimizer, schedule, batch, precision. `[train.train_policy]` and `[train.ckpt]` have their own files."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -271,7 +271,7 @@ class TrainConfig(Table):
         if isinstance(policy, dict) and policy.get("type") == "dpo":
             raise ValueError("train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'")
         if isinstance(policy, dict) and "type" not in policy:
-            values = {**values, "train_policy": {**policy, "type": "grpo" if _ONLY_GRPO & set(policy) else "sft"}}
+            values = {**values, "train_policy": {**policy, "type": inferred_type(policy)}}
         elif isinstance(policy, dict) and policy["type"] not in kinds():
             known = ", ".join(map(repr, kinds()))
             raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known}")
@@ -311,6 +311,11 @@ class TrainConfig(Table):
                 f"rollouts of older weights are off-policy"
             )
         return self
+
+
+def inferred_type(policy: Mapping[str, Any]) -> Any:
+    """Return the `type` of a `train_policy`; where it has none, the one that its keys tell."""
+    return policy.get("type", "grpo" if _ONLY_GRPO & set(policy) else "sft")
 
 
 def _alone(values: Any) -> Any:
