@@ -91,7 +91,8 @@ def _agreed(prompt: list[Message], shared: list[Message], column: str | None, wh
         DataError: they are different prompts.
     """
     asked, repeated = ([_words(turn) for turn in turns] for turns in (prompt, shared))
-    if any(repeated[i : i + len(asked)] == asked for i in range(len(repeated))):
+    says_nothing = not any(words for _, words in asked)
+    if says_nothing or any(repeated[i : i + len(asked)] == asked for i in range(len(repeated))):
         return shared
     if asked[-len(repeated) :] == repeated:
         return prompt

@@ -49,6 +49,17 @@ def test_a_key_of_today_wins_over_one_of_custom_and_that_is_told(tmp_path: Path)
     assert told in pipeline.notices
 
 
+def test_a_sweep_over_a_key_of_dpo_changes_each_branch(tmp_path: Path) -> None:
+    stages = (
+        '[[pipeline.stages]]\nname = "sft"\nkind = "sft"\n[pipeline.stages.sweep]\nmetric = "validation/loss"\n'
+        'through = ["measure"]\ngrid = { "custom.dpo_beta" = [0.2, 0.4] }\n'
+        '[[pipeline.stages]]\nname = "measure"\nkind = "validate"\nmodel = "stage:sft"\nafter = "sft"\n'
+    )
+    pipeline = load(tmp_path, DPO + OF_DPO + stages)
+    policies = [pipeline.recipes[f"sft-dpo_beta-{beta}"].train.train_policy for beta in ("0_2", "0_4")]
+    assert [policy.dpo.beta for policy in policies if isinstance(policy, DpoConfig)] == [0.2, 0.4]
+
+
 @pytest.mark.parametrize(
     ("text", "stage", "rows", "lost"),
     [

@@ -197,6 +197,7 @@ def test_nothing_that_is_said_before_a_completion_is_left_out() -> None:
     assert prompt({"prompt": [system, *earlier, user("p")], **both}) == [system, *earlier, user("p")]
     longer = {name: [system, *earlier, *turns] for name, turns in both.items()}
     assert prompt({"prompt": "p", **longer}) == prompt({"prompt": "hi", **longer}) == [system, *earlier, user("p ")]
+    assert prompt({"prompt": " ", **both}) == prompt(both) == [{**system, "content": "of the recipe"}, user("p ")]
     text = {"chosen": "a", "rejected": "b"}
     assert prompt({"system": "s", "question": "p", **text}) == [system, user("p")]
     assert prompt({"instruction": "p", "input": "x", **text})[1:] == [user("p\n\nx")]
