@@ -2,11 +2,14 @@
 
 Data counts by content: a local file that was only touched, a commit of the Hub or a listing of a store that is the same
 as before, is nothing new, and trains nothing. A run that failed is continued by the next firing. One firing works at a
-time on this machine; firings on several machines are not kept apart.
+time on this machine; firings on several machines are not kept apart. A flow run that was suspended or is retried goes
+on with the run that it began: what is new since is for the next firing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +18,15 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
-from prefect.states import Completed
+from prefect.states import Completed, State
 
 from cosmos_core.config.compose import Pipeline, load_pipeline, source_of
 from cosmos_core.config.mesh import on_these_gpus
-from cosmos_core.errors import EXIT_REFUSED, ConfigError
+from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.hub import pinned
-from cosmos_core.run.news import Seen, content_of, note_of, read_seen, retraining_lock, write_seen
+from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.news import Seen, content_of, note_of, note_of_flow_run, read_seen, retraining_lock, write_seen
 from cosmos_core.run.remote import pinned_urls
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
@@ -61,30 +65,42 @@ def retrain(
     plain = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     lend_credentials(plain)
     note = note_of(plain, overrides, start)
+    own = note_of_flow_run(note, str(flow_run.id))
     with retraining_lock(note) as lock:
-        if flow_run.run_count > 1:
-            lock.acquire()  # it was suspended, and what a person has said since must not be lost
+        begun = read_seen(own)
+        if begun is not None:
+            lock.acquire()  # it was suspended, and what a person has said since must not be lost; or it is retried
         elif not lock.try_acquire():
             seen = read_seen(note)
             run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
-        pipeline = pinned_urls(pinned(on_these_gpus(plain)))
-        content, seen = content_of(pipeline), read_seen(note)
-        if seen is not None and seen.digest == content and seen.outcome:
+        # What is new since this flow run began its run is for the next firing.
+        pipeline = plain if begun else pinned_urls(pinned(on_these_gpus(plain)))
+        digest, seen = begun.digest if begun else content_of(pipeline), read_seen(note)
+        if seen is not None and seen.digest == digest and seen.outcome:
             return Completed(
                 name="NothingNew", message=f"nothing new since run {seen.run_id}, which was {seen.outcome}"
             )
-        run = _unfinished(pipeline, content, seen)
+        if begun is not None and seen is not None and seen.digest != digest and seen.outcome == "published":
+            return _outdated(begun.run_id, f"run {seen.run_id} of newer content was published since")
+        run = open_run(_path(plain, begun.run_id), all_kinds()) if begun else _unfinished(pipeline, digest, seen)
         if run is None:
             beginning = starting_from_published(pipeline) if start == "published" else []
             get_run_logger().info(
                 "something is new; starting from %s", beginning or "the model that the pipeline names"
             )
             run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
-            write_seen(note, Seen(digest=content, run_id=run.id))
-        state, outcome = _train_and_publish(run, approve)
-        if outcome:
-            write_seen(note, Seen(digest=content, run_id=run.id, outcome=outcome))
+            seen = Seen(digest=digest, run_id=run.id)
+            write_seen(note, seen)
+        write_seen(own, Seen(digest=digest, run_id=run.id))
+        names = _before_publication(run)
+        if begun is not None and not _is_content(run.pipeline, digest):
+            names = _without_results(run, names)
+            if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in names):
+                return _outdated(run.id, "its rows, code or settings were changed; the next firing takes the new ones")
+        state, outcome = _train_and_publish(run, names, approve)
+        if outcome and (seen is None or seen.digest == digest):  # else a later firing has noted newer content
+            write_seen(note, Seen(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
@@ -92,18 +108,44 @@ def _unfinished(pipeline: Pipeline, content: str, seen: Seen | None) -> Run | No
     """Return the run of the same content that has not ended; None: there is none."""
     if seen is None or seen.digest != content:
         return None
-    path = pipeline.output_dir.expanduser().absolute() / seen.run_id
+    path = _path(pipeline, seen.run_id)
     if not (path / "pipeline.toml").is_file():
         return None
     get_run_logger().info("run %s did not end: it is continued", seen.run_id)
     return open_run(path, all_kinds())
 
 
-def _train_and_publish(run: Run, approve: bool) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run the stages, those that publish last; return the flow's state and how it ended."""
-    publishing = {stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).makes == "publication"}
-    last = {name for publication in publishing for name in run.pipeline.behind(publication)}
-    first = [stage.name for stage in run.pipeline.stages if stage.name not in last]
+def _path(pipeline: Pipeline, run_id: str) -> Path:
+    return pipeline.output_dir.expanduser().absolute() / run_id
+
+
+def _outdated(run_id: str, why: str) -> State[Any]:
+    return Completed(name="Outdated", message=f"run {run_id} is not continued: {why}")
+
+
+def _is_content(pipeline: Pipeline, digest: str) -> bool:
+    try:
+        return content_of(pipeline) == digest
+    except (ConfigError, DataError, ModelError):  # some of it is gone
+        return False
+
+
+def _before_publication(run: Run) -> list[str]:
+    """Return the stages that neither publish nor wait for one that does."""
+    last = {name for publication in _publishing(run) for name in run.pipeline.behind(publication)}
+    return [stage.name for stage in run.pipeline.stages if stage.name not in last]
+
+
+def _publishing(run: Run) -> list[str]:
+    return [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).makes == "publication"]
+
+
+def _train_and_publish(
+    run: Run, first: list[str], approve: bool
+) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
+    """Run the stages `first`, then those that publish; return the flow's state and how it ended."""
+    before = _before_publication(run)
+    last = [stage.name for stage in run.pipeline.stages if stage.name not in before]
     with claim(run):
         state = run_stages(run, first)
         if not state.is_completed():
@@ -115,13 +157,32 @@ def _train_and_publish(run: Run, approve: bool) -> tuple[Any, Literal["", "publi
             return state, ""
     if approve and last:
         asked = Approval.with_initial_data(description=f"Publish the model of run {run.id}?", publish=False)
-        given = suspend_flow_run(wait_for_input=asked, timeout=_APPROVAL_SECONDS, key=f"publish-{run.id}")
+        key = f"publish-{run.id}-{_models_of(run)}"
+        given = suspend_flow_run(wait_for_input=asked, timeout=_APPROVAL_SECONDS, key=key)
         if not given.publish:  # type: ignore[attr-defined]
             return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
     if last:
         with claim(run):
-            state = run_stages(run, [stage.name for stage in run.pipeline.stages if stage.name in last])
+            state = run_stages(run, last)
     return state, "published" if state.is_completed() else ""
+
+
+def _without_results(run: Run, names: list[str]) -> list[str]:
+    """Return the stages that have no whole result, and those of which each firing makes a new one, such as gates."""
+    results = {name: read_result(run.stage_path(name)) for name in names}
+    whole = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
+    return [
+        name for name in names if name not in whole or not run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable
+    ]
+
+
+def _models_of(run: Run) -> str:
+    """Return one digest over the models that are to be published, so that the answer about one is not taken for
+    another's."""
+    named = sorted({run.pipeline.stage(name).model for name in _publishing(run)})
+    results = [read_result(run.stage_path(source_of(model) or "")) for model in named]
+    found = [(model, result["digest"] if result else "") for model, result in zip(named, results, strict=True)]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def starting_from_published(pipeline: Pipeline) -> list[str]:

@@ -216,6 +216,9 @@ def _forget(output_dir: Path, gone: set[str]) -> None:
     for note in shared.glob("flow_runs/*"):
         if note.is_file() and note.read_text(encoding="utf-8", errors="replace") in gone:
             note.unlink(missing_ok=True)
+    for note in shared.glob("retraining/*/*.json"):
+        if read_object(note).get("run_id") in gone:
+            note.unlink(missing_ok=True)
     list_runs(output_dir)
 
 

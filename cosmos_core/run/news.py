@@ -60,6 +60,11 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
     return pipeline.output_dir.expanduser().absolute() / SHARED / "retraining" / f"{name}.json"
 
 
+def note_of_flow_run(note: Path, flow_run: str) -> Path:
+    """Return the file of which run a flow run works on, and the content of that; its outcome is not in it."""
+    return note.with_suffix("") / f"{flow_run}.json"
+
+
 def read_seen(note: Path) -> Seen | None:
     """Return what was noted last; None: nothing was."""
     return read_document(note, Seen)
@@ -67,6 +72,7 @@ def read_seen(note: Path) -> Seen | None:
 
 def write_seen(note: Path, seen: Seen) -> None:
     """Note how far the newest retraining is."""
+    note.parent.mkdir(parents=True, exist_ok=True)
     write_json(note, seen.model_dump())
 
 

@@ -6,20 +6,29 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
+from prefect.flow_runs import resume_flow_run
 from prefect.settings import get_current_settings
+from prefect.states import Scheduled
 from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
+from cosmos_core.run.directory import create_run
+from cosmos_core.run.news import content_of, retraining_lock
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
@@ -76,6 +85,11 @@ class Nightly:
     def fire(self, *overrides: str) -> tuple[str, str]:
         state = retrain(str(self.config), list(overrides), return_state=True)
         return str(state.name), str(state.message)
+
+    @property
+    def published(self) -> list[float]:
+        """The accuracy of each model that the target has had."""
+        return [self.target.record_of(name)["metrics"]["validation/accuracy"] for name in self.target.history()]
 
     @property
     def runs(self) -> list[str]:
@@ -209,9 +223,89 @@ def test_approval_needs_a_deployment(tmp_path: Path) -> None:
         retrain(str(nightly.config), approve=True)
 
 
+class Asked:
+    """A flow run of a deployment that asks a person, run here in place of by a worker."""
+
+    def __init__(self, nightly: Nightly) -> None:
+        with get_client(sync_client=True) as client:
+            deployment = client.create_deployment(client.create_flow(retrain), nightly.folder.name)
+            parameters = {"config": str(nightly.config), "approve": True}
+            self.id = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+
+    def go_on(self) -> tuple[str, str]:
+        """Run it until it is suspended or ends; return name and message of its state."""
+        with get_client(sync_client=True) as client:
+            with suppress(Pause):
+                run_flow(retrain, client.read_flow_run(self.id), return_type="state")
+            state = client.read_flow_run(self.id).state
+        assert state is not None
+        return str(state.name), str(state.message)
+
+    def say(self, publish: bool) -> tuple[str, str]:
+        resume_flow_run(self.id, run_input={"publish": publish})
+        return self.go_on()
+
+
+def test_the_model_that_a_person_was_asked_about_is_published_though_rows_have_changed_since(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    asked = Asked(nightly)
+    assert asked.go_on()[0] == "Suspended"
+    nightly.rows({"accuracy": 0.6})
+    assert asked.say(publish=True)[0] == "Completed"
+    assert nightly.published == [0.5], "nobody was asked about the newer rows"
+    [run] = nightly.runs
+    assert read_state(tmp_path / "outputs" / run / "stages" / "learn").attempt == 1
+    assert nightly.fire()[0] == "Completed" and nightly.fire()[0] == "NothingNew"
+    assert nightly.published == [0.5, 0.6], "the newer rows are for the next firing"
+
+
+def test_what_a_person_has_said_waits_for_a_firing_that_is_at_work(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    asked = Asked(nightly)
+    assert asked.go_on()[0] == "Suspended"
+    [note] = tmp_path.glob("outputs/.cosmos/retraining/*.json")
+    with retraining_lock(note) as lock:
+        assert lock.try_acquire()
+        release = threading.Timer(1.0, lock.release)
+        release.start()
+        assert asked.say(publish=True)[0] == "Completed"
+        release.join()
+    assert nightly.published == [0.5]
+
+
+def test_what_a_person_has_said_never_replaces_a_model_of_newer_content(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.9})
+    asked = Asked(nightly)
+    assert asked.go_on()[0] == "Suspended"
+    nightly.rows({"accuracy": 0.6})
+    assert nightly.fire()[0] == "Completed"
+    old, new = nightly.runs
+    why = f"run {old} is not continued: run {new} of newer content was published since"
+    assert asked.say(publish=True) == ("Outdated", why)
+    assert nightly.published == [0.6] and nightly.fire()[0] == "NothingNew"
+
+
+def test_a_flow_run_that_is_retried_after_its_rows_have_changed_trains_on_neither(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5, "fail": True})
+    asked = Asked(nightly)
+    assert asked.go_on()[0] == "Failed"
+    nightly.rows({"accuracy": 0.6})
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(asked.id, Scheduled(name="AwaitingRetry"), force=True)
+    name, message = asked.go_on()
+    assert name == "Outdated" and "were changed; the next firing takes the new ones" in message
+    assert nightly.published == []
+    assert nightly.fire()[0] == "Completed" and nightly.published == [0.6] and len(nightly.runs) == 2
+
+
 CHAIN = """
 [train.train_policy]
 type = "sft"
+dataset.name = "FOLDER/rows.jsonl"
 [[pipeline.stages]]
 name = "sft"
 kind = "sft"
@@ -230,6 +324,7 @@ target = "FOLDER/published"
 
 
 def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
     (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
     pipeline = load_pipeline(tmp_path / "c.toml", (), all_kinds())
     assert starting_from_published(pipeline) == [], "nothing is"
@@ -239,3 +334,5 @@ def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -
     assert settings == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
     started = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
     assert started.recipes["sft"].policy.model_name_or_path == f"{tmp_path}/published/v1"
+    begun = create_run(replace(started, config=started.config.model_copy(update={"output_dir": str(tmp_path)})))
+    assert content_of(begun.pipeline) == content_of(pipeline), "the content of the run that begins so is the same"

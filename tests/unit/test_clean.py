@@ -16,6 +16,7 @@ from cosmos_core.run.directory import Run, claim, create_run, runs_in
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
+from cosmos_core.run.news import Seen, write_seen
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.base import open_target
@@ -58,6 +59,9 @@ def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Pa
     output_dir = runs[0].output_dir
     result = read_result(runs[0].stage_path("first"))
     assert result is not None
+    own = [output_dir / ".cosmos" / "retraining" / "x" / f"{number}.json" for number in range(3)]
+    for run, note in zip(runs, own, strict=True):
+        write_seen(note, Seen(digest="d", run_id=run.id))
     said = cosmos("clean", "--keep", "1", "--output-dir", str(output_dir))
     assert said.splitlines()[0].startswith(f"{runs[0].id}  ") and said.splitlines()[0].endswith("  goes")
     assert said.splitlines()[2].endswith("stays: the newest of its pipeline")
@@ -68,6 +72,7 @@ def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Pa
     assert [entry["run_id"] for entry in read_json(output_dir / "runs.json") or []] == [runs[2].id]
     assert not list(fingerprint_folder(output_dir, result["fingerprint"]).glob(f"{runs[0].id}.*"))
     assert not list((output_dir / ".cosmos" / "removed").iterdir())
+    assert [note.exists() for note in own] == [False, False, True]
 
 
 def test_age_and_number_both_keep(tmp_path: Path) -> None:
