@@ -262,10 +262,9 @@ def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> 
 @app.command()
 def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
     """Walk from a model back to its data; every step is verified."""
-    from cosmos_core.run.lineage import lineage as walk
-    from cosmos_core.run.lineage import stage_of
+    from cosmos_core.run.lineage import lineage_of
 
-    links = walk(stage_of(path))
+    links = lineage_of(path)
     for link in links:
         kind = f"({link.kind}) " if link.kind else ""
         digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]

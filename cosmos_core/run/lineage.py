@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parsed, read_object, sha256
 from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.run.manifest import Result, Source, problem, read_result
+
+_RECORD = "published.json"
+"""What a published version says of itself, beside its files."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,31 @@ class Link:
     def is_broken(self) -> bool:
         """Return whether it is not what its user read."""
         return self.note not in {"verified", "recorded"}
+
+
+def lineage_of(path: Path) -> list[Link]:
+    """Return what a run, a stage or a model was made from; of a published model its files as delivered come first.
+
+    Raises:
+        ConfigError: the path belongs to no run, or the stage has no result.
+    """
+    record = read_object(path.resolve() / _RECORD)
+    if not isinstance(record.get("files"), dict):
+        return lineage(stage_of(path))
+    digest = hashlib.sha256(json.dumps(record["files"], sort_keys=True).encode()).hexdigest()
+    note = _damage(path, record["files"]) or "verified"
+    delivered = Link(0, path.resolve().name, "published", digest, str(path), note)
+    return [delivered, *(replace(link, depth=link.depth + 1) for link in lineage(stage_of(path)))]
+
+
+def _damage(folder: Path, files: dict[str, str]) -> str:
+    """Return which file of a published model is not as recorded, or an empty string. Its card may be another: the one
+    on the Hub has the metrics too."""
+    for name, digest in files.items():
+        file = folder / name
+        if name != "README.md" and not (file.is_file() and sha256(file) == digest):
+            return f"{name} was altered" if file.is_file() else f"{name} is gone"
+    return ""
 
 
 def lineage(stage_path: Path) -> list[Link]:
@@ -120,7 +150,7 @@ def stage_of(path: Path) -> Path:
         ConfigError: the path belongs to no run.
     """
     path = path.resolve()
-    published = read_object(path / "published.json")
+    published = read_object(path / _RECORD)
     if "stage" in published:
         return Path(published["stage"])
     for folder in (path, *path.parents):

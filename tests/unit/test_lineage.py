@@ -12,7 +12,9 @@ from cosmos_core.cli import lineage as show_lineage
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
+from cosmos_core.run.files import sha256
 from cosmos_core.run.lineage import lineage, stage_of
+from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 from tasks.stage import perform
 from tests.conftest import PROGRAMS
@@ -74,6 +76,29 @@ def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Pat
     assert lineage(run.stage_path("first"))[2].note == "altered since"
     rows.unlink()
     assert lineage(run.stage_path("first"))[2].note == "gone"
+
+
+def test_the_files_of_a_published_model_are_hashed_before_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = counting_run(tmp_path)
+    first, model = finish(run, "first", "one"), tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_text("weights")
+    record = {"metrics": {}, "stage": str(first), "files": {"model.safetensors": sha256(model / "model.safetensors")}}
+    FileTarget(str(tmp_path / "published")).publish(model, "v1", record)
+    latest = tmp_path / "published" / "latest"
+    show_lineage(latest)
+    delivered, stage = capsys.readouterr().out.splitlines()
+    assert delivered.startswith("v1 (published) ") and delivered.endswith(f"  {latest}  verified")
+    assert stage.startswith("  first (custom) ") and stage.endswith("  verified")
+    (latest / "model.safetensors").write_text("altered")
+    with pytest.raises(CosmosError, match=r"manifests name: v1: model.safetensors was altered$"):
+        show_lineage(latest)
+    (latest / "model.safetensors").unlink()
+    with pytest.raises(CosmosError, match=r"manifests name: v1: model.safetensors is gone$") as caught:
+        show_lineage(latest)
+    assert caught.value.exit_code == 1
 
 
 def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path: Path) -> None:
