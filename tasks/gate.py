@@ -33,13 +33,14 @@ def run(stage: Stage) -> Outcome:
     report: list[JsonValue] = []
     failed = []
     for condition in map(parse_condition, stage.config.require):
-        name, value = _measured(condition, stage)
+        name, measured = _measured(condition, stage)
+        value = measured[name]
         if record is not None and condition.needs_published and not isinstance(published.get(name), int | float):
             raise ConfigError(
                 f"gate {stage.name!r}: {condition.text!r}: what is published has no {name!r}; compare with a number"
             )
         limit = condition.limit(published.get(name))
-        noise = _noise(stage, condition, name, published) if record is not None else 0.0
+        noise = _noise(stage, condition, name, measured, published) if record is not None else 0.0
         passed = condition.holds(value, limit, noise)
         found: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit, "passed": passed}
         report.append(found | ({"noise": noise} if noise else {}))
@@ -51,12 +52,13 @@ def run(stage: Stage) -> Outcome:
     return Outcome(metrics=metrics, info={"conditions": report})
 
 
-def _noise(stage: Stage, condition: Condition, name: str, published: dict[str, float]) -> float:
+def _noise(
+    stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
+) -> float:
     """By how much a comparison with what is published has to hold."""
     if not (stage.config.confidence and condition.needs_published):
         return 0.0
-    now = next(r["metrics"] for r in reversed(list(stage.inputs.values())) if name in r["metrics"])
-    noise = margin(name, stage.config.confidence, now, published)
+    noise = margin(name, stage.config.confidence, measured, published)
     if noise is None:
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "
@@ -65,12 +67,13 @@ def _noise(stage: Stage, condition: Condition, name: str, published: dict[str, f
     return noise
 
 
-def _measured(condition: Condition, stage: Stage) -> tuple[str, float]:
-    """Name and value of the metric; `STAGE.METRIC` tells two stages apart that report the same metric."""
-    found = {}
+def _measured(condition: Condition, stage: Stage) -> tuple[str, dict[str, float]]:
+    """Return the name of the metric, and all metrics of the stage that it is one of; `STAGE.METRIC` tells two stages
+    apart that report the same metric."""
+    found: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
-        for key, value in result["metrics"].items():
-            found[f"{name}.{key}"] = found[key] = (key, value)
+        for key in result["metrics"]:
+            found[f"{name}.{key}"] = found[key] = (key, result["metrics"])
     if condition.metric not in found:
         reported = sorted({key for key, _ in found.values()})
         raise ConfigError(

@@ -75,6 +75,8 @@ def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     count = metrics.get(f"{folder}/prompts", 0.0)
     if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
         return None
+    if metrics[name] < 0 or metrics[name] > 1:  # in percent, or no share at all
+        return None
     share = (metrics[name] * count + 1) / (count + 2)
     return math.sqrt(share * (1 - share) / count)
 

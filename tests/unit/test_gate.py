@@ -138,6 +138,31 @@ def test_with_confidence_noise_is_not_better(tmp_path: Path, accuracy: float, co
     assert found.get("noise", 0.0) == pytest.approx(noise if confidence else 0.0, rel=1e-4)
 
 
+@pytest.mark.parametrize("order", [("exact", "noisy"), ("noisy", "exact")])
+def test_the_noise_is_that_of_the_stage_which_is_compared(tmp_path: Path, order: tuple[str, str]) -> None:
+    name = "validation/reward"
+    measured = {"exact": {name: 0.6, f"{name}_stderr": 0.01}, "noisy": {name: 0.9, f"{name}_stderr": 1.0}}
+    published = {name: 0.5, f"{name}_stderr": 0.01}
+    stage = gate_stage(tmp_path, (f"exact.{name} >= published",), published)
+    stage.config = stage.config.model_copy(update={"confidence": 0.95})
+    stage.inputs = {each: {"metrics": measured[each]} for each in order}
+    (found,) = gate.run(stage).info["conditions"]
+    assert (found["value"], found["noise"]) == (0.6, pytest.approx(1.6449 * math.hypot(0.01, 0.01), rel=1e-4))
+    stage.config = stage.config.model_copy(update={"require": (f"noisy.{name} >= published",)})
+    with pytest.raises(GateFailed, match=r"= 0.9, bound 0.5, noise 1.64$"):
+        gate.run(stage)
+
+
+def test_nobody_knows_how_exact_an_accuracy_in_percent_is(tmp_path: Path) -> None:
+    name = "validation/accuracy"
+    published = {name: 70.0, "validation/prompts": 100.0}
+    stage = gate_stage(tmp_path, (f"{name} >= published",), published)
+    stage.config = stage.config.model_copy(update={"confidence": 0.95})
+    stage.inputs = {"after": {"metrics": {name: 75.0, "validation/prompts": 100.0}}}
+    with pytest.raises(ConfigError, match=r"report validation/accuracy_stderr, or set confidence = 0$"):
+        gate.run(stage)
+
+
 def test_confidence_takes_a_standard_error_that_was_measured_and_asks_for_one(tmp_path: Path) -> None:
     stage = gate_stage(
         tmp_path, ("validation/loss < published",), {"validation/loss": 2.0, "validation/loss_stderr": 0.3}
