@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, DamagedRecord
 
 Where = Annotated[str, typer.Argument(help="Target: a folder, s3://BUCKET/PREFIX or a class of your own.")]
 
@@ -22,13 +22,19 @@ def promote(
         if not history:
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
         for name in history:
-            metrics = opened.record_of(name).get("metrics", {}).items()
-            numbers = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
-            told = ", ".join(f"{key} = {value:.4g}" for key, value in numbers[:5])
-            typer.echo(f"{name}  {told}".rstrip())
+            typer.echo(f"{name}  {_measured(opened, name)}".rstrip())
         return
     opened.point_to(version)
     typer.echo(f"published: {opened.where(version)}")
+
+
+def _measured(opened: Any, version: str) -> str:
+    try:
+        metrics = opened.record_of(version)["metrics"].items()
+    except DamagedRecord:
+        return "gone"
+    numbers = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
+    return ", ".join(f"{key} = {value:.4g}" for key, value in numbers[:5])
 
 
 def rollback(target: Where) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.launch.worker import sleep_unless_stopping
-from cosmos_core.run.files import files_below, sha256
+from cosmos_core.run.files import files_below, read_object, sha256, write_json
 from cosmos_core.run.manifest import problem, read_result
 from cosmos_core.run.stage import Stage
+from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import Target, open_target
+from cosmos_core.upload.base import RECORD, Target, open_target
 from cosmos_core.upload.saves import Saves, saves_url
 
 logger = logging.getLogger(__name__)
+
+_PUBLICATION = "publication.json"
+"""The record of what the stage has published, in its folder: written when the pointer has moved."""
 
 KIND = StageKind(
     name="upload",
@@ -51,30 +54,32 @@ def run(stage: Stage) -> Outcome:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
+    files = [file for file in files_below(folder) if file != folder / RECORD]  # which is of the target it comes from
     record = {
         "version": version,
         "run_id": stage.run_path.name,
         "stage": str(stage.path),
         "metrics": metrics,
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
-        "files": {str(file.relative_to(folder)): sha256(file) for file in files_below(folder)},
+        # What another target says of the same model is no part of it.
+        "files": {
+            str(file.relative_to(folder)): sha256(file) for file in files_below(folder) if file != folder / RECORD
+        },
     }
     target = open_target(stage.config.target)
     if attend := getattr(target, "attend", None):
         attend(stage.path, partial(sleep_unless_stopping, 0))
     _send_saves(stage)
-    if same := _same_weights(target, folder, record):
+    if same := _there_already(stage, target, folder, record):
         return Outcome(metrics=metrics, info={"model": same, "published": same, "was_published": True})
     published = target.publish(folder, version, record)
+    write_json(stage.path / _PUBLICATION, record)
     return Outcome(metrics=metrics, info={"model": published, "published": published})
 
 
-def _same_weights(target: Target, folder: Path, record: dict[str, Any]) -> str:
-    """Return what is published now, if it is another run's and has the same files, undamaged, but for its card; else an
-    empty string."""
-    where: Callable[[str], str] | None = getattr(target, "where", None)
-    damage: Callable[[Path, str, dict[str, Any]], str] | None = getattr(target, "damage", None)
-    if where is None or damage is None:
+def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
+    """Return where the model is published, if nothing is to be done; else an empty string."""
+    if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
     try:
         current = target.published()
@@ -83,13 +88,42 @@ def _same_weights(target: Target, folder: Path, record: dict[str, Any]) -> str:
         return ""
     if current is None or current.get("version") in {None, record["version"]}:
         return ""  # publishing the same version again mends what was damaged
+    return _left_behind(stage, target, folder, record, current) or _same_weights(target, folder, record, current)
+
+
+def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
+    """Return where this stage has published the same weights before, if they are whole there and the pointer was moved
+    to something else since: a run that is resumed undoes neither a rollback nor a newer publication, unless it is to
+    make this stage again."""
+    folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
+    notes = [note for note in (read_object(each / _PUBLICATION) for each in folders) if "files" in note]
+    weights = _weights(record)
+    before = {str(note["version"]) for note in notes if _weights(note) == weights}
+    if current["version"] in before or read_state(stage.path).forced:
+        return ""
+    for version in sorted(before):
+        if not target.damage(folder, version, {"files": weights}):
+            again = f"cosmos promote {stage.config.target} {version}"
+            if not hasattr(target, "point_to"):
+                again = f"cosmos resume {stage.run_path} --from-stage {stage.name}, not cosmos promote,"
+            logger.warning(
+                "%s is not what is published now, which stays; %s publishes it again", target.where(version), again
+            )
+            return str(target.where(version))
+    return ""
+
+
+def _same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
+    """Return what is published now, if it is another run's and has the same files, undamaged, but for its card; else an
+    empty string."""
     version, weights = str(current["version"]), _weights(record)
     if _weights(current) != weights:
         return ""
-    if found := damage(folder, version, {"files": weights}):
-        logger.warning("%s has the same weights but is damaged, they are published anew: %s", where(version), found)
+    where = str(target.where(version))
+    if found := target.damage(folder, version, {"files": weights}):
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", where, found)
         return ""
-    return where(version)
+    return where
 
 
 def _weights(record: dict[str, Any]) -> dict[str, str]:

@@ -93,13 +93,13 @@ class HubTarget:
         return found
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record`, as in `folder`, the tag of a version or the branch lacks or has altered, or an
-        empty string."""
+        """Return which file of `record`, as in `folder`, the tag of a version lacks or has altered, or an empty string;
+        of the version that is published now also the branch."""
+        branch = self.branch or "main"
         with self._told():
-            found = [
-                self._again(partial(self._damage, folder, record, revision))
-                for revision in (version, self.branch or "main")
-            ]
+            current = self._again(lambda: self._record(branch)) or {}
+            revisions = (version, branch) if current.get("version", version) == version else (version,)
+            found = [self._again(partial(self._damage, folder, record, revision)) for revision in revisions]
         return next(filter(None, found), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:

@@ -133,31 +133,13 @@ def test_a_target_to_which_nothing_was_published_has_no_list(tmp_path: Path) -> 
         promote(f"{tmp_path}/typo", "")
 
 
-def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> None:
-    stage = upload_stage(tmp_path)
-    first = upload.run(stage).info["published"]
-    stage.fingerprint = "0" * 16
-    (Path(stage.model) / "README.md").write_text("# of another run\n")
-    stage.inputs = {}
-    assert upload.run(stage).info == {"model": first, "published": first, "was_published": True}
-    assert FileTarget(tmp_path / "published").history() == ["20250101000000-abcdef01"]
-
-
-@pytest.mark.parametrize("damaged", ["model.safetensors", "published.json"])
-@pytest.mark.parametrize("text", [None, "{"])
-def test_the_same_weights_are_published_again_where_the_published_version_is_damaged(
-    tmp_path: Path, damaged: str, text: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage = upload_stage(tmp_path)
-    first = Path(upload.run(stage).info["published"])
-    (first / damaged).unlink() if text is None else (first / damaged).write_text(text)
-    stage.fingerprint = "0" * 16
-    second = upload.run(stage).info
-    assert second == dict.fromkeys(("model", "published"), str(tmp_path / "published" / "20250101000000-00000000"))
-    assert tree(Path(second["published"]))["model.safetensors"] == "weights"
-    assert FileTarget(tmp_path / "published").history() == [first.name, Path(second["published"]).name]
-    [said] = [each.getMessage() for each in caplog.records if each.name == "tasks.upload"]
-    assert damaged in said and "anew" in said
+def test_a_version_that_was_removed_is_listed_as_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in ("v1", "v2"):
+        source = model(tmp_path / version, version)
+        FileTarget(tmp_path / "published").publish(source, version, record_of(source, accuracy=0.5))
+    shutil.rmtree(tmp_path / "published" / "v1")
+    promote(str(tmp_path / "published"), "")
+    assert capsys.readouterr().out == "v1  gone\nv2  accuracy = 0.5\n"
 
 
 def test_a_record_that_is_no_record_is_mended_by_publishing_the_same_version(tmp_path: Path) -> None:
@@ -318,6 +300,7 @@ def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
     commit(source, outcome, kind="export", fingerprint="e" * 64, inputs={})
     result = read_result(source)
     assert result is not None
+    (source.parent / "publish").mkdir(exist_ok=True)
     config = StageConfig(
         name="publish", kind="upload", after=("export",), model=reference, target=str(folder / "published")
     )
@@ -326,51 +309,6 @@ def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
         inputs={"export": {**result, "path": str(source)}}, fingerprint="abcdef0123456789",
         kind=all_kinds()["upload"],
     )  # fmt: skip
-
-
-def test_the_upload_stage_publishes_under_run_and_fingerprint_with_the_metrics_of_what_it_follows(
-    tmp_path: Path,
-) -> None:
-    stage = upload_stage(tmp_path)
-    outcome = upload.run(stage)
-    place = tmp_path / "published" / "20250101000000-abcdef01"
-    assert outcome.info == {"model": str(place), "published": str(place)}
-    assert outcome.metrics == {"validation/accuracy": 0.75}
-    published = FileTarget(tmp_path / "published").published()
-    assert published is not None
-    assert published["metrics"] == {"validation/accuracy": 0.75}
-    assert published["run_id"] == "20250101000000"
-    assert published["stage"] == str(stage.path)
-    assert published["inputs"] == {"export": stage.inputs["export"]["digest"]}
-    assert published["files"] == record_of(Path(stage.model))["files"]
-
-
-def test_a_model_that_was_altered_since_it_was_made_is_not_published_even_with_its_old_time(tmp_path: Path) -> None:
-    stage = upload_stage(tmp_path)
-    file = Path(stage.model) / "model.safetensors"
-    status = file.stat()
-    with open(file, "r+") as opened:
-        opened.write("tampere")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(UploadError) as caught:
-        upload.run(stage)
-    assert str(caught.value) == (
-        "stage 'publish' publishes nothing: stage 'export': model/model.safetensors was altered"
-    )
-    assert not (tmp_path / "published").exists()
-    (file.parents[1] / "result.json").unlink()
-    with pytest.raises(UploadError, match=r"stage 'export': its result is gone$"):
-        upload.run(stage)
-
-
-def test_there_must_be_a_model_to_publish(tmp_path: Path) -> None:
-    stage = upload_stage(tmp_path, reference="./nowhere")
-    shutil.rmtree(stage.model)
-    with pytest.raises(ConfigError) as caught:
-        upload.run(stage)
-    assert str(caught.value) == (
-        "stage 'publish': model = './nowhere' is no folder to publish; write model = \"stage:NAME\""
-    )
 
 
 def test_a_target_that_cannot_be_written_is_found_before_anything_runs(tmp_path: Path) -> None:

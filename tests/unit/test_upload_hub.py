@@ -98,6 +98,14 @@ def test_a_branch_that_somebody_damaged_is_mended_by_publishing_the_same_version
     assert target().published() == record and repository.files("main") == repository.files("v1")
 
 
+def test_a_version_before_the_published_one_is_whole_though_the_branch_has_another(tmp_path: Path, server: Hub) -> None:
+    first, record = model(tmp_path / "m1", "v1")
+    target().publish(first, "v1", record)
+    second, other = model(tmp_path / "m2", "v2")
+    target().publish(second, "v2", other)
+    assert target().damage(first, "v1", record) == ""
+
+
 @pytest.mark.parametrize(
     ("fault", "part", "times"),
     [

@@ -1,0 +1,152 @@
+"""Kind `upload`: what it publishes under which name, and when it publishes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.run.directory import supersede
+from cosmos_core.run.manifest import commit
+from cosmos_core.run.state import update_state
+from cosmos_core.types import Outcome
+from cosmos_core.upload.file import FileTarget
+from tasks import upload
+from tests.unit.test_upload import model, record_of, tree, upload_stage
+
+
+def test_the_upload_stage_publishes_under_run_and_fingerprint_with_the_metrics_of_what_it_follows(
+    tmp_path: Path,
+) -> None:
+    stage = upload_stage(tmp_path)
+    outcome = upload.run(stage)
+    place = tmp_path / "published" / "20250101000000-abcdef01"
+    assert outcome.info == {"model": str(place), "published": str(place)}
+    assert outcome.metrics == {"validation/accuracy": 0.75}
+    published = FileTarget(tmp_path / "published").published()
+    assert published is not None
+    assert published["metrics"] == {"validation/accuracy": 0.75}
+    assert published["run_id"] == "20250101000000"
+    assert published["stage"] == str(stage.path)
+    assert published["inputs"] == {"export": stage.inputs["export"]["digest"]}
+    assert published["files"] == record_of(Path(stage.model))["files"]
+
+
+def test_a_model_that_was_altered_since_it_was_made_is_not_published_even_with_its_old_time(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path)
+    file = Path(stage.model) / "model.safetensors"
+    status = file.stat()
+    with open(file, "r+") as opened:
+        opened.write("tampere")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(UploadError) as caught:
+        upload.run(stage)
+    assert str(caught.value) == (
+        "stage 'publish' publishes nothing: stage 'export': model/model.safetensors was altered"
+    )
+    assert not (tmp_path / "published").exists()
+    (file.parents[1] / "result.json").unlink()
+    with pytest.raises(UploadError, match=r"stage 'export': its result is gone$"):
+        upload.run(stage)
+
+
+def test_there_must_be_a_model_to_publish(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path, reference="./nowhere")
+    shutil.rmtree(stage.model)
+    with pytest.raises(ConfigError) as caught:
+        upload.run(stage)
+    assert str(caught.value) == (
+        "stage 'publish': model = './nowhere' is no folder to publish; write model = \"stage:NAME\""
+    )
+
+
+def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path)
+    first = upload.run(stage).info["published"]
+    stage.fingerprint = "0" * 16
+    (Path(stage.model) / "README.md").write_text("# of another run\n")
+    stage.inputs = {}
+    assert upload.run(stage).info == {"model": first, "published": first, "was_published": True}
+    assert FileTarget(tmp_path / "published").history() == ["20250101000000-abcdef01"]
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "published.json"])
+@pytest.mark.parametrize("text", [None, "{"])
+def test_the_same_weights_are_published_again_where_the_published_version_is_damaged(
+    tmp_path: Path, damaged: str, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = upload_stage(tmp_path)
+    first = Path(upload.run(stage).info["published"])
+    (first / damaged).unlink() if text is None else (first / damaged).write_text(text)
+    stage.fingerprint = "0" * 16
+    second = upload.run(stage).info
+    assert second == dict.fromkeys(("model", "published"), str(tmp_path / "published" / "20250101000000-00000000"))
+    assert tree(Path(second["published"]))["model.safetensors"] == "weights"
+    assert FileTarget(tmp_path / "published").history() == [first.name, Path(second["published"]).name]
+    [said] = [each.getMessage() for each in caplog.records if each.name == "tasks.upload"]
+    assert damaged in said and "anew" in said
+
+
+@pytest.mark.parametrize("since", ["rolled back", "another", "another, and a gate compared with that"])
+def test_a_stage_that_has_published_leaves_a_pointer_that_was_moved_since(
+    tmp_path: Path, since: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, older = FileTarget(tmp_path / "published"), model(tmp_path / "older", "older")
+    target.publish(older, "v0", record_of(older) | {"version": "v0"})
+    stage = upload_stage(tmp_path)
+    first = upload.run(stage).info["published"]
+    if since == "rolled back":
+        target.point_to("v0", ["v0"])
+    else:
+        target.publish(older, "v2", record_of(older) | {"version": "v2"})
+    before = target.history()
+    if since.endswith("with that"):  # the fingerprint is another, and the folder is moved aside
+        supersede(stage.path)
+        stage.path.mkdir()
+        stage.fingerprint = "0" * 16
+    assert upload.run(stage).info == {"model": first, "published": first, "was_published": True}
+    assert target.history() == before
+    name = "20250101000000-abcdef01"
+    assert [each.getMessage() for each in caplog.records if each.name == "tasks.upload"] == [
+        f"{first} is not what is published now, which stays; cosmos promote {tmp_path}/published {name} publishes it "
+        "again"
+    ]
+
+
+@pytest.mark.parametrize("why", ["--from-stage", "damaged", "cut off", "another model"])
+def test_a_stage_that_has_published_publishes_again_where_there_is_a_reason(tmp_path: Path, why: str) -> None:
+    target, older = FileTarget(tmp_path / "published"), model(tmp_path / "older", "older")
+    stage = upload_stage(tmp_path)
+    first = Path(upload.run(stage).info["published"])
+    target.publish(older, "v2", record_of(older) | {"version": "v2"})
+    if why == "--from-stage":
+        supersede(stage.path)
+        update_state(stage.path, forced=True)
+    elif why == "damaged":
+        (first / "model.safetensors").write_text("damaged")
+    elif why == "cut off":
+        (stage.path / "publication.json").unlink()
+    else:
+        model(stage.path.parent / "export" / "model", "others")
+        result = commit(
+            stage.path.parent / "export", Outcome(outputs=("model",)), kind="export", fingerprint="e" * 64, inputs={}
+        )
+        stage.inputs["export"] |= result
+    assert upload.run(stage).info["published"] == str(first)
+    assert target.history() == [first.name, "v2", first.name]
+    assert (first / "model.safetensors").read_text() == ("others" if why == "another model" else "weights")
+
+
+def test_a_published_model_is_published_to_a_second_target(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path)
+    first = Path(upload.run(stage).info["published"])
+    stage.model, stage.inputs = str(tmp_path / "published" / "latest"), {}
+    stage.config = stage.config.model_copy(update={"target": str(tmp_path / "prod")})
+    second = Path(upload.run(stage).info["published"])
+    record = FileTarget(tmp_path / "prod").published()
+    assert record is not None and set(record["files"]) == {"model.safetensors", "sub/config.json"}
+    assert (record["stage"], record["metrics"]) == (str(stage.path), {}), "it is its own record"
+    assert tree(second).keys() == tree(first).keys()
