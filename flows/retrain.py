@@ -177,8 +177,7 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
 
 
 def _models_of(run: Run) -> str:
-    """Return one digest over the models that are to be published, so that the answer about one is not taken for
-    another's."""
+    """Return one digest over the models that are to be published: what was said of others is not said of them."""
     named = sorted({run.pipeline.stage(name).model for name in _publishing(run)})
     results = [read_result(run.stage_path(source_of(model) or "")) for model in named]
     found = [(model, result["digest"] if result else "") for model, result in zip(named, results, strict=True)]

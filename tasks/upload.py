@@ -62,9 +62,7 @@ def run(stage: Stage) -> Outcome:
         "metrics": metrics,
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
         # What another target says of the same model is no part of it.
-        "files": {
-            str(file.relative_to(folder)): sha256(file) for file in files_below(folder) if file != folder / RECORD
-        },
+        "files": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
     target = open_target(stage.config.target)
     if attend := getattr(target, "attend", None):
