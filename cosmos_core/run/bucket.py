@@ -23,6 +23,7 @@ from cosmos_core.errors import ConfigError, CosmosError, UploadError
 SCHEME = "s3://"
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
 _PREFIX = "PROD_S3_CHECKPOINT_"
+_ENDPOINTS = (f"{_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
@@ -72,12 +73,13 @@ class Bucket:
         """Return boto3's client, made when it is first asked for: the import alone takes a third of a second.
 
         Raises:
-            ConfigError: there are no credentials.
+            ConfigError: there are no credentials, or the endpoint is no URL.
         """
         import boto3
         from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
 
-        endpoint = _variable("ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        endpoint = _variable("ENDPOINT_URL", *_ENDPOINTS[1:])
         key, secret = _variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"), _variable(
             "SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
         )  # fmt: skip
@@ -101,7 +103,13 @@ class Bucket:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        return session.client("s3", endpoint_url=endpoint, config=config)
+        try:
+            return session.client("s3", endpoint_url=endpoint, config=config)
+        except BotoCoreError:  # some are a ValueError too
+            raise
+        except ValueError as error:
+            named = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
+            raise ConfigError(f"{named} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
 
     def check(self) -> None:
         """Find out whether the bucket is there and the credentials are taken.

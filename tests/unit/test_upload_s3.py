@@ -273,3 +273,18 @@ def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_b
 
 def proxied(proxy: Proxy) -> int:
     return sum(request.part > 0 for request in list(proxy.requests))
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "PROD_S3_CHECKPOINT_ENDPOINT_URL"])
+def test_an_endpoint_without_a_scheme_is_one_line_that_names_the_variable(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.startswith("PROD"):
+        for key in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(f"PROD_S3_CHECKPOINT_{key}", "of-cosmos-rl")
+    for other in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "localhost:9000")
+    with pytest.raises(ConfigError) as caught:
+        S3Target("models/x").check()
+    assert str(caught.value) == f"{name} = 'localhost:9000' is no URL; write http://HOST:PORT or https://HOST"
