@@ -147,6 +147,7 @@ def _run_card(run: RunRecord) -> str:
     lines += ["", f"run directory `{run.path}`"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
+    lines += [line for where in run.published for line in ("", f"published `{where}`")]
     return "\n".join(lines) + "\n"
 
 

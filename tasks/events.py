@@ -12,6 +12,7 @@ from typing import Any
 from prefect.events import emit_event
 
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
+from cosmos_core.observe.wording import as_float
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED, read_state
@@ -74,4 +75,4 @@ def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that JSON can say."""
-    return {key: value for key, value in metrics.items() if math.isfinite(value)}
+    return {key: value for key, value in metrics.items() if math.isfinite(as_float(value))}

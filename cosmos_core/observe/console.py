@@ -179,6 +179,8 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
         facts["report"] = str(run.path / "report.html")
     if run.model is not None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
+    if run.published:
+        facts["published"] = ", ".join(run.published)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {wording.duration(wall)}"
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]

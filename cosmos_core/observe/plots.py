@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.observe.wording import family
+from cosmos_core.observe.wording import as_float, family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +29,7 @@ _LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
 _VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
 }
+_LARGEST = 1e300  # matplotlib computes with differences and margins, which have to be finite too
 _SIZE = (3.5, 2.1)  # inches of one panel
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: small, and in the font of the page
@@ -44,7 +45,7 @@ Series = dict[str, tuple[list[float], list[float]]]
 def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
     """Return a PNG with one panel for each family in `keys` that the metrics have; a note where they have none.
 
-    `lines` are those of `metrics.jsonl`. NaN and infinities leave a gap.
+    `lines` are those of `metrics.jsonl`. NaN, infinities and what is beyond 1e300 leave a gap.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -85,15 +86,21 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
     panels: dict[str, Series] = {key: {} for key in keys}
     for line in lines:
         step = line.get("step")
-        if not isinstance(step, int | float):
+        if not isinstance(step, int | float) or math.isnan(_drawn(step)):
             continue
         for key, value in line.items():
             if family(key) in panels and isinstance(value, int | float) and not isinstance(value, bool):
                 steps, values = panels[family(key)].setdefault(key, ([], []))
                 steps.append(float(step))
-                values.append(float(value) if math.isfinite(value) else math.nan)
+                values.append(_drawn(value))
     finite = {name: _with_a_point(series) for name, series in panels.items()}
     return {name: series for name, series in finite.items() if series}
+
+
+def _drawn(value: float) -> float:
+    """Return a value as it is drawn: NaN, which is a gap, for one that no axis reaches."""
+    found = as_float(value)
+    return found if abs(found) <= _LARGEST else math.nan
 
 
 def _with_a_point(series: Series) -> Series:

@@ -208,11 +208,18 @@ class RunRecord:
     def model(self) -> Path | None:
         """Return the folder of the model that the run ends with: the last export, else the last model of any stage.
         None: there is none, or it lies in an artifact store alone."""
-        made = [stage for stage in self.stages if isinstance(stage.info.get("model"), str)]
+        made = [stage for stage in self.stages if stage.kind.makes != "publication"]
+        made = [stage for stage in made if "://" not in str(stage.info.get("model") or "://")]
         exports = [stage for stage in made if stage.kind.makes == "model" and not stage.kind.trains] or made
         found = exports[-1].path / exports[-1].info["model"] if exports else None
         is_elsewhere = found is not None and not found.exists() and exports[-1].result and STORED in exports[-1].result
         return None if is_elsewhere else found
+
+    @property
+    def published(self) -> list[str]:
+        """Return where the run has published models: folders, URLs."""
+        found = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
+        return [where for where in dict.fromkeys(found) if isinstance(where, str)]
 
 
 def read_run(path: Path) -> RunRecord:

@@ -73,7 +73,7 @@ def comparison(run: RunRecord) -> list[dict[str, Any]]:
     rows = []
     for key in keys:
         values = [stage.metrics.get(key) for stage in stages]
-        known = [float(value) for value in values if isinstance(value, int | float)]
+        known = [wording.as_float(value) for value in values if isinstance(value, int | float)]
         change = known[-1] - known[0] if len(known) > 1 else None
         verdict = ""
         if change and wording.is_judged(key):

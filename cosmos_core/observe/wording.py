@@ -72,6 +72,14 @@ def size(num_bytes: int) -> str:
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
+def as_float(value: float) -> float:
+    """Return a metric as a float; an integer that is too large for one is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def number(value: Any) -> str:
     """Return a metric with three decimals, a whole or large one as people count, a tiny one with three digits, None as
     a dash."""
@@ -79,8 +87,8 @@ def number(value: Any) -> str:
         return "–"
     if isinstance(value, bool | str):
         return str(value)
-    if not math.isfinite(value):
-        return str(value)
+    if not math.isfinite(as_float(value)):
+        return str(as_float(value))
     is_whole = float(value).is_integer() and abs(value) >= 10
     if isinstance(value, int) or (abs(value) < 1e12 and (is_whole or abs(value) >= 1e3)):
         return f"{value:,.0f}"
@@ -117,7 +125,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
     for wanted in _HEADLINES:
         for key, value in metrics.items():
             if family(key) == wanted and isinstance(value, int | float):
-                return wanted, float(value)
+                return wanted, as_float(value)
     return None
 
 
@@ -125,7 +133,7 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
     """Return the throughput among the metrics; None when it is not measured."""
     for key, value in metrics.items():
         if family(key) == "tokens_per_second" and isinstance(value, int | float):
-            return float(value)
+            return as_float(value)
     return None
 
 

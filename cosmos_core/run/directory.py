@@ -166,18 +166,19 @@ def claim(run: Run) -> Lock:
 
 
 def find_run(name: str, output_dir: Path) -> Path:
-    """Return the directory of a run given by path or by id; `latest` and an empty name mean the newest.
+    """Return the directory of a run given by path or by id, as an absolute path that ends in its id; `latest` and an
+    empty name mean the newest.
 
     Raises:
         ConfigError: there is no such run; the message lists the newest ones.
     """
     if name and os.path.isfile(Path(name) / PIPELINE):  # unlike Path.is_file, False for what can be no path
-        return Path(name)
+        return Path(name).resolve()
     runs = [facts.run_id for facts in runs_in(output_dir)]
     if name in {"", "latest"} and runs:
-        return output_dir / runs[-1]
+        return (output_dir / runs[-1]).resolve()
     if name in runs:
-        return output_dir / name
+        return (output_dir / name).resolve()
     known = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
     raise ConfigError(
         f"no run {repr(name) if name else 'at all'} in {output_dir}{known}; give its path, or the folder of runs with "

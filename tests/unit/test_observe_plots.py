@@ -8,6 +8,7 @@ import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from cosmos_core.observe.plots import curves, curves_svg
@@ -54,6 +55,15 @@ def test_nan_leaves_a_gap() -> None:
     lines = [{**line, "loss": math.nan if line["step"] == 10 else line["loss"] + line["step"] % 2} for line in LINES]
     pieces = paths(pictures(curves_svg(lines, ["loss"]))[0])
     assert [len(piece) for piece in pieces] == [10, 10]
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308, 1.0), (10**400, 2.0, -(10**400)), (1.7e308, 1.0, 1e301)])
+def test_what_no_axis_reaches_leaves_a_gap(values: tuple[float, ...]) -> None:
+    lines = [{"step": step, "train/loss": value} for step, value in enumerate(values)]
+    drawn = [line if abs(line["train/loss"]) < 1e300 else line | {"train/loss": math.nan} for line in lines]
+    assert curves_svg(lines) == curves_svg(drawn) != ""
+    assert curves(lines) == curves(drawn)
+    assert curves_svg([{"step": 10**400, "train/loss": 1.0}]) == ""
 
 
 def test_the_curves_of_a_family_share_a_panel_and_have_a_legend() -> None:

@@ -119,7 +119,7 @@ def test_an_existing_run_id_is_continued_when_it_means_the_same_and_refused_othe
     )
 
 
-def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path) -> None:
+def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = tmp_path / "outputs"
     with pytest.raises(ConfigError) as caught:
         find_run("", outputs)
@@ -128,6 +128,8 @@ def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path) -> None:
     named, last = create_run(pipeline, run_id="zebra"), create_run(pipeline, run_id="ant")
     assert find_run("zebra", outputs) == named.path
     assert find_run(str(named.path), Path("nowhere")) == named.path
+    monkeypatch.chdir(named.path)
+    assert find_run(".", Path("..")) == find_run("zebra", Path("..")) == named.path, "its name is its id"
     assert find_run("", outputs) == find_run("latest", outputs) == last.path, "the newest, not the last by name"
     with pytest.raises(ConfigError) as caught:
         find_run("zebr", outputs)
