@@ -12,7 +12,7 @@ def bootstrap(
     pools: Annotated[
         list[str], typer.Option("--pool", help="Work pool; several: repeat it. Without: local, cpu and gpu.")
     ] = [],  # noqa: B006 - typer reads the default
-    type_: Annotated[str, typer.Option("--type", help="Of the pools: process, kubernetes, slurm ...")] = "process",
+    type_: Annotated[str, typer.Option("--type", help="Of the pools: process, kubernetes, docker ...")] = "process",
     limit: Annotated[int, typer.Option(min=0, help="Most runs at once in each pool; 0: no limit.")] = 0,
     template: Annotated[Path | None, typer.Option(help="Base job template, a JSON file of deploy/.")] = None,
 ) -> None:

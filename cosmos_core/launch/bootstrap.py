@@ -22,6 +22,8 @@ AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
 """What the deployments ask of their flow runs; Prefect takes no less."""
 _MISSED = 3
+_RESERVED = "prefect"
+_NO_NAME = set("/%&<>")  # which Prefect takes in no name
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,13 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
     """Make what is not there yet; yield a line about each thing.
 
     Raises:
-        ConfigError: there is no server, or a template is no JSON.
+        ConfigError: there is no server, a template is no JSON, or a pool has a name or a type that cannot be.
     """
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
+    for pool in pools:
+        _check_name(pool.name)
     url = get_current_settings().api.url
     if not url:
         raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
@@ -60,6 +64,27 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
     yield _block_types()
 
 
+def _check_name(name: str) -> None:
+    if not name.strip() or _NO_NAME & set(name) or name.lower().startswith(_RESERVED):
+        raise ConfigError(
+            f"work pool {name!r}: a name has no {' '.join(sorted(_NO_NAME))}, and those that begin with "
+            f"{_RESERVED!r} are Prefect's own; take another"
+        )
+
+
+def _check_type(client: Any, pool: Pool) -> None:
+    """Make sure that Prefect knows the type of a pool that brings no template of its own."""
+    if pool.type == Pool.type:
+        return  # a server looks up the others elsewhere
+    collections = client.read_worker_metadata().values()
+    known = sorted({str(worker["type"]) for collection in collections for worker in collection.values()})
+    if pool.type not in known:
+        raise ConfigError(
+            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(known)}. Of another one "
+            "give the --template"
+        )
+
+
 def _pool(client: Any, pool: Pool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
@@ -68,6 +93,8 @@ def _pool(client: Any, pool: Pool) -> str:
     try:
         there = client.read_work_pool(pool.name)
     except ObjectNotFound:
+        if not template:
+            _check_type(client, pool)
         wanted = {"base_job_template": template} if template else {}
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **wanted))
         return f"work pool {pool.name}: made ({pool.type}{_limit(pool.limit)})"

@@ -1,0 +1,52 @@
+"""Work pools that `cosmos bootstrap` makes, or refuses before it has made anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.exceptions import ObjectNotFound
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.launch.bootstrap import Pool, _pool, bootstrap
+
+
+class Server:
+    """A server without work pools, which knows two types."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def read_work_pool(self, name: str) -> Any:
+        raise ObjectNotFound(http_exc=Exception(name))
+
+    def read_worker_metadata(self) -> dict[str, Any]:
+        return {"prefect": {"process": {"type": "process"}}, "prefect-docker": {"docker": {"type": "docker"}}}
+
+    def create_work_pool(self, wanted: Any) -> None:
+        self.made.append(wanted)
+
+
+@pytest.mark.parametrize("name", ["prefect-x", "Prefect", "y/z", "a&b", "", " "])
+def test_a_name_that_prefect_does_not_take_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        list(bootstrap([Pool("good"), Pool(name)]))
+    assert str(caught.value) == (
+        f"work pool {name!r}: a name has no % & / < >, and those that begin with 'prefect' are Prefect's own; take "
+        "another"
+    )
+
+
+def test_a_type_that_is_not_there_makes_no_pool(tmp_path: Path) -> None:
+    server = Server()
+    with pytest.raises(ConfigError) as caught:
+        _pool(server, Pool("big", "nosuch"))
+    assert str(caught.value) == (
+        "work pool 'big': there is no type 'nosuch'; known: docker, process. Of another one give the --template"
+    )
+    assert server.made == []
+    assert _pool(server, Pool("big", "docker", 2)) == "work pool big: made (docker, at most 2 at once)"
+    (tmp_path / "template.json").write_text('{"variables": {}, "job_configuration": {}}')
+    assert _pool(server, Pool("own", "nosuch", None, tmp_path / "template.json")) == "work pool own: made (nosuch)"
+    assert [(pool.name, pool.type) for pool in server.made] == [("big", "docker"), ("own", "nosuch")]
