@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.cli.deploy._schedules import _schedule_config_to_deployment_schedule
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import Flow
 from prefect.utilities.callables import parameter_schema
 
@@ -67,6 +70,21 @@ def test_every_deployment_names_a_flow_and_gives_parameters_that_it_has() -> Non
 def test_the_default_config_of_the_pipeline_is_a_file_of_the_repository() -> None:
     [config] = [d["parameters"]["config"] for d in deployments() if d["entrypoint"].endswith(":post_train")]
     assert (ROOT / config).is_file()
+
+
+def test_every_schedule_names_its_own_config_also_that_which_the_documentation_adds() -> None:
+    [written] = [d["schedules"] for d in deployments() if "schedules" in d]
+    [added] = re.findall(r"```yaml\n( +- slug: .*?)```", (ROOT / "docs" / "operate.md").read_text(), re.DOTALL)
+    text = (ROOT / "prefect.yaml").read_text()
+    [old] = re.findall(r"^    schedules:\n", text, re.MULTILINE)
+    [both] = [d["schedules"] for d in yaml.safe_load(text.replace(old, old + added))["deployments"] if "schedules" in d]
+    assert len(both) == 2 and written == both[1:], "it fits in as it stands"
+    for entry in both:
+        schedule = DeploymentScheduleCreate(**_schedule_config_to_deployment_schedule(entry))
+        flow = parameter_schema(retrain)
+        assert set(flow.required) <= set(schedule.parameters) <= set(flow.properties)
+        assert schedule.active is (entry["slug"] != "demo")
+        assert schedule.slug == entry["slug"] and schedule.schedule == CronSchedule(cron="0 3 * * *", timezone="UTC")
 
 
 def test_prefect_yaml_works_from_any_clone() -> None:
