@@ -335,6 +335,7 @@ def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
     from cosmos_core.run.inputs import check_inputs
     from cosmos_core.upload.artifact_store import check_store
     from cosmos_core.upload.base import check_targets
+    from tasks.credentials import lend_to_command
 
     try:
         check_capabilities(pipeline)
@@ -344,6 +345,7 @@ def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
         note([f"this version would refuse to run it: {error}"])
     check_meshes(pipeline)
     check_inputs(pipeline)
+    lend_to_command(pipeline)
     check_targets(pipeline)
     check_store(pipeline)
     return writable(pipeline.output_dir)

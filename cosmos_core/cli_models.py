@@ -50,7 +50,10 @@ def rollback(target: Where) -> None:
 
 def _opened(target: str) -> Any:
     from cosmos_core.upload.base import open_target
+    from tasks.credentials import lend_to_command
 
+    if "://" in target:
+        lend_to_command(None)
     opened = open_target(target)
     if not all(hasattr(opened, name) for name in ("history", "record_of", "where", "point_to")):
         raise ConfigError(f"{target}: this target keeps no versions that a pointer could go back to")

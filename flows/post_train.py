@@ -22,6 +22,8 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import Run, claim, open_or_create_run, open_run, supersede
 from cosmos_core.run.files import write_text
 from cosmos_core.run.state import read_state, update_state
+from cosmos_core.upload.artifact_store import check_store
+from cosmos_core.upload.base import check_targets
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
 from tasks.stage import run_stages
@@ -60,7 +62,8 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
     `run_id` if it means the same, or a new one.
 
     Raises:
-        ConfigError: the configuration is wrong, or differs from that of the existing run.
+        ConfigError: the configuration is wrong, or differs from that of the existing run; or a target or an artifact
+            store cannot be written.
     """
     kinds = all_kinds()
     path = Path(config).expanduser()
@@ -73,6 +76,8 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
         return open_run(path, kinds)
     pipeline = on_these_gpus(load_pipeline(path, overrides, kinds))
     lend_credentials(pipeline)  # before the run is made, which looks up what lies in stores and on the Hub
+    check_targets(pipeline)
+    check_store(pipeline)
     # A flow run that Prefect retries goes on with the run that it began.
     note = pipeline.output_dir.expanduser().absolute() / ".cosmos" / "flow_runs" / request
     if request and not run_id and note.is_file():

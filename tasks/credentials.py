@@ -48,6 +48,19 @@ def lend_credentials(pipeline: Pipeline | None) -> None:
             logger.warning("the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, "*, ".join(_LENT))
 
 
+def lend_to_command(pipeline: Pipeline | None) -> None:
+    """Set them for a command that works with a Prefect server, before it asks stores and Hubs; one that starts a server
+    of its own has no block. The environment may have all that is needed where the server does not respond."""
+    if not os.environ.get("PREFECT_API_URL"):
+        return
+    import httpx
+
+    try:
+        lend_credentials(pipeline)
+    except httpx.HTTPError as error:
+        logger.warning("the Prefect server does not respond, and the Secret block %s is not used: %s", BLOCK, error)
+
+
 def _names_elsewhere(pipeline: Pipeline) -> bool:
     if pipeline.config.artifact_store:
         return True

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prefect.blocks import system
 
 from cosmos_core import environment
+from cosmos_core.cli import _ready
+from cosmos_core.cli_models import promote
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.environment import mask_file, masked
+from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import Bucket
 from flows.post_train import open_or_create
-from tasks.credentials import BLOCK, lend_credentials
+from tasks.credentials import BLOCK, lend_credentials, lend_to_command
 from tasks.kinds import all_kinds
 from tests import store
 
@@ -120,6 +125,62 @@ def test_post_train_has_the_credentials_before_it_pins_what_the_run_reads(
     (tmp_path / "p.toml").write_text(f"[pipeline]\noutput_dir = '{tmp_path}/outputs'\n{stage}")
     run = open_or_create(str(tmp_path / "p.toml"), [], "")
     assert run.pipeline.stage("m").data.startswith("s3://models/lent/rows.jsonl#")
+
+
+@pytest.fixture
+def lent(proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose credentials the block alone has."""
+    store.use(proxy.url, monkeypatch)
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
+    monkeypatch.setattr(Stored, "value", {name: os.environ[name] for name in names})
+    for name in names:
+        monkeypatch.delenv(name)
+
+
+def test_commands_that_know_a_server_have_the_credentials_of_the_block(
+    tmp_path: Path, lent: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = "s3://models/of-commands"
+    loaded = pipeline(tmp_path, target)
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"output_dir": str(tmp_path / "outputs")}))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    for command in (lambda: _ready(loaded), lambda: promote(target, "")):
+        with pytest.raises(ConfigError, match=r"no credentials; set"):
+            command()
+    monkeypatch.setenv("PREFECT_API_URL", "http://server/api")
+    with pytest.raises(ConfigError, match=r"^s3://models/of-commands: nothing was published"):
+        promote(target, "")
+    for name in Stored.value:
+        monkeypatch.delenv(name)
+    assert _ready(loaded) == tmp_path / "outputs"
+
+
+def test_a_server_that_does_not_respond_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setenv("PREFECT_API_URL", "http://server/api")
+    monkeypatch.setattr(Stored, "load", refuse)
+    lend_to_command(None)
+    assert caplog.messages == [
+        "the Prefect server does not respond, and the Secret block cosmos-credentials is not used: refused"
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["target", "artifact_store"])
+def test_a_flow_finds_a_target_or_a_store_that_cannot_be_written_before_it_makes_a_run(
+    wrong: str, tmp_path: Path, lent: None
+) -> None:
+    (tmp_path / "file").write_text("")
+    target, store_ = (tmp_path / "file" / "x", "") if wrong == "target" else (tmp_path / "x", "s3://no-such-bucket/x")
+    head = f"[pipeline]\noutput_dir = '{tmp_path}/outputs'\nartifact_store = '{store_}'\n"
+    (tmp_path / "p.toml").write_text(head + STAGES.format(target))
+    said = "is no folder" if wrong == "target" else "there is no such bucket"
+    with pytest.raises(ConfigError, match=said):
+        open_or_create(str(tmp_path / "p.toml"), [], "")
+    assert not list(tmp_path.glob("outputs/2*"))
 
 
 def test_a_log_is_masked_where_it_stands_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
