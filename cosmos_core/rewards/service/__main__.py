@@ -16,6 +16,7 @@ from cosmos_core.environment import hide
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, CosmosError
 from cosmos_core.rewards.service.app import Face
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
+from cosmos_core.rewards.service.connection import Connection
 from cosmos_core.rewards.service.engine import Engine
 
 log = logging.getLogger("cosmos.rewards")
@@ -52,7 +53,7 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     server = _Server(
         uvicorn.Config(
             face.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
-            server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512,
+            server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512, http=Connection, ws="none",
         ),
         engine,
     )  # fmt: skip

@@ -27,10 +27,13 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from cosmos_core.rewards.protocol import ENQUEUE, IDEMPOTENCY_KEY, LATENT_ATTR, PING, PULL, STATE, ProtocolError
 from cosmos_core.rewards.service import page
+from cosmos_core.rewards.service.connection import Refused
 from cosmos_core.rewards.service.engine import Draining, Engine, Full
 
 _FORM_BYTES = 2**20
 _BODY_SECONDS = 120.0
+_IS_READ = "cosmos.is_read"
+"""Key of a request's scope: its body was read to the end."""
 _UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 log = logging.getLogger(__name__)
@@ -189,7 +192,8 @@ class Face:
                 log.exception("a request failed")
                 response = _refusal(503, f"{type(error).__name__}; it is in the log", retry_after=2)
             self.statuses[request.url.path, response.status_code] += 1
-            return response
+            is_refused = response.status_code >= 400 and not request.scope.get(_IS_READ)
+            return Refused(response) if is_refused else response
 
         return guarded
 
@@ -257,6 +261,7 @@ async def _body(request: Request, size: int) -> bytearray:
         body += chunk
         if len(body) > size:
             raise HTTPException(400, "the body is longer than its Content-Length")
+    request.scope[_IS_READ] = True
     if len(body) != size:
         raise ClientDisconnect
     return body
