@@ -135,7 +135,7 @@ class FlowRl(Algorithm):
 def _weights_by_metric(config: FlowPolicyConfig) -> dict[str, float]:
     """Return the weight of each reward function, a reward service's too, by the name that scores have for its value."""
     if config.remote_rewards is not None:
-        return {function.name: function.weight for function in config.remote_rewards.reward_fns}
+        return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}
     names = metric_names(config.rewards)
     return {names[reward]: weight for reward, weight in config.rewards.items()}
 

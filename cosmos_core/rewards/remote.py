@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Found:
-    """What is known of one completion: of each function its score, or why there is none."""
+    """What is known of one completion: of each function its clipped score, or why there is none."""
 
     scores: dict[RewardFunctionConfig, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class RemoteRewards:
     def _total(self, found: _Found) -> Score:
         if found.error:
             return Score(None, found.metrics, found.error, found.is_told)
-        total = sum(each.weight * min(max(score, each.clip_min), each.clip_max) for each, score in found.scores.items())
+        total = sum(each.weight * score for each, score in found.scores.items())
         total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
         return Score(self._config.scale * total, found.metrics)
 
@@ -156,7 +156,9 @@ class RemoteRewards:
                     each.error = str(error)
                 return
             for function in self._config.reward_fns:
-                _read(function, results[function.name], found)
+                _note_metrics(function, results[function.name], found)
+            for function, metric in self._config.metric_names.items():
+                _read(function, metric, results[function.name], found)
 
     def _body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
         latents, videos = None, [request.get("media") for request in requests]
@@ -226,14 +228,24 @@ def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
+def _note_metrics(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
+    """Note all numbers of a response, as they are."""
+    scores = said.get("scores")
+    for name, column in scores.items() if isinstance(scores, dict) else ():
+        for i, each in enumerate(found):
+            value = _number(column, i, len(found))
+            if value is not None and name != function.name:
+                each.metrics[f"{function.name}/{name}"] = value
+
+
+def _read(function: RewardFunctionConfig, metric: str, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
     """Note what a response says of each completion.
 
     Raises:
         RewardError: it has no score of the key that is asked for.
     """
     scores, errors = said.get("scores"), said.get("errors")
-    if not isinstance(scores, dict):
+    if not isinstance(scores, dict) or not scores:
         for each in found:
             each.lacks(function, said.get("error") or "the response has no scores", is_told=bool(said.get("error")))
         return
@@ -246,14 +258,14 @@ def _read(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequen
         )
     for i, each in enumerate(found):
         values = [None if _has_failed(scores, i) else _number(scores[part], i, len(found)) for part in keys]
-        for name, value in ((name, _number(scores[name], i, len(found))) for name in scores):
-            if value is not None and (name != function.name):
-                each.metrics[f"{function.name}/{name}"] = value
         if None in values:
             reason = errors[i] if isinstance(errors, list) and len(errors) == len(found) and errors[i] else ""
             each.lacks(function, reason or "the response has no number for it", is_told=True)
             continue
-        each.scores[function] = each.metrics[function.name] = math.fsum(v for v in values if v is not None)
+        score = math.fsum(v for v in values if v is not None)
+        each.scores[function] = function.clipped(score)
+        # One of weight 0 is only watched, and its clips, which nothing depends on, would hide what it shows.
+        each.metrics[metric] = each.scores[function] if function.weight else score
 
 
 def _has_failed(scores: Mapping[str, Any], i: int) -> bool:

@@ -111,7 +111,7 @@ def test_scores_are_clipped_weighted_summed_clipped_and_scaled() -> None:
     with serving(score=lambda fields, array, name: said[name]) as server:
         [score] = RemoteRewards(config(*functions, reward_clip_max=3.25, scale=10.0), server.service).score(images(0))
     assert score.value == 10.0 * 3.25  # 2 * min(3, 1.5) + 1 * 0.5 = 3.5
-    assert score.metrics == {"a": 3.0, "a/x": 1.0, "a/y": 2.0, "b": -3.0}
+    assert score.metrics == {"a": 1.5, "a/x": 1.0, "a/y": 2.0, "b": -0.5}
 
 
 def test_a_recorded_response_of_the_original_service_is_read() -> None:

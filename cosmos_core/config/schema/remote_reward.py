@@ -34,6 +34,10 @@ class RewardFunctionConfig(Table):
             raise ValueError(f"clip_min = {self.clip_min} must not be above clip_max = {self.clip_max}")
         return self
 
+    def clipped(self, score: float) -> float:
+        """Return a score within the bounds."""
+        return min(max(score, self.clip_min), self.clip_max)
+
 
 class RemoteRewardConfig(Table):
     """`[...remote_reward]`"""
@@ -82,7 +86,17 @@ class RemoteRewardConfig(Table):
         return self
 
     @property
+    def metric_names(self) -> dict[RewardFunctionConfig, str]:
+        """Return the name under which scores have the value of each function: its own, or with its score_key where two
+        share it."""
+        names = [each.name for each in self.reward_fns]
+        return {
+            each: each.name if names.count(each.name) == 1 else f"{each.name}/{each.score_key}"
+            for each in self.reward_fns
+        }
+
+    @property
     def full(self) -> float:
         """Return the reward where each function gives 1."""
-        total = sum(each.weight * min(max(1.0, each.clip_min), each.clip_max) for each in self.reward_fns)
+        total = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
         return self.scale * min(max(total, self.reward_clip_min), self.reward_clip_max)
