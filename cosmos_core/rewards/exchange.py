@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -32,6 +32,10 @@ _LEAST_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
 _FETCH_SECONDS = 30.0
 _REFUSED = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 """Statuses of an enqueue after which asking again cannot help."""
+_REFUSED_FETCH = _REFUSED - {400}
+"""Those of a fetch, where 400 means that there are no scores yet."""
+_AVOID_SECONDS = 5.0
+"""How long a replica that failed is avoided, unless it says for how long itself."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,16 @@ class Watch:
     """Requests at each replica."""
     counts: dict[str, int]
     """What happened so far."""
+    avoided: dict[int, float] = field(default_factory=dict)
+    """Replicas that failed, and the time until which others are preferred."""
+
+    def seconds_avoided(self, replica: int) -> float:
+        """Return for how long others are preferred to a replica; 0: they are not."""
+        return max(0.0, self.avoided.get(replica, 0.0) - time.monotonic())
+
+    def has_others(self) -> bool:
+        """Return whether there is a replica that did not fail just now."""
+        return not all(self.seconds_avoided(replica) for replica in range(len(self.busy)))
 
 
 class Missing(Exception):
@@ -138,15 +152,20 @@ class Asked:
             RewardError: it never will.
         """
         key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
+        pause = _FIRST_PAUSE
         try:
-            while len(results) < len(names):
+            while True:
                 request_id = await self._enqueue(body, key)
-                for name in names:
-                    if name not in results and (said := await self._fetch(request_id, name)) is not None:
-                        results[name] = said
+                for name in (name for name in names if name not in results):
+                    if (said := await self._fetch(request_id, name)) is None:
+                        break  # whoever it is fetched from now has not been chosen
+                    results[name] = said
+                if len(results) == len(names):
+                    return results
+                self._pause, pause = pause, 2 * pause
+                await self._wait(None, "the reward service forgets each request that it takes")
         finally:
             self._leave()
-        return results
 
     async def _enqueue(self, body: bytes, key: str) -> str:
         seconds = min(max(_LEAST_SECONDS + _SECONDS_PER_MIB * len(body) / 2**20, _BOUNDS[0]), _BOUNDS[1])
@@ -155,16 +174,21 @@ class Asked:
             url = self._choose()
             response = await self._post(url, seconds, content=body, headers=headers)
             if response is None:
-                self._leave()
                 continue
             if response.status_code == 200:
                 said = _object(response)
-                self._pin, self._pause = str(said.get("replica_id") or ""), _FIRST_PAUSE
+                pin = str(said.get("replica_id") or "")
+                self._pin = pin if pin.isascii() and pin.isprintable() else ""
                 if isinstance(said.get("uuid"), str):
                     return str(said["uuid"])
             if response.status_code in _REFUSED:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
-            await self._wait(response, f"the reward service at {url} does not take the request: {_reason(response)}")
+            if response.status_code == 429:
+                self._watch.counts["throttled"] += 1
+            self._avoid(_seconds_to_wait(response))
+            if not self._watch.has_others():
+                reason = f"the reward service at {url} does not take the request: {_reason(response)}"
+                await self._wait(response, reason)
 
     async def _fetch(self, request_id: str, name: str) -> dict[str, Any] | None:
         """Return what the service says of one function; None: it has lost the request."""
@@ -176,35 +200,50 @@ class Asked:
             if response is None:
                 misses += 1
                 if misses >= _MOST_MISSES and len(self._service.replicas) > 1:
-                    self._leave()
+                    self._avoid()
                     return None
                 continue
             if response.status_code == 200:
+                self._watch.avoided.pop(self._replica, None)
                 return _object(response)
             if response.status_code in {401, 403}:
                 raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
+            if response.status_code in _REFUSED_FETCH:
+                raise RewardError(f"{url} is no URL to fetch scores from: {_reason(response)}; set {FETCH_URL}")
             if response.headers.get(STATE) == "unknown":
                 self._leave()
                 return None
-            await self._wait(response, f"no score of {name!r} after {self._seconds:g} s")
+            last = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
+            await self._wait(response, f"no score of {name!r} after {self._seconds:g} s{last}")
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
         """Return a response; None: there was none, and time has passed."""
+        left = max(0.1, self._left())
         try:
-            return await self._client.post(url, timeout=max(0.1, min(seconds, self._left())), **content)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            await self._wait(
-                None, f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
-            )
-            return None
+            async with asyncio.timeout(left):  # httpx' own is for each byte that comes
+                return await self._client.post(url, timeout=min(seconds, left), **content)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
+        except TimeoutError:
+            reason = f"the reward service at {url} gives no whole response within {left:.3g} s"
+        if "content" in content:
+            self._avoid()
+        await self._wait(None, reason)
+        return None
 
     def _choose(self) -> str:
-        """Take the replica with the fewest requests of ours, any of those."""
-        busy = self._watch.busy
+        """Take of the replicas that did not fail just now the one with the fewest requests of ours, any of those."""
+        watch = self._watch
         if self._replica < 0:
-            self._replica = min(range(len(busy)), key=lambda i: (busy[i], random.random()))
-            busy[self._replica] += 1
+            replicas = range(len(watch.busy))
+            self._replica = min(replicas, key=lambda i: (watch.seconds_avoided(i), watch.busy[i], random.random()))
+            watch.busy[self._replica] += 1
         return self._service.replicas[self._replica][0]
+
+    def _avoid(self, seconds: float = 0.0) -> None:
+        """Leave a replica that failed, and have others preferred for a while."""
+        self._watch.avoided[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
+        self._leave()
 
     def _leave(self) -> None:
         """Be free to choose another replica for the next enqueue."""
@@ -223,20 +262,23 @@ class Asked:
         """
         pause = self._pause * random.uniform(0.5, 1.5)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        if response is not None and response.status_code == 429:
-            self._watch.counts["throttled"] += 1
-        after = response.headers.get("Retry-After", "") if response is not None else ""
-        if after.isascii() and after.isdigit():
-            pause = max(pause, min(float(after), 30.0) * random.uniform(1.0, 1.25))
+        if response is not None:
+            pause = max(pause, _seconds_to_wait(response) * random.uniform(1.0, 1.25))
         if self._left() <= pause:
             raise Missing(reason)
         await asyncio.sleep(pause)
 
 
+def _seconds_to_wait(response: httpx.Response) -> float:
+    """Return for how long a response asks to be left alone."""
+    after = response.headers.get("Retry-After", "")
+    return min(float(after), 30.0) if after.isascii() and after.isdigit() else 0.0
+
+
 def _object(response: httpx.Response) -> dict[str, Any]:
     try:
         said = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 

@@ -281,8 +281,13 @@ def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
 def _number(column: Any, i: int, count: int) -> float | None:
     """Return a finite number of a list with one for each completion; None: it is no such."""
     value = column[i] if isinstance(column, list) and len(column) == count else None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:

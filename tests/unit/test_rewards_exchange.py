@@ -1,0 +1,135 @@
+"""A client of reward replicas that fail, and of responses that are none: it goes elsewhere, and keeps its deadline."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.errors import RewardError
+from cosmos_core.rewards.exchange import Service
+from cosmos_core.rewards.remote import RemoteRewards
+from tests.unit.reward_server import Reply, reply, service, serving
+
+
+def config(**settings: Any) -> RemoteRewardConfig:
+    function = {"name": "mean", "clip_max": 255.0}
+    given = {"reward_fns": [function], "reward_clip_max": 255.0, "timeout_seconds": 0.6, "retries": 0}
+    return RemoteRewardConfig.model_validate({**given, **settings})
+
+
+def images(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": "p", "media": Image.new("RGB", (2, 2), (i, i, i))} for i in range(count)]
+
+
+@contextmanager
+def raw(pulled: bytes, *, drips: bool = False) -> Iterator[Service]:
+    """Serve these bytes, head and body, for each pull; with `drips` a byte of their end now and then."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.close_connection = True
+            if self.path.endswith("enqueue"):
+                self.wfile.write(
+                    b'HTTP/1.1 200 OK\r\nContent-Length: 36\r\n\r\n{"uuid": "a", "replica_id": "\xc3\xbc\\n"} '
+                )
+                return
+            self.wfile.write(pulled)
+            for _ in range(60 if drips else 0):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    server.handle_error = lambda *args: None  # type: ignore[method-assign, assignment]
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield Service(((f"{url}/enqueue", f"{url}/pull"),))
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ok(content: bytes, headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 200 OK\r\n%bContent-Length: %d\r\n\r\n%b" % (headers, len(content), content)
+
+
+@pytest.mark.parametrize(
+    "refusal", [reply(429, {"Retry-After": "1"}, message="full"), reply(503, {"Retry-After": "2"}), reply(500)]
+)
+def test_what_one_replica_does_not_take_another_takes_at_once(refusal: Reply) -> None:
+    with serving(on_enqueue=lambda sent: refusal) as broken, serving() as well:
+        remote = RemoteRewards(config(max_in_flight=2), service(broken, well))
+        began = time.monotonic()
+        assert [score.value for score in remote.score(images(12))] == [*range(12)]
+    assert time.monotonic() - began < 5, "on a machine that others use too"
+    assert len(well.enqueued) == 12 and len(broken.enqueued) <= 4, "it is not asked again while another is free"
+    assert remote.counts["missing"] == 0
+    assert remote.counts["throttled"] == (len(broken.enqueued) if refusal[0] == 429 else 0)
+
+
+def test_where_all_replicas_are_full_it_waits_and_asks_again() -> None:
+    left = [reply(429, {"Retry-After": "0"}, message="full")] * 3
+    busy = {"on_enqueue": lambda sent: left.pop() if left else None}
+    with serving(**busy) as first, serving(**busy) as second:
+        remote = RemoteRewards(config(timeout_seconds=20.0), service(first, second))
+        assert [score.value for score in remote.score(images(1))] == [0.0]
+    assert remote.counts["throttled"] == 3
+
+
+def test_a_service_that_forgets_each_request_is_given_up_at_the_deadline() -> None:
+    with serving(on_pull=lambda sent: reply(400, {"X-Reward-State": "unknown"}, message="Not found")) as server:
+        [score] = RemoteRewards(config(), server.service).score(images(1))
+    assert (score.value, score.error) == (None, "the reward service forgets each request that it takes")
+    assert len(server.enqueued) <= 6, "pauses grow"
+
+
+@pytest.mark.parametrize("status", [404, 405, 422])
+def test_a_url_that_has_no_scores_ends_the_stage_and_is_named(status: int) -> None:
+    reason = rf"http://\S+/pull is no URL to fetch scores from: status {status}: no such page; set REMOTE_REWARD_FETCH"
+    no_page = reply(status, message="no such page")
+    with serving(on_pull=lambda sent: no_page) as server, pytest.raises(RewardError, match=reason):
+        RemoteRewards(config(timeout_seconds=20.0), server.service).score(images(1))
+
+
+def test_the_last_status_is_in_the_reason() -> None:
+    with serving(on_pull=lambda sent: reply(502, message="no upstream")) as server:
+        [score] = RemoteRewards(config(), server.service).score(images(1))
+    assert score.error == "no score of 'mean' after 0.6 s; the last response: status 502: no upstream"
+
+
+def test_a_response_that_drips_ends_at_the_deadline() -> None:
+    with raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n", drips=True) as found:
+        began = time.monotonic()
+        [score] = RemoteRewards(config(), found).score(images(1))
+    assert re.search(r"/pull gives no whole response within 0\.\d+ s$", score.error)
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        (ok(b"no gzip", b"Content-Encoding: gzip\r\n"), "DecodingError"),
+        (ok(b"[" * 200_000), "mean: the response has no scores"),
+        (ok(b'{"scores": {"mean": [1' + b"0" * 400 + b"]}}"), "mean: the response has no number for it"),
+        (ok(b'{"scores": {}, "error": "oops"}'), "mean: oops"),
+    ],
+)
+def test_a_response_that_is_none_is_a_missing_score_and_no_traceback(response: bytes, reason: str) -> None:
+    with raw(response) as found:
+        [score] = RemoteRewards(config(), found).score(images(1))
+    assert score.value is None and reason in score.error
