@@ -21,7 +21,7 @@ from cosmos_core.data.bounds import bounded
 from cosmos_core.data.chat import PLAIN, Chat
 from cosmos_core.data.messages import Message, SkippedRow, is_learned, texts_of
 from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
-from cosmos_core.data.tool_calls import with_texts
+from cosmos_core.data.tool_calls import in_python, with_texts
 from cosmos_core.errors import DataError, ModelError
 
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
@@ -217,7 +217,8 @@ def render(
             found.append((_left_out(form, text), form, text))
         except TemplateError as error:
             reason = error
-    if not found and (written := _with_written_arguments(turns)) != turns:
+    written = _with_written_arguments(turns)
+    if written != turns and (not found or any(in_python(turn.get("tool_calls"), found[0][2]) for turn in turns)):
         return render(owner, written, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
     if not found:
         raise RefusedRow(where, f"refused by the chat template ({reason})")

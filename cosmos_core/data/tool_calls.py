@@ -48,6 +48,15 @@ def with_texts(calls: Any) -> Any:
     )
 
 
+def in_python(calls: Any, text: str) -> bool:
+    """Return whether a rendering has arguments as Python writes them: so does a chat template that expects texts."""
+    functions = [
+        call.get("function", call) for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)
+    ]
+    found = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in found)
+
+
 def _with_arguments(calls: Any, change: Any) -> Any:
     return [_with_argument(call, change) for call in calls] if isinstance(calls, list) else calls
 

@@ -20,6 +20,7 @@ CALLS = (
 AS_JSON = CALLS.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}")  # as Qwen2.5 and Llama 3.1
 AS_ITEMS = CALLS.replace("ARGUMENTS", "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }}{% endfor %}")
 AS_TEXT = CALLS.replace("ARGUMENTS", "{{ '' + call.function.arguments }}")  # as DeepSeek
+AS_IT_IS = CALLS.replace("ARGUMENTS", "{{ call.function.arguments }}")
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "It is sunny."}
 
 
@@ -42,7 +43,12 @@ def learned_of(row: dict[str, Any], template: str) -> list[str]:
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
 @pytest.mark.parametrize(
     ("template", "written"),
-    [(AS_JSON, '{"city": "Paris"}'), (AS_ITEMS, "city=Paris"), (AS_TEXT, '{"city": "Paris"}')],
+    [
+        (AS_JSON, '{"city": "Paris"}'),
+        (AS_ITEMS, "city=Paris"),
+        (AS_TEXT, '{"city": "Paris"}'),
+        (AS_IT_IS, '{"city": "Paris"}'),
+    ],
 )
 def test_arguments_are_learned_as_they_are_called(form: Any, arguments: Any, template: str, written: str) -> None:
     assert learned_of(form(arguments), template) == [f"weather({written})<|im_end|>"]
