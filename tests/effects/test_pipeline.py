@@ -349,6 +349,7 @@ def test_it_changes_how_certain_a_gate_must_be(change: Change, tmp_path: Path) -
 def test_it_changes_where_a_model_is_published(change: Change, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "stages/second").mkdir(parents=True)
     before, after = (upload.run(second(side, tmp_path)).info["published"] for side in sides(change, tmp_path))
     assert [Path(str(place)).parent for place in (before, after)] == [tmp_path / "here", tmp_path / "there"]
     assert (Path(str(after)) / "config.json").read_text() == "{}"

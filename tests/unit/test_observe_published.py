@@ -39,7 +39,7 @@ def test_what_is_published_stands_beside_the_model_of_the_run(tmp_path: Path, ha
     assert f"model `{model}`" in card and f"published `{url}`" in card
 
 
-@pytest.mark.parametrize("metric", [1e308, -(10**400)])
+@pytest.mark.parametrize("metric", [1e308, -(10**400)], ids=["large", "of 400 digits"])
 def test_metrics_beyond_every_float_cost_neither_the_page_nor_the_summary(tmp_path: Path, metric: float) -> None:
     run = finished_run(tmp_path)
     stage = run / "stages" / "grpo"
