@@ -71,13 +71,8 @@ class Face:
             return _refusal(503, "the rewards are loading", retry_after=2)
         size = _length(request, self.engine.config.max_body_bytes)
         name = key.lower() or str(uuid.uuid4())
-        self.engine.reserve(size)
-        try:
-            body = await _body(request, size)
-            await self.engine.accept(name, body)
-        except BaseException:
-            self.engine.release(size)
-            raise
+        with self.engine.arriving(size):
+            await self.engine.accept(name, await _body(request, size))
         said = {"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {})
         return JSONResponse(said)
 
@@ -165,7 +160,9 @@ class Face:
             for reward, pool in engine.pools.items():
                 counter.add_metric([reward], getattr(pool.counts, name))
             yield counter
-        yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", engine.pending_bytes)
+        yield GaugeMetricFamily(
+            "reward_pending_bytes", "Bytes of requests that wait", engine.pending_bytes + engine.decoded_bytes
+        )
         yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted)
         responses = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
         for (path, status), count in self.statuses.items():

@@ -114,10 +114,10 @@ class ServiceConfig(Table):
     max_body_bytes: PositiveInt = 256 * 2**20
     """Largest request."""
     max_pending_bytes: PositiveInt = 2**30
-    """Most bytes of requests that wait; beyond it clients are told to come back (429). Also of scores that are kept in
-    memory."""
+    """Most bytes of requests that wait; beyond it clients are told to come back (429). Also of videos that were decoded
+    from latents and wait, and of scores that are kept in memory."""
     max_pending: PositiveInt = 1024
-    """Most requests that wait."""
+    """Most requests that wait or are being read."""
     result_seconds: PositiveFloat = 3600.0
     """How long scores can be fetched."""
     max_results: PositiveInt = 100_000

@@ -7,11 +7,13 @@ happens to processes, and with Redis whatever happens to the service. Not here: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from cosmos_core.errors import RewardError
@@ -47,9 +49,9 @@ class Engine:
         self.config = config
         self.pools: dict[str, Pool] = {}
         self.decoder: Pool | None = None
-        self.is_ready = self.is_draining = False
+        self.is_ready = self.is_draining = self._has_drained = False
         self.pending: dict[str, Request] = {}
-        self.pending_bytes = 0
+        self.pending_bytes = self.decoded_bytes = self._num_arriving = 0
         self.num_accepted = 0
         self._finished: deque[tuple[float, int]] = deque()
         self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
@@ -92,11 +94,13 @@ class Engine:
         """Take nothing new, finish what was accepted, and where the store ends with us wait until it is fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while time.monotonic() < deadline and (self.pending or self.store.is_awaited()):
+        while time.monotonic() < deadline and (self.pending or self._num_arriving or self.store.is_awaited()):
             await asyncio.sleep(0.05)
+        self._has_drained = True
 
-    def reserve(self, num_bytes: int) -> None:
-        """Make room for a request before its body is read.
+    @contextlib.contextmanager
+    def arriving(self, num_bytes: int) -> Iterator[None]:
+        """Keep room for a request while its body is read and accepted.
 
         Raises:
             Full: there is none.
@@ -105,38 +109,45 @@ class Engine:
         if self.is_draining:
             raise Draining
         is_alone = not self.pending_bytes  # one that is larger than the room for all may wait by itself
-        if len(self.pending) >= self.config.max_pending or (
+        if len(self.pending) + self._num_arriving >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_alone
         ):
             rate = self.rate()
             waiting = sum(request.count for request in self.pending.values())
             raise Full(min(30, max(1, round(waiting / rate / 4))) if rate else 1)
         self.pending_bytes += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """Give room back."""
-        self.pending_bytes -= num_bytes
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self.pending_bytes -= num_bytes
+            self._num_arriving -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Keep a request for which room was made, and queue it; one that is known already is not scored again.
+        """Keep a request and queue it; one that is known already is not scored again.
+
+        The store may have kept one whose acceptance was cut off, so that nobody scores it: that one is taken anew.
 
         Raises:
             ProtocolError: it is none.
+            Draining: it came after what was accepted is finished.
         """
-        if uuid in self.pending or await self.store.is_known(uuid):
-            self.release(len(body))
+        if uuid in self.pending:
+            return
+        if await self.store.is_known(uuid) and not await self.store.is_unfinished(uuid):
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         if request.media == "latent" and self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
         if uuid in self.pending:  # it came twice at the same time
-            self.release(len(body))
             return
-        self.pending[uuid] = request
+        if self._has_drained:
+            raise Draining
+        self._hold(request)
         try:
             await self.store.accept(uuid, bytes(body))
         except BaseException:
-            del self.pending[uuid]
+            self._drop(request)
             raise
         self.num_accepted += 1
         self._queue(request)
@@ -172,6 +183,15 @@ class Engine:
         while self._finished and self._finished[0][0] < time.monotonic() - _RATE_SECONDS:
             self._finished.popleft()
 
+    def _hold(self, request: Request) -> None:
+        self.pending[request.uuid] = request
+        self.pending_bytes += request.num_bytes
+
+    def _drop(self, request: Request) -> None:
+        if self.pending.pop(request.uuid, None):
+            self.pending_bytes -= request.num_bytes
+            self.decoded_bytes -= request.decoded_bytes
+
     def _queue(self, request: Request) -> None:
         if request.media == "latent":
             assert self.decoder is not None
@@ -191,8 +211,7 @@ class Engine:
         if not request.left or (request.media == "latent" and self.decoder is None):
             await self.store.finish(uuid)
             return
-        self.pending[uuid] = request
-        self.pending_bytes += request.num_bytes
+        self._hold(request)
         self._queue(request)
 
     async def _decoded(self, job: Job, result: dict[str, Any], seconds: float) -> None:
@@ -202,7 +221,11 @@ class Engine:
             for name in list(request.left):
                 await self._keep(request, name, {"error": f"[decoder] {result['error']}"}, 0.0)
             return
-        request.array, request.media = result["array"], "video"
+        size = result["array"].nbytes
+        while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
+            await asyncio.sleep(0.05)  # the decoder waits for the rewards
+        self.decoded_bytes += size
+        request.array, request.media, request.decoded_bytes = result["array"], "video", size
         self._queue(request)
 
     async def _scored(self, job: Job, result: dict[str, Any], seconds: float) -> None:
@@ -226,8 +249,7 @@ class Engine:
         await self._insist(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
         if not request.left and request.uuid in self.pending:
             await self._insist(self.store.finish, request.uuid)
-            self.pending.pop(request.uuid, None)
-            self.release(request.num_bytes)
+            self._drop(request)
 
     async def _insist(self, call: Any, *arguments: Any) -> None:
         pause = 0.1

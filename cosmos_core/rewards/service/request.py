@@ -35,6 +35,8 @@ class Request:
     num_bytes: int
     input_info: dict[str, Any]
     decoded_seconds: float = 0.0
+    decoded_bytes: int = 0
+    """Of its video, where it came as latents."""
     left: set[str] = field(default_factory=set)
     """Rewards whose scores are not there yet."""
 
@@ -46,7 +48,7 @@ class Request:
     @property
     def job(self) -> dict[str, Any]:
         """Return what a reward process is told beside the array."""
-        return {**{k: v for k, v in self.fields.items() if k in (*_LISTS, *_SCALARS, "prompts")}, "media": self.media}
+        return {**self.fields, "media": self.media}
 
 
 def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) -> Request:
@@ -71,7 +73,8 @@ def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) ->
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
     info = _info(media, array, fields)
-    return Request(uuid, fields, array, media, names, len(body), info, left=set(names))
+    kept = {key: value for key, value in fields.items() if key in (*_LISTS, *_SCALARS, "prompts")}
+    return Request(uuid, kept, array, media, names, len(body), info, left=set(names))
 
 
 def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]:

@@ -20,6 +20,10 @@ class Store(Protocol):
         """Return whether a request was accepted and is not forgotten."""
         ...
 
+    async def is_unfinished(self, uuid: str) -> bool:
+        """Return whether this service accepted a request and did not finish it."""
+        ...
+
     async def put(self, uuid: str, name: str, scores: str) -> None:
         """Keep the scores of one reward, a JSON text; those that are there already stay."""
 
@@ -58,6 +62,9 @@ class MemoryStore:
 
     async def is_known(self, uuid: str) -> bool:
         return uuid in self._pending or uuid in self._counts
+
+    async def is_unfinished(self, uuid: str) -> bool:
+        return uuid in self._pending
 
     async def put(self, uuid: str, name: str, scores: str) -> None:
         if (uuid, name) in self._scores:
@@ -128,6 +135,9 @@ class RedisStore:
 
     async def is_known(self, uuid: str) -> bool:
         return bool(await self._redis.exists(_known(uuid)))
+
+    async def is_unfinished(self, uuid: str) -> bool:
+        return bool(await self._redis.sismember(self._pending, uuid))
 
     async def put(self, uuid: str, name: str, scores: str) -> None:
         await self._redis.set(f"{uuid}_{name}", scores, ex=self._seconds, nx=True)

@@ -1,0 +1,152 @@
+"""What a reward service accepts it scores, and what waits in it is bounded: uploads at a stop, replies that the store
+loses, decoded videos."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cosmos_core.rewards.protocol import encode_request
+from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
+from cosmos_core.rewards.service.engine import Draining, Engine, Full
+from cosmos_core.rewards.service.pool import Job
+from cosmos_core.rewards.service.request import parse_request
+from cosmos_core.rewards.service.store import MemoryStore
+from tests.faults.reward_service import counted, running
+from tests.faults.test_reward_service import body, fetched
+
+KEY = "0123abcd"
+
+
+class Pool:
+    """Keeps what is queued; nothing is ever scored."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        self.jobs.append(job)
+
+
+class Severed(MemoryStore):
+    """Keeps a request, and loses its reply the first time."""
+
+    is_whole = False
+
+    async def accept(self, uuid: str, body: bytes) -> None:
+        await super().accept(uuid, body)
+        if not self.is_whole:
+            self.is_whole = True
+            raise ConnectionError("the reply is lost")
+
+
+def engine(**settings: Any) -> Engine:
+    found = Engine(ServiceConfig(reward_args=(RewardArgs(reward_type="jpeg_size"),), **settings))
+    found.pools["jpeg_size"] = Pool()  # type: ignore[assignment]
+    return found
+
+
+def queued(found: Engine) -> list[str]:
+    return [job.request.uuid for job in found.pools["jpeg_size"].jobs]  # type: ignore[attr-defined]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+def test_an_upload_that_a_stop_meets_is_scored(tmp_path: Path) -> None:
+    content = body("7", counted=1.0)
+    with running(tmp_path, {"reward_args": [counted(tmp_path)]}) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(
+                f"POST /api/reward/enqueue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+                f"Idempotency-Key: {KEY}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+                + content[:20]
+            )
+            time.sleep(0.3)  # until its head was read
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.process.wait(0.5)
+            client.sendall(content[20:])
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert fetched(server, KEY, "counted").json()["scores"] == {"counted": [7.0]}
+        assert server.process.wait(20) == 0
+
+
+def test_what_comes_after_the_last_was_finished_is_refused_and_not_lost() -> None:
+    async def late() -> Engine:
+        found = engine(drain_seconds=0.1)
+        with found.arriving(10):
+            await found.drain()
+            with pytest.raises(Draining):
+                await found.accept(KEY, body("p", jpeg_size=1.0))
+        return found
+
+    found = asyncio.run(late())
+    assert not found.pending and not queued(found) and found.pending_bytes == 0
+
+
+def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_comes_again() -> None:
+    async def sent_again() -> Engine:
+        found = engine()
+        found.store = Severed(60.0, 100, 2**20)
+        with pytest.raises(ConnectionError):
+            await found.accept(KEY, body("p", jpeg_size=1.0))
+        assert await found.store.is_known(KEY) and not queued(found)
+        for _ in range(2):
+            await found.accept(KEY, body("p", jpeg_size=1.0))
+        assert queued(found) == [KEY], "once"
+        await found._keep(found.pending[KEY], "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await found.accept(KEY, body("p", jpeg_size=1.0))
+        return found
+
+    found = asyncio.run(sent_again())
+    assert queued(found) == [KEY], "what has its scores is not scored again"
+    assert not found.pending and found.pending_bytes == 0
+
+
+def test_uploads_count_as_requests_that_wait() -> None:
+    found = engine(max_pending=2)
+    with found.arriving(10), found.arriving(20):
+        assert found.pending_bytes == 30
+        with pytest.raises(Full), found.arriving(10):
+            pass
+    with found.arriving(10):
+        assert found.pending_bytes == 10
+
+
+def test_decoded_videos_wait_for_room() -> None:
+    async def decoded() -> None:
+        found = engine(max_pending_bytes=250)
+        requests = [parse_request(str(i), body("p", jpeg_size=1.0), found.pools) for i in range(3)]
+        for request in requests:
+            found._hold(request)
+        video = {"array": np.zeros(100, np.uint8)}
+        tasks = [asyncio.create_task(found._decoded(Job(request), video, 0.0)) for request in requests]
+        await until(lambda: len(queued(found)) == 2)
+        await asyncio.sleep(0.1)
+        assert (queued(found), found.decoded_bytes) == (["0", "1"], 200)
+        await found._keep(requests[0], "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await until(tasks[2].done)
+        assert (queued(found), found.decoded_bytes) == (["0", "1", "2"], 200)
+
+    asyncio.run(decoded())
+
+
+def test_what_no_reward_is_told_is_not_kept() -> None:
+    fields = {"prompts": ["p"], "reward_fn": {"r": 1.0}, "media_type": "image", "x": [{}] * 9, "references": ["y"]}
+    request = parse_request(KEY, encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8)), {"r"})
+    assert request.fields == {"prompts": ["p"], "references": ["y"]}
+    assert request.job == {"prompts": ["p"], "references": ["y"], "media": "image"}
