@@ -18,9 +18,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from cosmos_core.config.load import read_toml
 from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.environment import mask_file, masked
-from cosmos_core.errors import RewardError
+from cosmos_core.errors import ConfigError, RewardError
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN, note_health
 
@@ -152,9 +153,15 @@ class _Service:
                 self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,
                 "--port", self._port, "--ready", str(self._ready),
             ],
-            log=self._log, grace_seconds=1.0, environment={TOKEN: self.token, _QUEUE: self._queue},
+            log=self._log, grace_seconds=1.0, environment={self._token_name(): self.token, _QUEUE: self._queue},
             inherited=dict(os.environ),
         )  # fmt: skip
+
+    def _token_name(self) -> str:
+        """Return the variable in which the service looks for its token; of a file that is wrong it tells itself."""
+        with contextlib.suppress(ConfigError):
+            return str(read_toml(self._config).get("token_env", TOKEN))
+        return TOKEN
 
     def _last_line(self) -> str:
         lines = (

@@ -23,6 +23,8 @@ from cosmos_core.registry import class_name, import_thing, import_user_code, off
 from cosmos_core.rewards.base import Reward, load_reward, one_line
 
 FOLDER = "cosmos_core.rewards"
+_OF_OPTIONS = ("max_tokens", "overlong")
+"""Keywords of reward functions that a recipe says in training, and `options` here."""
 Columns = dict[str, Any]
 """Key to a list with one value for each item; a dict of such lists may be among them, and text."""
 
@@ -67,6 +69,7 @@ class FunctionReward:
 
     def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
+        self._given = {keyword: self._custom[keyword] for keyword in _OF_OPTIONS if keyword in self._custom}
         self.errors: list[str] = []
 
     def score(self, items: Sequence[Item]) -> Columns:
@@ -75,7 +78,7 @@ class FunctionReward:
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
             fields = {
-                **item.info, "to_be_evaluated": item.to_be_evaluated, "reference": item.reference,
+                **item.info, **self._given, "to_be_evaluated": item.to_be_evaluated, "reference": item.reference,
                 "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._custom,
             }  # fmt: skip
             try:
@@ -110,7 +113,15 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
             f'"path/file.py:thing"{suggestion(name, known)}'
         )
-    return FunctionReward(name, load_reward(name), settings)
+    reward = load_reward(name)
+    if lacking := [
+        f"options.{each}" for each in _OF_OPTIONS if each in reward.keywords and each not in settings.options
+    ]:
+        raise RewardError(
+            f"the reward {name!r} needs {' and '.join(lacking)}, which no request has; for example options = "
+            "{ max_tokens = 1024, overlong = { buffer_length = 256, penalty_factor = 1.0 } }"
+        )
+    return FunctionReward(name, reward, settings)
 
 
 def checked(columns: Columns, count: int) -> tuple[Columns, list[str]]:

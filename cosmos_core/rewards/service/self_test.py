@@ -20,6 +20,16 @@ from cosmos_core.rewards.service.request import parse_request
 
 _PROMPT = 'a white card with the word "HELLO" on it'
 _VIDEOS = {"dance_grpo", "cosmos_reason1"}
+_TEXTS = {
+    "boxed_math": (r"\boxed{42}", "42"),
+    "direct_math": ("Answer: 42", "42"),
+    "exact_match": ("42", "42"),
+    "format": ("<think>six sevens</think>\n\n<answer>42</answer>", "42"),
+    "gsm8k": ("#### 42", "#### 42"),
+    "overlong": ("42", "42"),
+    "single_choice": ("<answer>B</answer>", "B"),
+}
+"""Of each text reward a completion that is right, and its reference."""
 
 
 async def self_test(config: ServiceConfig) -> int:
@@ -55,7 +65,7 @@ def _verdict(result: dict[str, Any]) -> str:
     if not numbers:
         return "fails: it gives no number"
     shown = "; ".join(f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numbers.items())
-    return f"works in {result['seconds']:.2f} s: {shown} (a card with the word, noise)"
+    return f"works in {result['seconds']:.2f} s: {shown} (what was asked for, noise)"
 
 
 def _is_numbers(values: Any) -> bool:
@@ -64,6 +74,8 @@ def _is_numbers(values: Any) -> bool:
 
 def _request(name: str) -> bytes:
     """Return two items: what the prompt says, and noise."""
+    if name in _TEXTS:
+        return _text_request(name)
     images = np.stack([array_of(card("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)])
     fields: dict[str, Any] = {"prompts": [_PROMPT] * 2, "reward_fn": {name: 1.0}, "media_type": "image"}
     if name in _VIDEOS:
@@ -75,6 +87,18 @@ def _request(name: str) -> bytes:
         fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [include] * 2}
     fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
     return encode_request(fields, images)
+
+
+def _text_request(name: str) -> bytes:
+    """Return a completion that is right, and noise without an end."""
+    completion, reference = _TEXTS[name]
+    completions = [completion, "noise"]
+    fields = {
+        "prompts": ["6 * 7 ="] * 2, "reward_fn": {name: 1.0}, "media_type": "text", "completions": completions,
+        "references": [reference] * 2, "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
+        "turns": [[{"role": "assistant", "content": text}] for text in completions],
+    }  # fmt: skip
+    return encode_request(fields, np.zeros((2, 0), np.uint8))
 
 
 def card(word: str, size: int = 256) -> Image.Image:

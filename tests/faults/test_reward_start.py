@@ -1,0 +1,55 @@
+"""A reward service that is started: beside a stage with a token under another name, tested by itself, refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.errors import RewardError
+from cosmos_core.launch.companion import companion
+from cosmos_core.rewards.exchange import service_of
+from cosmos_core.rewards.remote import RemoteRewards
+from cosmos_core.rewards.served import Item, Settings, load_served
+
+OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
+
+
+def test_a_stage_finds_its_service_whatever_variable_has_its_token(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.toml"
+    reward = {"reward_type": "exact_match"}
+    file.write_text(tomli_w.dumps({"authentication": "on", "token_env": "MY_TOKEN", "reward_args": [reward]}))
+    asked = RemoteRewardConfig.model_validate({"reward_fns": [{"name": "exact_match"}], "timeout_seconds": 20.0})
+    with companion(str(file), tmp_path) as found:
+        request = {"prompt": "", "to_be_evaluated": "42", "reference": "42"}
+        [score] = RemoteRewards(asked, service_of(found)).score([request])
+    assert score.value == 1.0
+
+
+def test_overlong_takes_from_options_what_no_request_has() -> None:
+    reward = load_served("overlong", "", Settings(options=OVERLONG))
+    items = [Item(info={"num_tokens": count}) for count in (60, 70, 100, 500)]
+    assert reward.score(items) == {"overlong": [0.0, -0.5, -2.0, -2.0]}
+    with pytest.raises(RewardError, match=r"^the reward 'overlong' needs options.overlong, which no request has; for"):
+        load_served("overlong", "", Settings(options={"max_tokens": 100}))
+
+
+def test_a_text_reward_passes_its_self_test(tmp_path: Path) -> None:
+    names = ("direct_math", "format", "gsm8k", "overlong")
+    rewards = [{"reward_type": name, "options": OVERLONG if name == "overlong" else {}} for name in names]
+    file = tmp_path / "rewards.toml"
+    file.write_text(tomli_w.dumps({"reward_args": rewards}))
+    command = [sys.executable, "-m", "cosmos_core.rewards.service", "--config", str(file), "--self-test"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = {line.split()[0]: line.partition(" s: ")[2].partition(" (")[0] for line in told.stdout.splitlines()}
+    assert found == {
+        "direct_math": "direct_math 1.0000, -1.0000",
+        "format": "format 1.0000, 0.0000",
+        "gsm8k": "gsm8k 1.0000, 0.0000",
+        "overlong": "overlong -0.0000, -2.0000",
+    }, told.stdout
+    assert told.returncode == 0
