@@ -189,6 +189,17 @@ def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
     return keywords
 
 
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: numbers of numpy and torch as Python's, and None for what is not finite."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def one_line(error: BaseException, location: str = "") -> str:
     """Return class and message of an error on one line of bounded length, and where it was raised."""
     text = " ".join(f"{type(error).__name__}: {error}".split())

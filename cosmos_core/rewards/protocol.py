@@ -83,13 +83,16 @@ def decode_array(content: memoryview) -> np.ndarray:
         raise ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}") from error
     if dtype.str not in _DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
-    if not 1 <= len(shape) <= _MAX_AXES or any(not isinstance(n, int) or n < 0 for n in shape):
+    if not 1 <= len(shape) <= _MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
     start, size = stream.tell(), math.prod(shape) * dtype.itemsize
     if len(content) - start != size:
         raise ProtocolError(f"the array has {len(content) - start} bytes; its shape and dtype make {size}")
     flat = np.frombuffer(content, dtype, offset=start)
-    return flat.reshape(shape, order="F" if is_fortran else "C")
+    try:
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+    except ValueError as error:  # without content, and axes whose product no array can have
+        raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
 
 def _saved_by_torch(content: memoryview) -> np.ndarray:
@@ -106,7 +109,7 @@ def _fields(line: bytes) -> dict[str, Any]:
     if _depth(line) > _MAX_DEPTH:
         raise ProtocolError(f"the JSON is nested more than {_MAX_DEPTH} deep")
     try:
-        fields = json.loads(line, parse_constant=_no_constant)
+        fields = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(fields, dict):
@@ -132,6 +135,11 @@ def _depth(line: bytes) -> int:
         elif byte in b"]}":
             depth -= 1
     return deepest
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_constant(text[:40])
 
 
 def _no_constant(name: str) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFunctionConfig
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.base import request_of
+from cosmos_core.rewards.base import plain, request_of
 from cosmos_core.rewards.exchange import Asked, Missing, Service, Watch
 from cosmos_core.rewards.process import wait_for
 from cosmos_core.rewards.protocol import encode_request
@@ -207,14 +207,14 @@ def _body(
         has_pixels = latents is None
         array = np.stack([np.moveaxis(each, -1, 0) for each in media]) if has_pixels else latents  # type: ignore
         rates = [(request.get("metadata") or {}).get("video_fps", _FPS) for request in requests]
-        fields["video_infos"] = [{"video_fps": rate} for rate in rates]
         fields["media_type"] = "video" if has_pixels else "latent"
+        fields["video_infos"] = [{"video_fps": rate} for rate in rates]
     else:
         array = np.stack([np.asarray(each.convert("RGB")) for each in media])  # type: ignore[union-attr]
         fields["media_type"] = "image"
     if any(request.get("reference") for request in requests):
         fields["references"] = [request.get("reference") or "" for request in requests]
-    return encode_request(fields | _geneval(requests), array)
+    return encode_request(plain(fields | _geneval(requests)), array)
 
 
 def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
 from cosmos_core.registry import class_name, import_thing, import_user_code, offered_names, suggestion
-from cosmos_core.rewards.base import Reward, load_reward, one_line
+from cosmos_core.rewards.base import Reward, load_reward, one_line, plain
 
 FOLDER = "cosmos_core.rewards"
 _OF_OPTIONS = ("max_tokens", "overlong")
@@ -147,7 +147,7 @@ def _column(key: str, column: Any, count: int, errors: list[str]) -> Any:
         if isinstance(number, float) and not math.isfinite(number):
             errors[i] = errors[i] or f"{key} is {number}"
             number = None
-        found.append(number)
+        found.append(plain(number))
     return found
 
 

@@ -150,3 +150,15 @@ def test_what_no_reward_is_told_is_not_kept() -> None:
     request = parse_request(KEY, encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8)), {"r"})
     assert request.fields == {"prompts": ["p"], "references": ["y"]}
     assert request.job == {"prompts": ["p"], "references": ["y"], "media": "image"}
+
+
+def test_services_of_two_machines_have_queues_of_their_own_in_one_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def queues() -> set[str]:
+        found = set()
+        for machine in ("first", "second"):
+            monkeypatch.setattr(socket, "gethostname", lambda machine=machine: machine)
+            found.add(engine(queue="redis").store._pending)  # type: ignore[attr-defined]
+        return found
+
+    monkeypatch.delenv("LEPTON_REPLICA_ID", raising=False)
+    assert asyncio.run(queues()) == {f"cosmos:reward:pending:{name}:localhost:8080" for name in ("first", "second")}

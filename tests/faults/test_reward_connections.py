@@ -91,3 +91,9 @@ def test_a_connection_without_a_whole_head_of_a_request_is_closed() -> None:
         return found
 
     assert all(0.2 < each < 1.5 for each in asyncio.run(all_seconds()))
+
+
+def test_scores_under_no_uuid_are_not_there(server: Running) -> None:
+    response = server.post("pull", data={"uuid": "no uuid", "type": "exact_match"})
+    assert (response.status_code, response.headers["X-Reward-State"]) == (400, "unknown")
+    assert response.json() == {"message": "Not found scores for no uuid"}

@@ -15,6 +15,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.utilities.templating import apply_values
 
 from cosmos_core.launch.bootstrap import POOLS
+from cosmos_core.rewards.service.config import read_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -178,3 +179,18 @@ def test_the_image_copies_what_is_there_and_has_no_secret() -> None:
         assert all((ROOT / name).exists() for name in line.split()), line
     assert not re.search(r"(TOKEN|SECRET|PASSWORD|ACCESS_KEY)\s*=", text)
     assert "USER cosmos" in text
+
+
+def test_the_reward_service_that_is_deployed_is_what_it_reads_and_each_pod_has_a_name() -> None:
+    config = read_config(DEPLOY / "rewards.toml")
+    parts = list(yaml.safe_load_all((DEPLOY / "reward-service.yaml").read_text()))
+    ports = {part["metadata"]["name"]: part["spec"]["ports"][0]["port"] for part in parts if part["kind"] == "Service"}
+    one, each = "reward-service", "reward-service-pods"
+    assert ports == {one: config.port, each: config.port, config.redis_host: config.redis_port}
+    stateful = next(part for part in parts if part["kind"] == "StatefulSet")["spec"]
+    headless = [part["metadata"]["name"] for part in parts if part["spec"].get("clusterIP") == "None"]
+    assert headless == [stateful["serviceName"]], "it names each pod"
+    assert "annotations" not in stateful["template"]["metadata"], "/metrics cannot be scraped without the token"
+    pod = stateful["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
+    assert config.token_env in {each["name"] for each in pod["containers"][0]["env"]}

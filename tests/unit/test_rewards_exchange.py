@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -17,6 +18,7 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.exchange import Service
 from cosmos_core.rewards.remote import RemoteRewards
+from cosmos_core.rewards.served import checked
 from tests.unit.reward_server import Reply, reply, service, serving
 
 
@@ -28,6 +30,21 @@ def config(**settings: Any) -> RemoteRewardConfig:
 
 def images(count: int) -> list[dict[str, Any]]:
     return [{"prompt": "p", "media": Image.new("RGB", (2, 2), (i, i, i))} for i in range(count)]
+
+
+def test_what_a_row_says_is_sent_as_json_has_it() -> None:
+    metadata = {"difficulty": np.int64(3), "scores": [float("nan"), np.float32(0.5)], "level": "hard"}
+    with serving() as server:
+        request = {"prompt": "p", "to_be_evaluated": "42", "metadata": metadata}
+        RemoteRewards(config(), server.service).score([request])
+    fields, _ = server.enqueued[0].decoded
+    assert fields["metadata"] == [{"difficulty": 3, "scores": [None, 0.5], "level": "hard"}]
+
+
+def test_numbers_that_json_does_not_have_are_null_wherever_they_are() -> None:
+    columns, errors = checked({"a": [1.0, float("inf")], "b": [[float("nan"), 2.0], {"c": np.float64("nan")}]}, 2)
+    assert columns == {"a": [1.0, None], "b": [[None, 2.0], {"c": None}]}
+    assert errors == ["", "a is inf"]
 
 
 @contextmanager

@@ -86,11 +86,9 @@ def test_a_video_is_sent_as_batch_channels_frames_height_width_with_its_rate() -
     with serving() as server:
         values(server, config(), [{"prompt": "p", "media": video, "metadata": {"video_fps": 24.0}}])
     fields, array = server.enqueued[0].decoded
-    assert (fields["media_type"], fields["video_infos"], array.shape) == (
-        "video",
-        [{"video_fps": 24.0}],
-        (1, 3, 2, 4, 6),
-    )
+    assert list(fields)[2:] == ["media_type", "video_infos"]
+    assert (fields["media_type"], fields["video_infos"]) == ("video", [{"video_fps": 24.0}])
+    assert array.shape == (1, 3, 2, 4, 6)
     assert np.array_equal(array[0].transpose(1, 2, 3, 0), video)
 
 
@@ -306,7 +304,9 @@ def pickled() -> bytes:
         npy("{'descr': '|u1', 'fortran_order': False, 'shape': (-1,)}"),
         npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2,)}", b"1"),
         npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2,)}", b"123"),
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': ()}", b"1"),
+        npy("{'descr': '|u1', 'fortran_order': False, 'shape': ()}", b"1"), b'{"a": 1e999}\n',
+        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 0, 4611686018427387904, 4611686018427387904)}"),
+        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (True, 2)}", b"12"),
         npy("{'descr': '|V9', 'fortran_order': False, 'shape': (1,)}", b"123456789"),
         npy("__import__('os').system('true')"), npy("(" * 3000), npy("{'descr': [('a', '|O')]}"),
         b"{}\n\x93NUMPY\x09\x00",
@@ -316,21 +316,6 @@ def test_what_is_no_request_is_refused_with_one_line(body: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode_request(body)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
-
-
-def test_what_is_deployed_is_what_the_service_reads() -> None:
-    import yaml
-
-    from cosmos_core.rewards.service.config import read_config
-
-    folder = Path(__file__).parents[2] / "deploy"
-    config = read_config(folder / "rewards.toml")
-    parts = list(yaml.safe_load_all((folder / "reward-service.yaml").read_text()))
-    ports = {part["metadata"]["name"]: part["spec"]["ports"][0]["port"] for part in parts if part["kind"] == "Service"}
-    assert ports == {"reward-service": config.port, config.redis_host: config.redis_port}
-    pod = next(part for part in parts if part["kind"] == "StatefulSet")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
-    assert config.token_env in {each["name"] for each in pod["containers"][0]["env"]}
 
 
 def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ class Face:
         """Return the scores of one reward, or 400 while they are not there."""
         form = await _form(request)
         key, name = form.get("uuid", ""), form.get("type", "")
-        if not _UUID.fullmatch(key) or (name and not _NAME.fullmatch(name)):
-            return _refusal(422, "uuid and type must be those of a request")
+        if name and not _NAME.fullmatch(name):
+            return _refusal(422, "type must be the name of a reward")
+        if not _UUID.fullmatch(key):
+            return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE: "unknown"})
         key = key.lower()
         if not name and (pending := self.engine.pending.get(key)):
             name = pending.names[0]

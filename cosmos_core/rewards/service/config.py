@@ -110,7 +110,8 @@ class ServiceConfig(Table):
     redis_port: Port = 6379
     """With queue = "redis"."""
     replica_id: str = ""
-    """What clients name to come back to this replica; empty: `LEPTON_REPLICA_ID`, else none is told."""
+    """What clients name to come back to this replica, and with queue = "redis" whose requests are its own; empty:
+    `LEPTON_REPLICA_ID`, else none is told, and its own are those of its machine, host and port."""
     max_body_bytes: PositiveInt = 256 * 2**20
     """Largest request."""
     max_pending_bytes: PositiveInt = 2**30

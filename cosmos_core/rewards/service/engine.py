@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -293,5 +294,5 @@ class Engine:
 def _store(config: ServiceConfig, replica: str) -> Store:
     if config.queue == "memory":
         return MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
-    name = replica or os.environ.get(QUEUE) or f"{config.host}:{config.port}"
+    name = replica or os.environ.get(QUEUE) or f"{socket.gethostname()}:{config.host}:{config.port}"
     return RedisStore(config.redis_host, config.redis_port, config.result_seconds, name)
