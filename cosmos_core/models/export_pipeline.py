@@ -82,8 +82,9 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the adapter as JSON values, in the same order in each process."""
-    settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True}
+    """Return the settings of the adapter as JSON values, in the same order in each process; without dropout, which
+    diffusers would leave on: the pipeline that loads the adapter would draw another image at each call."""
+    settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     plain = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
     found: dict[str, Any] = json.loads(json.dumps(plain, default=str, sort_keys=True))
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,12 +44,25 @@ class SD3(DiffusionModel):
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """See `DiffusionModel.text_embedding`; without a T5 its tokens are zeros, as in the pipeline."""
         given = list(prompts)
-        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"):
+        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
             tokens, _, pooled, _ = self.pipeline.encode_prompt(
                 given, given, given, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_prompt_length,
             )  # fmt: skip
         return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled.cpu()}
+
+    @contextmanager
+    def _width_of_tokens(self) -> Iterator[None]:
+        """Have in the pipeline, inside the block, what it asks its denoiser where it has no T5: how wide tokens are."""
+        if self.pipeline.transformer is not None:
+            yield
+            return
+        width = self.folder.settings(self.denoiser_name).get("joint_attention_dim")
+        self.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(joint_attention_dim=width))
+        try:
+            yield
+        finally:
+            self.pipeline.transformer = None
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None

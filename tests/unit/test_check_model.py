@@ -33,6 +33,11 @@ def test_every_family_passes(name: str, tmp_path: Path) -> None:
     assert [check.name for check in checks] == NAMES
 
 
+def test_a_pipeline_without_a_t5_passes(tmp_path: Path) -> None:
+    folder = tiny_pipelines.save("sd3", tmp_path / "sd3", has_t5=False)
+    assert [check for check in check_model(str(folder)) if not check.is_passed] == []
+
+
 def test_a_class_that_is_wrong_is_told_what(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     folder = tiny_pipelines.save("sd3", tmp_path / "sd3")

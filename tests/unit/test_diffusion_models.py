@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +167,39 @@ def test_a_scheduler_that_is_no_flow_is_refused(tmp_path: Path) -> None:
     (folder / "scheduler/scheduler_config.json").write_text(json.dumps(settings | {"use_flow_sigmas": False}))
     with pytest.raises(ConfigError, match="is not that of a rectified flow"):
         opened(folder).set_scheduler_timestep(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"flow_shift": 5.0}, "unipc"),
+        ({"use_karras_sigmas": True, "sigma_max": 80.0, "sigma_min": 0.002}, "karras"),
+        ({"use_karras_sigmas": True}, "karras"),
+    ],
+    ids=["plain", "karras", "karras-of-ddpm"],
+)
+def test_the_table_of_unipc_is_the_schedulers(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    scheduler = diffusers.UniPCMultistepScheduler(**flow, **settings)
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    index = {"_class_name": "SanaPipeline", "scheduler": ["diffusers", "UniPCMultistepScheduler"]}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    family = DiffusionModel(PipelineFolder(str(tmp_path)), DiffusersConfig())
+    assert family.schedule == name
+    for num_steps in (1, 4, 10):
+        scheduler.set_timesteps(num_steps)
+        ours_N = family.set_scheduler_timestep(num_steps)
+        assert torch.allclose(ours_N, scheduler.sigmas.double(), atol=2e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_without_a_t5_its_tokens_are_zeros_and_the_others_stay_as_they_are(tmp_path: Path) -> None:
+    whole = opened(tiny_pipelines.save("sd3", tmp_path / "whole")).text_embedding(PROMPTS)
+    bare = opened(tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)).text_embedding(PROMPTS)
+    tokens = bare["prompt_embeds"]
+    assert tokens.shape == (2, 77 + LENGTH, 32) and not tokens[:, 77:].any()
+    assert torch.equal(tokens[:, :77], whole["prompt_embeds"][:, :77])
+    assert torch.equal(bare["pooled_prompt_embeds"], whole["pooled_prompt_embeds"])
 
 
 def test_every_family_is_found_by_the_name_of_its_pipeline() -> None:
