@@ -141,7 +141,9 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
     if settings.is_guarded:
         assert inputs.old_mean is not None
         std_B = inputs.found.std.to(log_ratio_B)
-        bias_B = mean_per_sample((inputs.found.mean - inputs.old_mean) ** 2) / (2 * std_B**2)
+        bias_B = mean_per_sample((inputs.found.mean - inputs.old_mean) ** 2)
+        if inputs.found.has_density:
+            bias_B = bias_B / (2 * std_B**2)
         log_ratio_B = (log_ratio_B + bias_B) * std_B
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else 0.0

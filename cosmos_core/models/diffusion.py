@@ -94,6 +94,9 @@ class DiffusionModel:
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         """Return the noise levels of a sampler, `num_steps` + 1 of them from noise to 0, as the scheduler of the
         pipeline has them: float64, and never that scheduler's own integer timesteps."""
+        if self.schedule == "karras":
+            most, least = self.edm_levels
+            return flow.karras_schedule(num_steps, most=most, least=least)
         return flow.SCHEDULES[self.schedule](num_steps, self.shift)
 
     def add_noise(self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_given_B: Tensor | None = None) -> Tensor:
@@ -184,11 +187,24 @@ class DiffusionModel:
         if name.startswith("FlowMatch"):
             return "euler"
         if settings.get("use_flow_sigmas") and settings.get("prediction_type") == "flow_prediction":
-            return "karras" if settings.get("use_karras_sigmas") else "dpm"
+            if settings.get("use_karras_sigmas"):
+                return "karras"
+            return "unipc" if name.startswith("UniPC") else "dpm"
         raise ConfigError(
             f"policy.model_name_or_path = {self.folder.model!r}: its scheduler {name or 'of no name'} is not that of a "
             f"rectified flow, the only kind that is trained here; give a pipeline that is one"
         )
+
+    @property
+    def edm_levels(self) -> tuple[float, float]:
+        """Return the largest and the smallest of Karras' noise levels, those of EDM: as the scheduler's settings have
+        them, otherwise of the levels that it is made of."""
+        most, least = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
+        if most is None or least is None:
+            alphas = self.folder.load("scheduler").alphas_cumprod.double()
+            made_of = ((1 - alphas) / alphas).sqrt()
+            most, least = most or made_of[-1].item(), least or made_of[0].item()
+        return float(most), float(least)
 
     @property
     def shift(self) -> float:

@@ -115,9 +115,17 @@ def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     return _ending_at_0(shifted(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
+def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
+    """Return the table that UniPCMultistepScheduler of diffusers has for flows: from 1 towards 0.001, without that
+    end, shifted. Its 1 is 1e-6 less there, for a logarithm of that scheduler's own steps."""
+    smallest = 1 / _TRAIN_LEVELS
+    return _ending_at_0(shifted(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
+
+
 def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
-    """Return the table of Cosmos-Predict2.5: noise levels of EDM from `most` to `least` by the rule of Karras et al.
-    (arXiv 2206.00364, rho = 7), as those of a flow, s / (1 + s); it has no shift."""
+    """Return the table that UniPCMultistepScheduler of diffusers has with Karras' levels: those of EDM from `most` to
+    `least`, without a name those of Cosmos-Predict2.5, by the rule of Karras et al. (arXiv 2206.00364, rho = 7), as
+    those of a flow, s / (1 + s); it has no shift."""
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
     edm_N = (most ** (1 / rho) + ramp_N * (least ** (1 / rho) - most ** (1 / rho))) ** rho
@@ -128,6 +136,7 @@ SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
     "flow": flow_schedule,
     "euler": euler_schedule,
     "dpm": dpm_schedule,
+    "unipc": unipc_schedule,
     "karras": karras_schedule,
 }
 """Tables of noise levels by name: of how many steps, with which shift."""

@@ -117,7 +117,8 @@ def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) ->
         squares = [(end - new) ** 2 - (end - old) ** 2 for new, old, _, end in zip(*means, strict=True)]
         log_ratio = -sum(squares) / len(squares) / (1 if name == "cps" else 2 * std**2)
         if guarded:
-            bias = sum((new - old) ** 2 for new, old, _, _ in zip(*means, strict=True)) / len(squares) / (2 * std**2)
+            bias = sum((new - old) ** 2 for new, old, _, _ in zip(*means, strict=True)) / len(squares)
+            bias /= 1 if name == "cps" else 2 * std**2
             log_ratio = (log_ratio + bias) * std
         ratio, advantage = math.exp(log_ratio), inputs.advantages_B[b].item()
         expected = max(-advantage * ratio, -advantage * min(max(ratio, 1 - 1e-3), 1 + 2e-3))

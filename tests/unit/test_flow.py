@@ -53,10 +53,12 @@ def test_tables_are_those_of_the_schedulers() -> None:
     diffusers = pytest.importorskip("diffusers")
     euler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     dpm = diffusers.DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
+    flows = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    unipc = diffusers.UniPCMultistepScheduler(**flows, flow_shift=3.0)
     karras = diffusers.UniPCMultistepScheduler(
         use_karras_sigmas=True, use_flow_sigmas=True, prediction_type="flow_prediction", sigma_max=200.0, sigma_min=0.01
     )
-    for name, scheduler in {"euler": euler, "dpm": dpm, "karras": karras}.items():
+    for name, scheduler in {"euler": euler, "dpm": dpm, "unipc": unipc, "karras": karras}.items():
         for num_steps in (1, 4, 10):
             scheduler.set_timesteps(num_steps)
             ours_N = flow.SCHEDULES[name](num_steps, 3.0)

@@ -34,9 +34,9 @@ class SampleConfig(Table):
     FlowCPS (`cps`, 2509.05952) or `ddim`, unless `deterministic_sampling`; or solvers of the differential equation,
     which validation takes in any case: DPM-Solver++ of order 2 (`dpm2`) or 1, which is Euler's. FlowGRPO has steps of
     `flow` beside a solver."""
-    sigma_schedule: Literal["", "flow", "euler", "dpm", "karras"] = ""
+    sigma_schedule: Literal["", "flow", "euler", "dpm", "unipc", "karras"] = ""
     """Table of noise levels: evenly spaced and shifted from 1 to 0 (`flow`), or as the schedulers of diffusers have
-    them (FlowMatchEuler, DPMSolverMultistep, UniPC with Karras' levels); empty: that of the pipeline."""
+    them (FlowMatchEuler, DPMSolverMultistep, UniPC, and UniPC with Karras' levels); empty: that of the pipeline."""
 
 
 class FlowRLConfig(Table):
