@@ -102,8 +102,8 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         metrics: dict[str, float] = {}
         notices: list[JsonValue] = []
         for name, split in splits.items():
-            skipped = work.write(name, split, next(iter(null.values())), folder)
-            metrics |= {f"data/{name}_rows": float(len(split.kept)), f"data/{name}_skipped_rows": float(len(skipped))}
+            num_rows, skipped = work.write(name, split, next(iter(null.values())), folder)
+            metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skipped))}
             for line in _told(name, skipped, split.total):
                 logger.warning("%s", line)
                 notices.append(line)
@@ -124,8 +124,8 @@ class _Work:
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
 
-    def write(self, name: str, split: Split, null: dict[str, str], folder: Path) -> list[str]:
-        """Write a split and return why each row is not in it that was left out.
+    def write(self, name: str, split: Split, null: dict[str, str], folder: Path) -> tuple[int, list[str]]:
+        """Write a split and return how many rows are in it, and why each is not that was left out.
 
         Raises:
             DataError: too many rows cannot be used, or none is left.
@@ -149,7 +149,7 @@ class _Work:
         columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
         with pa.ipc.new_file(split_path(folder, name), schema) as file:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-        return skipped
+        return len(records), skipped
 
     def texts(self, texts: Sequence[Keyed[str]], folder: Path) -> dict[str, dict[str, str]]:
         """Return where the embeddings of texts lie, by key."""

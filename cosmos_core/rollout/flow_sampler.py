@@ -11,9 +11,9 @@ Not here: the steps (`flow_path`), the table of noise levels and the network's i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class FlowSamplerEngine:
         most = len(prompts) * min(self._most_of_group or sampling.num_completions, sampling.num_completions)
         drawn: list[Drawn] = []
         for start in range(0, len(rows), most * self._num_ranks):
-            drawn += self._of_ranks(rows[start : start + most * self._num_ranks], sampling, step)
+            drawn += self._of_forms(rows[start : start + most * self._num_ranks], sampling, step)
         count = sampling.num_completions
         return [
             Group(prompt, tuple(map(_completion, drawn[p * count : (p + 1) * count])), step)
@@ -107,6 +107,18 @@ class FlowSamplerEngine:
     @property
     def _num_ranks(self) -> int:
         return self._source.mesh.data.size() if self._source.mesh else 1
+
+    def _of_forms(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
+        """Return what all ranks draw for these rows, in their order: those whose texts have one form are drawn
+        together, as embeddings that a data set brings may have other numbers of tokens. All ranks have all rows, so
+        all find the same forms."""
+        forms: dict[tuple[Any, ...], list[int]] = {}
+        for i, row in enumerate(rows):
+            forms.setdefault(_form(row.prompt.embedding), []).append(i)
+        drawn: dict[int, Drawn] = {}
+        for indices in forms.values():
+            drawn |= zip(indices, self._of_ranks([rows[i] for i in indices], sampling, step), strict=True)
+        return [drawn[i] for i in range(len(rows))]
 
     def _of_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
         """Return what all ranks draw for these rows, in their order; a rank without a row of its own draws the first,
@@ -189,6 +201,10 @@ def _completion(drawn: Drawn) -> Completion:
 
 def _generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:
     return torch.Generator().manual_seed(request_seed(seed, step, prompt_id, k))
+
+
+def _form(text: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, tuple(text[name].shape)) for name in sorted(text))
 
 
 def _stacked(texts: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
