@@ -42,6 +42,7 @@ class DiffusionNft(FlowRl):
                 outputs["latents"],
                 torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64),
                 optimality(advantages_B, config.advantage_low, config.advantage_high, config.advantage_mode),
+                micro.mask,
             )
             terms = nft_loss(inputs, beta, config.advantage_high)
             value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total

@@ -103,6 +103,7 @@ class FlowGrpo(FlowRl):
             torch.stack([step.rollout.drawn.means[step.n] for step in steps]).to(x) if has_means else None,
             self._transition(x, reference, levels) if reference is not None else None,
             sigma_B - next_B,
+            micro.mask,
         )
 
     def _transition(self, x: Tensor, velocity: Tensor, levels: Levels) -> Transition:

@@ -69,6 +69,8 @@ class NftInputs:
     """The latents of the sample."""
     sigma_B: Tensor
     optimality_B: Tensor
+    mask: Tensor | None = None
+    """1 for what is learned, 0 for frames that are given; None: all is learned."""
 
 
 def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
@@ -82,16 +84,16 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
     unweighted_B = r_B * positive_B + (1 - r_B) * negative_B
     kl_B = torch.zeros_like(unweighted_B)
     if inputs.reference is not None:
-        kl_B = mean_per_sample((v - inputs.reference.detach().float()) ** 2)
-    deviation_B = mean_per_sample((v - old).detach() ** 2)
+        kl_B = mean_per_sample((v - inputs.reference.detach().float()) ** 2, inputs.mask)
+    deviation_B = mean_per_sample((v - old).detach() ** 2, inputs.mask)
     return NftTerms(scale * unweighted_B / beta, unweighted_B, kl_B, deviation_B)
 
 
 def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
     """Return the squared error of the clean estimate of a velocity over its mean absolute error, per sample."""
     error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
-    weight_B = mean_per_sample(error.detach().double().abs()).clamp(min=_LEAST_WEIGHT)
-    return mean_per_sample(error**2) / weight_B.to(error)
+    weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_LEAST_WEIGHT)
+    return mean_per_sample(error**2, inputs.mask) / weight_B.to(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class StepInputs:
     reference: Transition | None = None
     sizes_B: Tensor | None = None
     """How far the step went, sigma - next; GRPO-Guard needs it."""
+    mask: Tensor | None = None
+    """1 for what is learned, 0 for frames that are given; None: all is learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +141,11 @@ class StepTerms:
 def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
     """Return the clipped loss of a step (arXiv 2505.05470) and its KL to the reference, mean (mu - mu_ref)^2 /
     (2 rate^2), for steps without a density mean (mu - mu_ref)^2 / 2."""
-    log_ratio_B = log_prob(inputs.found, inputs.later) - inputs.old_log_prob_B.to(inputs.later)
+    log_ratio_B = log_prob(inputs.found, inputs.later, inputs.mask) - inputs.old_log_prob_B.to(inputs.later)
     if settings.is_guarded:
         assert inputs.old_mean is not None
         std_B = inputs.found.std.to(log_ratio_B)
-        bias_B = mean_per_sample((inputs.found.mean - inputs.old_mean) ** 2)
+        bias_B = mean_per_sample((inputs.found.mean - inputs.old_mean) ** 2, inputs.mask)
         if inputs.found.has_density:
             bias_B = bias_B / (2 * std_B**2)
         log_ratio_B = (log_ratio_B + bias_B) * std_B
@@ -155,7 +159,7 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
         policy_B = policy_B / inputs.sizes_B.to(policy_B)
     kl_B = torch.zeros_like(policy_B)
     if inputs.reference is not None:
-        squared_B = mean_per_sample((inputs.found.mean - inputs.reference.mean.detach()) ** 2)
+        squared_B = mean_per_sample((inputs.found.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
         rate = inputs.found.rate.to(squared_B) if inputs.found.has_density else torch.ones_like(squared_B)
         kl_B = squared_B / (2 * rate**2)
     return StepTerms(policy_B, kl_B, ratio_B.detach(), clipped_B > plain_B)

@@ -52,9 +52,13 @@ def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
     return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
 
 
-def mean_per_sample(values: Tensor) -> Tensor:
-    """Return the mean over all dimensions but the first."""
-    return values.flatten(1).mean(1)
+def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean over all dimensions but the first, where the mask is 1: over what is learned, so that frames
+    which are given do not dilute it. None, or a 1 alone: over everything."""
+    if mask is None or not mask.ndim:
+        return values.flatten(1).mean(1)
+    weights = mask.to(values).expand_as(values).flatten(1)
+    return (values.flatten(1) * weights).sum(1) / weights.sum(1)
 
 
 def shifted(sigma: Tensor, shift: float) -> Tensor:

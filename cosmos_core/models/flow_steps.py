@@ -102,11 +102,11 @@ def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) ->
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 
 
-def log_prob(found: Transition, later: Tensor) -> Tensor:
+def log_prob(found: Transition, later: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the log-probability of the latents after a step for each sample: the *mean* over their elements, which is
-    why clip ranges are as small as 1e-4."""
+    why clip ranges are as small as 1e-4; over those where the mask is 1 (None: all), as given frames are not drawn."""
     mean, later = found.mean, later.to(found.mean.dtype)
-    squared_B = mean_per_sample((later - mean) ** 2)
+    squared_B = mean_per_sample((later - mean) ** 2, mask)
     if not found.has_density:
         return -squared_B
     std = found.std.to(squared_B)

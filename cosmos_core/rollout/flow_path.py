@@ -101,9 +101,12 @@ class Given:
 
     def put(self, x: Tensor) -> Tensor:
         """Return latents with these frames in them."""
+        return torch.where(self.is_learned(x), x, self.latents.to(x))
+
+    def is_learned(self, x: Tensor) -> Tensor:
+        """Return which frames of latents are not given, (B, 1, F, 1, 1)."""
         frames_F = torch.arange(x.shape[2], device=x.device)
-        is_given = (frames_F[None] < self.num_B.to(x.device)[:, None])[:, None, :, None, None]
-        return torch.where(is_given, self.latents.to(x), x)
+        return (frames_F[None] >= self.num_B.to(x.device)[:, None])[:, None, :, None, None]
 
 
 def num_given(bounds: tuple[int, int], most: int, seed: int, step: int, prompt_id: int) -> int:
@@ -148,7 +151,7 @@ def denoise(  # noqa: PLR0913 - what a way from noise to data is made of
         if i in found.steps:
             found.before.append(x.cpu())
             found.after.append(later.cpu())
-            found.log_probs.append(log_prob(step, later).cpu())
+            found.log_probs.append(log_prob(step, later, given.is_learned(x) if given else None).cpu())
             if sampling.keeps_means:
                 found.means.append(step.mean.cpu())
         x = later

@@ -130,6 +130,37 @@ def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) ->
         assert terms.kl_B[b].item() == pytest.approx(distance / (2 if name == "cps" else 2 * rate**2), rel=1e-7)
 
 
+def test_given_frames_are_no_part_of_any_mean() -> None:
+    """A loss with a mask is that of the elements which are learned, whatever the others are."""
+    mask = torch.ones(3, 1, 1, 3)
+    mask[..., 0] = 0
+    inputs, _, known = step_inputs("flow", True)
+    reference = inputs.reference
+    assert reference is not None and inputs.old_mean is not None
+    settings = RatioSettings(1e-3, 2e-3, is_guarded=True)
+    learned = StepInputs(
+        inputs.found._replace(mean=inputs.found.mean[..., 1:]),
+        inputs.later[..., 1:],
+        log_prob(known["old"], inputs.later, mask),
+        inputs.advantages_B,
+        inputs.old_mean[..., 1:],
+        reference._replace(mean=reference.mean[..., 1:]),
+        inputs.sizes_B,
+    )
+    masked = flow_grpo_loss(replace(inputs, old_log_prob_B=learned.old_log_prob_B, mask=mask), settings)
+    alone = flow_grpo_loss(learned, settings)
+    for name in ("policy_B", "kl_B", "ratio_B"):
+        assert torch.allclose(getattr(masked, name), getattr(alone, name), atol=1e-12), name
+
+    v, old, ref, x, x0 = drawn(0, 5)
+    sigma_B, r_B = torch.tensor([0.2, 0.9, 1.0]), torch.tensor([0.0, 0.3, 1.0])
+    whole = nft_loss(NftInputs(v, old, ref, x, x0, sigma_B, r_B, mask), 0.1, 5.0)
+    parts = [each[..., 1:] for each in (v, old, ref, x, x0)]
+    part = nft_loss(NftInputs(*parts, sigma_B, r_B), 0.1, 5.0)
+    for name in ("policy_B", "kl_B", "deviation_B"):
+        assert torch.allclose(getattr(whole, name), getattr(part, name), rtol=1e-5), name
+
+
 def test_a_ratio_that_is_clipped_has_no_gradient() -> None:
     inputs, v, _ = step_inputs("flow", False)
     inputs = replace(inputs, advantages_B=inputs.advantages_B * torch.tensor([-1, -1, 1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -119,6 +120,19 @@ def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
         assert ours.drawn.log_probs == pytest.approx(other.drawn.log_probs, abs=1e-6)
 
 
+def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() -> None:
+    ragged = [
+        replace(prompt, embedding=prompt.embedding | {"tokens": torch.zeros(count, 2)})
+        for prompt, count in zip(prompts(), (3, 5, 3), strict=True)
+    ]
+    denoiser = Denoiser()
+    groups = generate(engine(denoiser), ragged, sampling(kernel="flow"), step=3)
+    even = generate(engine(Denoiser()), prompts(), sampling(kernel="flow"), step=3)
+    assert [group.prompt.text for group in groups] == list(COLOURS)
+    assert torch.allclose(latents(groups), latents(even), atol=1e-6)
+    assert [len(levels) for levels in denoiser.sigmas] == [8] * 5 + [4] * 5
+
+
 def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
     kept = {"kernel": "flow", "trained_on": (0,)}
     first = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
@@ -201,6 +215,27 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
     assert torch.allclose(groups[1].completions[0].drawn.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4)
     with pytest.raises(ConfigError, match="empty prompt"):
         generate(engine(Denoiser()), prompts(), sampling(guidance_scale=2.0), step=0)
+
+
+def test_given_frames_are_no_part_of_a_log_probability() -> None:
+    asked = [replace(prompts()[0], given=torch.rand(3, 4, 4, 4))]
+    settings = {
+        "num_frames": 4,
+        "given_frames": (2, 2),
+        "kernel": "flow",
+        "trained_on": (1,),
+        "keeps_means": True,
+        "eta": 0.5,
+    }
+    [group] = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), 0)
+    table = flow.euler_schedule(5, 3.0)
+    for completion in group.completions:
+        drawn = completion.drawn
+        zero = torch.zeros_like(drawn.before)
+        std = transition("flow", zero, zero, Levels(table[1], table[2], table[1]), 0.5).std.item()
+        squared = (drawn.after - drawn.means)[0, :, 2:].square().mean().item()
+        expected = -squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+        assert drawn.log_probs == pytest.approx([expected], abs=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["", "flow"])
