@@ -211,7 +211,7 @@ def test_videos_are_sent_to_the_original_service_as_the_latents_that_its_own_cli
     np.save(stream, array, allow_pickle=False)
     line = {
         "prompts": ["video 0", "video 1"], "reward_fn": {"dance_grpo": 1.0},
-        "video_infos": [{"video_fps": 8.0}] * 2, "media_type": "latent",
+        "media_type": "latent", "video_infos": [{"video_fps": 8.0}] * 2,
     }  # fmt: skip
     assert body == json.dumps(line).encode() + b"\n" + stream.getvalue()
     decoded = WanLatents("x", str(tmp_path / "vae"), "cpu").decode(array)
