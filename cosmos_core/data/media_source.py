@@ -3,6 +3,7 @@
     NAME.json + NAME.jpg | png | webp | mp4 ...     a folder of pairs; the JSON object has `prompt`
     metas/NAME.txt + videos/NAME.mp4                and perhaps t5_xxl/NAME.safetensors, the embedding of the text
     SHARD.tar                                       webdataset: members of one name, `json` or `txt` beside the media
+    metadata.jsonl | csv | parquet                  with `file_name`, and the media beside it: an imagefolder
     rows with a column of images                    a `save_to_disk` folder, parquet, or a data set on the Hub
     prompts alone                                   a line each (.txt), or rows with `prompt`
 
@@ -16,7 +17,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +31,8 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 PROMPT_KEYS = ("prompt", "caption", "text")
-_MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4")
+_MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
+_METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 _BLOCK = 1 << 20
@@ -93,6 +95,8 @@ class Item:
     content: Content | None = None
     embedding: Path | None = None
     """A file with the embedding of the prompt; None: the text encoder makes it."""
+    lacks: str = ""
+    """Where its media were looked for in vain; empty: beside it."""
     problem: str = ""
     """Why the row cannot be used, as one line; empty: it can."""
 
@@ -132,7 +136,9 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
         return lambda: _metas(path)
     if tars := _tars(path):
         return lambda: (item for path in tars for item in _members(path))
-    if path.is_dir() and _is_media_folder(path):
+    if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
+        path, split = metadata, "train"  # one file, whose rows are all of its folder
+    elif path.is_dir() and _is_media_folder(path):
         return lambda: _pairs(path)
     rows = load_rows(dataset.derived(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
     return lambda: (_item_of_row(located, rows.folder) for located in rows)
@@ -194,14 +200,22 @@ def _metas(folder: Path) -> Iterator[Item]:
         for file in sorted((folder / below).iterdir())
         if file.suffix in EMBEDDING_SUFFIXES
     }
-    for file in sorted((folder / "metas").glob("[!.]*.txt")):
+    described = sorted((folder / "metas").glob("[!.]*.txt"))
+    for file in described:
         where = f"metas/{file.name}"
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
             yield Item(where, "", problem=f"{where}: {first_line(error)}")
             continue
-        yield _described({"prompt": prompt}, where, _content(media.get(file.stem)), embeddings.get(file.stem))
+        embedding = embeddings.get(file.stem)
+        if not prompt and embedding is None:
+            yield Item(where, "", problem=f"{where}: it is empty; write its prompt there")
+            continue
+        yield _described({"prompt": prompt}, where, _content(media.get(file.stem)), embedding)
+    for stem in sorted(media.keys() - {file.stem for file in described}):
+        where = f"{media[stem].parent.name}/{media[stem].name}"
+        yield Item(where, "", problem=f"{where}: there is no metas/{stem}.txt with its prompt")
 
 
 def _content(path: Path | None) -> Content | None:
@@ -263,7 +277,7 @@ def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarf
     try:
         value = json.loads(_bytes(archive, group["json"])) if "json" in group else {}
         text = next((suffix for suffix in ("txt", "caption", "prompt") if suffix in group), None)
-        if text is not None and isinstance(value, dict) and not _prompt_key(value):
+        if text is not None and isinstance(value, dict) and not _has_prompt(value):
             value["prompt"] = _bytes(archive, group[text]).decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
         return Item(where, "", problem=f"{where}: {first_line(error)}")
@@ -299,8 +313,11 @@ def _item_of_row(located: Located, folder: Path) -> Item:
     where, row = located
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
-        return _described(row, where, None, None)
+        lacks = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
+        return replace(_described(row, where, None, None), lacks=lacks)
     value, is_video = row[key], key in {"video", "mp4"}
+    if key == "file_name":
+        is_video = str(value).lower().endswith(VIDEO_SUFFIXES)
     described = {name: other for name, other in row.items() if name not in _MEDIA_KEYS}
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
@@ -322,4 +339,11 @@ def _described(value: Any, where: str, content: Content | None, embedding: Path 
 
 
 def _prompt_key(value: dict[str, Any]) -> str | None:
-    return next((name for name in PROMPT_KEYS if isinstance(value.get(name), str)), None)
+    """Return the key of the first text that is not empty, otherwise of the first; None: there is none."""
+    texts = [name for name in PROMPT_KEYS if isinstance(value.get(name), str)]
+    return next((name for name in texts if value[name].strip()), texts[0] if texts else None)
+
+
+def _has_prompt(value: dict[str, Any]) -> bool:
+    key = _prompt_key(value)
+    return key is not None and bool(value[key].strip())

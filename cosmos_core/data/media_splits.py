@@ -162,7 +162,7 @@ def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
     if item.problem:
         return item.problem
     if needs_media and item.content is None:
-        return "there is no image or video beside it"
+        return item.lacks or "there is no image or video beside it"
     try:
         text = digest_of("text", item.prompt)
         if item.embedding is not None:

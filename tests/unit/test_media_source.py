@@ -114,6 +114,57 @@ def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp
     assert items[-1].problem.startswith("cut.tar: damaged tar file")
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_an_imagefolder_has_its_captions_in_metadata_beside_the_media(tmp_path, suffix):
+    import pandas
+
+    folder = tmp_path / "train"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "1.png").write_bytes(png())
+    write_clip(folder / "sub" / "2.MP4", 3)
+    rows = pandas.DataFrame({"file_name": ["1.png", "sub/2.MP4"], "text": ["one", "two"], "label": [7, 8]})
+    if suffix == "jsonl":
+        rows.to_json(folder / "metadata.jsonl", orient="records", lines=True)
+    elif suffix == "csv":
+        rows.to_csv(folder / "metadata.csv", index=False)
+    else:
+        rows.to_parquet(folder / "metadata.parquet")
+    for path in (tmp_path, folder):
+        items = items_of(path)
+        assert [(item.prompt, item.content.is_video, item.problem) for item in items] == [
+            ("one", False, ""), ("two", True, ""),
+        ]  # fmt: skip
+        assert items[0].content.read() == png()
+        assert int(items[1].metadata["label"]) == 8 and "file_name" not in items[1].metadata
+
+
+def test_a_row_without_a_column_of_media_says_which_are_known_and_which_it_has(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"photo": "1.png", "text": "one"}\n')
+    [item] = items_of(tmp_path / "rows.jsonl")
+    assert item.content is None and item.problem == ""
+    known = "image, img, jpg, png, webp, video, mp4, file_name"
+    assert item.lacks == f"it has no column {known} with an image or a video, but photo, text"
+
+
+def test_captions_that_are_missing_or_empty_are_told_and_an_empty_key_hides_no_other(tmp_path):
+    for name in ("metas", "videos", "t5_xxl"):
+        (tmp_path / name).mkdir()
+    for stem, caption in {"a": "a cat", "b": None, "c": " ", "d": ""}.items():
+        write_clip(tmp_path / "videos" / f"{stem}.mp4", 3)
+        if caption is not None:
+            (tmp_path / "metas" / f"{stem}.txt").write_text(caption)
+    save_file({"embeds": torch.ones(2, 3)}, tmp_path / "t5_xxl" / "d.safetensors")
+    assert [(item.prompt, item.problem) for item in items_of(tmp_path)] == [
+        ("a cat", ""),
+        ("", "metas/c.txt: it is empty; write its prompt there"),
+        ("", ""),  # its embedding is what says it
+        ("", "videos/b.mp4: there is no metas/b.txt with its prompt"),
+    ]
+    pair = {"1.png": png(), "1.json": b'{"prompt": "", "caption": "one"}', "2.png": png(), "2.json": b'{"text": " "}'}
+    shard = tar_of(tmp_path / "1.tar", pair | {"2.txt": b"two", "3.png": png(), "3.json": b'{"prompt": ""}'})
+    assert [(item.prompt, item.problem) for item in items_of(shard)] == [("one", ""), ("two", ""), ("", "")]
+
+
 def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):
     shard = tar_of(tmp_path / "1.tar", dict.fromkeys(("1.txt", "2.txt", "3.txt"), b"one"))
     content = bytearray(shard.read_bytes())
