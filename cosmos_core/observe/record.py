@@ -15,7 +15,8 @@ from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, Facts, read_facts
-from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json
+from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
+from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import read_kind
@@ -262,7 +263,9 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 def loading_line(model: Path) -> str:
     """Return the Python line that loads the model with the public library."""
     if (model / "model_index.json").is_file():
-        return f"from diffusers import DiffusionPipeline; pipe = DiffusionPipeline.from_pretrained({str(model)!r})"
+        index = read_object(model / "model_index.json")
+        call = f"DiffusionPipeline.from_pretrained({str(model)!r}{pipeline_arguments(index)})"
+        return f"from diffusers import DiffusionPipeline; pipe = {call}{pipeline_needs(index)}"
     loader = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 

@@ -19,6 +19,7 @@ from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, Unguarded, substitute
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import known_pipelines, open_family
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
+from cosmos_core.observe.record import loading_line
 from tests import tiny_pipelines
 
 PROMPTS = ["7 is a digit", "a cat"]
@@ -200,6 +201,25 @@ def test_without_a_t5_its_tokens_are_zeros_and_the_others_stay_as_they_are(tmp_p
     assert tokens.shape == (2, 77 + LENGTH, 32) and not tokens[:, 77:].any()
     assert torch.equal(tokens[:, :77], whole["prompt_embeds"][:, :77])
     assert torch.equal(bare["pooled_prompt_embeds"], whole["pooled_prompt_embeds"])
+
+
+def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
+    def line(name: str, **components: list[str | None]) -> str:
+        (tmp_path / INDEX).write_text(json.dumps({"_class_name": name, "vae": ["diffusers", "VAE"], **components}))
+        return loading_line(tmp_path)
+
+    none: list[str | None] = [None, None]
+    bare = line("StableDiffusion3Pipeline", image_encoder=none, text_encoder_3=none, tokenizer_3=none)
+    assert bare.endswith(f"from_pretrained({str(tmp_path)!r}, text_encoder_3=None, tokenizer_3=None)")
+    guarded = line("Cosmos2_5_PredictBasePipeline")
+    assert guarded.endswith("')  # pip install cosmos_guardrail, or give a safety_checker")
+    assert line("SanaPipeline").endswith(f"from_pretrained({str(tmp_path)!r})")
+
+
+def test_the_loading_line_loads_a_pipeline_without_a_t5(tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    exec(loading_line(tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)), found)
+    assert found["pipe"].text_encoder_3 is None and found["pipe"].transformer is not None
 
 
 def test_every_family_is_found_by_the_name_of_its_pipeline() -> None:
