@@ -16,6 +16,7 @@ from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.lora import FOLDER, is_adapted
 from cosmos_core.models.prove_pipeline import prove_pipeline
+from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
@@ -64,9 +65,11 @@ def _started_from(family: DiffusionModel, training: Stage) -> Any:
 
 
 def _loading(family: DiffusionModel) -> Loading:
+    index = family.folder.index
+    call = f"DiffusionPipeline.from_pretrained(path{pipeline_arguments(index)})"
     return Loading(
         "diffusers",
-        ("from diffusers import DiffusionPipeline", "", "pipeline = DiffusionPipeline.from_pretrained(path)"),
+        ("from diffusers import DiffusionPipeline", "", f"pipeline = {call}{pipeline_needs(index)}"),
         f"The adapter is merged into these weights; `{FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the base "
         f"model with `pipeline.load_lora_weights`.",
     )
