@@ -28,6 +28,8 @@ TENSORS = "tensors"
 """The folder of the shards, beside the tables."""
 NULL_TEXT = b"null text"
 """Key of the schema's metadata: where the embedding of the empty prompt lies."""
+_KEPT_BYTES = 64 << 20
+"""Of rows in memory, which are read from their shards only once."""
 _OPEN_SHARDS = 128
 
 
@@ -94,7 +96,12 @@ class _Media(LazySequence[RowT]):
 
 
 class MediaRows(_Media[MediaRow]):
-    """Images or clips to learn, by row."""
+    """Images or clips to learn, by row; nobody changes the tensors of a row."""
+
+    def __init__(self, table: pa.Table, folder: Path) -> None:
+        super().__init__(table, folder)
+        self._kept: dict[int, MediaRow] = {}
+        self._num_kept_bytes = 0
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -102,10 +109,17 @@ class MediaRows(_Media[MediaRow]):
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
     def item(self, index: int) -> MediaRow:
-        """See `LazySequence.item`."""
-        latent = self._tensors(self._value("media", index))
-        text = self._tensors(self._value("text", index))
-        return MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
+        """See `LazySequence.item`; rows of little data are kept, as many as there is room for."""
+        row = self._kept.get(index)
+        if row is None:
+            latent = self._tensors(self._value("media", index))
+            text = self._tensors(self._value("text", index))
+            row = MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
+            num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
+            if self._num_kept_bytes + num_bytes <= _KEPT_BYTES:
+                self._kept[index] = row
+                self._num_kept_bytes += num_bytes
+        return row
 
 
 class MediaPrompts(_Media[MediaPrompt]):
