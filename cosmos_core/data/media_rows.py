@@ -98,10 +98,10 @@ class _Media(LazySequence[RowT]):
 class MediaRows(_Media[MediaRow]):
     """Images or clips to learn, by row; nobody changes the tensors of a row."""
 
-    def __init__(self, table: pa.Table, folder: Path) -> None:
+    def __init__(self, table: pa.Table, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
         super().__init__(table, folder)
         self._kept: dict[int, MediaRow] = {}
-        self._num_kept_bytes = 0
+        self._bytes_left = kept_bytes
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -116,9 +116,9 @@ class MediaRows(_Media[MediaRow]):
             text = self._tensors(self._value("text", index))
             row = MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
             num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
-            if self._num_kept_bytes + num_bytes <= _KEPT_BYTES:
+            if num_bytes <= self._bytes_left:
                 self._kept[index] = row
-                self._num_kept_bytes += num_bytes
+                self._bytes_left -= num_bytes
         return row
 
 

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
-from cosmos_core.data.media_rows import open_media, open_media_prompts
+from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import framing_of
 from cosmos_core.data.prepare import run as run_stage
@@ -106,6 +106,20 @@ def test_each_row_has_the_embedding_of_its_prompt_and_the_latent_of_its_image(tm
     assert row.logvar is not None and row.logvar.abs().sum() == 0
     assert rows.null_text["embeds"].tolist() == [[0.0, float(ord(" "))]]
     assert open_media_prompts(stage_path(runs) / "data", "train")[2].metadata == {"label": 2}
+
+
+def test_rows_are_read_once_as_far_as_there_is_room_and_are_the_same_without(tmp_path, runs):
+    prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 3))
+    folder = stage_path(runs) / "data"
+    rows = open_media(folder, "train")
+    row = rows[0]
+    num_bytes = row.mean.nbytes + row.logvar.nbytes + sum(tensor.nbytes for tensor in row.text.values())
+    assert rows[0] is row, "read once"
+    tight = MediaRows(rows._table, folder, kept_bytes=2 * num_bytes)
+    again = [(tight[i], tight[i]) for i in range(3)]
+    assert [one is other for one, other in again] == [True, True, False], "two rows have room"
+    for i, (one, other) in enumerate(again):
+        assert torch.equal(one.mean, other.mean) and torch.equal(one.mean, rows[i].mean)
 
 
 def test_with_a_complete_cache_no_encoder_is_opened_and_the_files_are_the_same(tmp_path, runs):
