@@ -16,7 +16,7 @@ from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 
 BEHAVIOURS = '''
-import asyncio, os, subprocess, sys, time
+import asyncio, os, resource, subprocess, sys, time
 
 def act(to_be_evaluated, reference):
     """Does what the answer says."""
@@ -34,6 +34,8 @@ def act(to_be_evaluated, reference):
     if to_be_evaluated == "eat":
         return float(len(bytearray(2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))))
     if to_be_evaluated == "who ends first":
+        most = resource.getrlimit(resource.RLIMIT_DATA)[0]  # without it the kernel may let a process reserve more
+        assert most == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), most
         return float(open("/proc/self/oom_score_adj").read())
     if to_be_evaluated == "kill":
         os.kill(os.getpid(), 9)
@@ -150,7 +152,7 @@ def test_what_a_reward_raises_is_told_with_its_line_and_once_with_its_traceback(
     with RewardRunner({f"{file}:nothing": 1.0, act: 1.0}, timeout_seconds=5, num_workers=1) as runner:
         scores = runner.score(requests("raise", "raise", "raise"))
     assert {score.error for score in scores} == {
-        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:52); "
+        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:54); "
         f"act: KeyError: 'no such\\nthing' ({file}:10)"
     }
     said = capfd.readouterr().err
