@@ -107,15 +107,18 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
     lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
+    right: dict[str, float] = {}
+    if full_reward is not None:
+        accuracy = float((values >= full_reward - 1e-9).mean())
+        right = {"validation/accuracy": accuracy, **_pass_at_each(groups, full_reward)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
         "validation/reward_stderr": _standard_error(groups),
-        **({} if full_reward is None else {"validation/accuracy": float((values >= full_reward - 1e-9).mean())}),
         "validation/invalid": float(num_completions - len(values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
-        **({} if full_reward is None else _pass_at_each(groups, full_reward)),
+        **right,
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
 
