@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,17 @@ class ActorGroup:
     """Each is on the GPU of a rank, of which either may take a half; otherwise on GPUs of its own."""
     processes: int = 1
     """That each starts and that compute, itself if it is one, on a GPU each; all on one machine."""
+    threads: int = 0
+    """Of each process; 0: as many as the process finds."""
 
 
 class _Host:
     """An object in a process of its own."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], threads: int) -> None:
+        if threads:
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that it starts
+            torch.set_num_threads(threads)
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
@@ -110,7 +117,7 @@ class Actors:
         """Start or end actors until there are as many as wanted; return whether that changed anything."""
         wanted, before = max(0, self._group.wanted()), len(self.handles)
         while len(self.handles) < wanted:
-            self.handles.append(ActorHandle(self._actor.remote(self._group.make)))
+            self.handles.append(ActorHandle(self._actor.remote(self._group.make, self._group.threads)))
         for handle in self.handles[wanted:]:
             ray.kill(handle.actor, no_restart=True)
         del self.handles[wanted:]

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
@@ -193,10 +193,10 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
         if beside is not None and not beside.shares_gpus:
-            # Ranks and what is beside them have all cores each, since neither computes without a pause; a thread that
-            # waits must then leave its core to the others at once. Processes inherit it.
-            threads = torch.get_num_threads() // max(size, beside.wanted() * beside.processes)
-            os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
+            of_rank, of_actor = threads_of(torch.get_num_threads(), size, beside.wanted() * beside.processes)
+            beside = replace(beside, threads=of_actor)
+            os.environ["OMP_NUM_THREADS"] = str(of_rank)  # processes inherit it
+            # A thread that waits must leave its core to the others at once.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         ray.init(
             address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
@@ -224,6 +224,16 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
                     ray.kill(member)
     finally:
         ray.shutdown()
+
+
+def threads_of(cores: int, num_ranks: int, num_beside: int) -> tuple[int, int]:
+    """Return the threads of a rank and of a process beside the ranks, on one machine.
+
+    Ranks have all cores, since no engine computes without a pause. A decoding engine gains little from a second thread,
+    while each operation of a rank waits for the core that such a thread takes: half of the cores made a training with
+    ragged completions a fifth faster than all (docs/benchmarks.md).
+    """
+    return max(1, cores // max(num_ranks, num_beside)), max(1, cores // (2 * max(1, num_beside)))
 
 
 def _starter(ray: Any, size: int, *, shares_gpus: bool) -> Callable[[Program], tuple[list[Any], list[Any]]]:

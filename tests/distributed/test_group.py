@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cosmos_core.cluster.group import WorkerGroup
+from cosmos_core.cluster.actors import _Host
+from cosmos_core.cluster.group import WorkerGroup, threads_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
@@ -91,6 +93,19 @@ def assert_like(done: Stage, alone: dict[str, Any]) -> None:
     for name, weight in alone["weights"].items():
         # Adam turns the rounding of a tiny gradient into a share of the rate of 1e-3.
         assert (found[name] - weight).abs().max() <= 2e-5, name
+
+
+def test_what_is_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert [threads_of(*case) for case in ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))] == [
+        (2, 1), (8, 4), (4, 2), (1, 1), (4, 2),
+    ]  # fmt: skip
+    before = torch.get_num_threads()
+    try:
+        assert _Host(torch.get_num_threads, 3).call("__int__", (), {}) == 3
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
