@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,15 @@ from cosmos_core.run.state import read_state
 
 Found = TypeVar("Found")
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let what libraries leave in the temporary folder (sockets of vLLM, sessions of Ray) go with the run. Folders of
+    tests stay where pytest keeps those of the last runs."""
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="cosmos-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True))
 
 
 def pytest_collection() -> None:
