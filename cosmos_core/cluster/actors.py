@@ -35,6 +35,8 @@ class ActorGroup:
     """Each is on the GPU of a rank, of which either may take a half; otherwise on GPUs of its own."""
     processes: int = 1
     """That each starts and that compute, itself if it is one, on a GPU each; all on one machine."""
+    overlaps: bool = True
+    """They compute while the ranks do, and not only while these wait."""
     threads: int = 0
     """Of each process; 0: as many as the process finds."""
 

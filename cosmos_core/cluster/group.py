@@ -193,7 +193,8 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
     else:
         if beside is not None and not beside.shares_gpus:
-            of_rank, of_actor = threads_of(torch.get_num_threads(), size, beside.wanted() * beside.processes)
+            num_beside = beside.wanted() * beside.processes
+            of_rank, of_actor = threads_of(torch.get_num_threads(), size, num_beside, overlaps=beside.overlaps)
             beside = replace(beside, threads=of_actor)
             os.environ["OMP_NUM_THREADS"] = str(of_rank)  # processes inherit it
             # A thread that waits must leave its core to the others at once.
@@ -226,14 +227,14 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         ray.shutdown()
 
 
-def threads_of(cores: int, num_ranks: int, num_beside: int) -> tuple[int, int]:
+def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -> tuple[int, int]:
     """Return the threads of a rank and of a process beside the ranks, on one machine.
 
-    Ranks have all cores, since no engine computes without a pause. A decoding engine gains little from a second thread,
-    while each operation of a rank waits for the core that such a thread takes: half of the cores made a training with
-    ragged completions a fifth faster than all (docs/benchmarks.md).
+    Ranks have all cores, since no engine computes without a pause, and so have engines that compute while ranks wait.
+    Otherwise engines have half: decoding gains little from a second thread, and each operation of a rank waits for the
+    core that such a thread takes. That made a training with ragged completions a fifth faster (docs/benchmarks.md).
     """
-    return max(1, cores // max(num_ranks, num_beside)), max(1, cores // (2 * max(1, num_beside)))
+    return max(1, cores // max(num_ranks, num_beside)), max(1, cores // max(1, num_beside * (1 + overlaps)))
 
 
 def _starter(ray: Any, size: int, *, shares_gpus: bool) -> Callable[[Program], tuple[list[Any], list[Any]]]:

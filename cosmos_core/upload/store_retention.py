@@ -89,8 +89,9 @@ class Retention:
         return len(gone), freed
 
     def _refuse_while_made(self) -> None:
+        now = self._bucket.clock()
         for each in self._bucket.objects(f"{self._key('made')}/"):
-            if each.key.endswith(f"/{_LEASE}") and self._bucket.clock() - each.modified < LAPSED_SECONDS:
+            if each.key.endswith(f"/{_LEASE}") and now - each.modified < LAPSED_SECONDS:
                 found, _ = read_document(self._bucket, each.key)
                 machine = f" on {found.get('machine')}" if found else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")

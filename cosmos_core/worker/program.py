@@ -105,6 +105,7 @@ def _engines(stage: Stage) -> Any:
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
         processes=stage.recipe.rollout.parallelism.tp_size,
+        overlaps=any(stage.recipe.train.train_policy.lookahead[:2]),
     )
 
 

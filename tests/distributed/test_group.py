@@ -95,11 +95,11 @@ def assert_like(done: Stage, alone: dict[str, Any]) -> None:
         assert (found[name] - weight).abs().max() <= 2e-5, name
 
 
-def test_what_is_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert [threads_of(*case) for case in ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))] == [
-        (2, 1), (8, 4), (4, 2), (1, 1), (4, 2),
-    ]  # fmt: skip
+    cases = ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))
+    assert [threads_of(*case, overlaps=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
+    assert [threads_of(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
     before = torch.get_num_threads()
     try:
         assert _Host(torch.get_num_threads, 3).call("__int__", (), {}) == 3
