@@ -37,8 +37,6 @@ class ActorGroup:
     """That each starts and that compute, itself if it is one, on a GPU each; all on one machine."""
     overlaps: bool = True
     """They compute while the ranks do, and not only while these wait."""
-    threads: int = 0
-    """Of each process; 0: as many as the process finds."""
 
 
 class _Host:
@@ -99,8 +97,9 @@ class ActorHandle:
 class Actors:
     """The actors of a group, as the process that starts them has them."""
 
-    def __init__(self, group: ActorGroup, *, is_embedded: bool) -> None:
-        self._group = group
+    def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0) -> None:
+        """`threads`: of each process; 0: as many as it finds."""
+        self._group, self._threads = group, threads
         gpus = 0.0
         if ray.cluster_resources().get("GPU", 0):
             gpus = SHARED if group.shares_gpus else float(group.processes)
@@ -119,7 +118,7 @@ class Actors:
         """Start or end actors until there are as many as wanted; return whether that changed anything."""
         wanted, before = max(0, self._group.wanted()), len(self.handles)
         while len(self.handles) < wanted:
-            self.handles.append(ActorHandle(self._actor.remote(self._group.make, self._group.threads)))
+            self.handles.append(ActorHandle(self._actor.remote(self._group.make, self._threads)))
         for handle in self.handles[wanted:]:
             ray.kill(handle.actor, no_restart=True)
         del self.handles[wanted:]

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,7 +183,7 @@ def _value(outcome: tuple[bool, Any]) -> Any:
 
 def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], beside: ActorGroup | None) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    is_embedded = not os.environ.get("RAY_ADDRESS")
+    is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
     if is_embedded:
         _keep_ray_to_ourselves()
     import ray
@@ -195,7 +195,6 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         if beside is not None and not beside.shares_gpus:
             num_beside = beside.wanted() * beside.processes
             of_rank, of_actor = threads_of(torch.get_num_threads(), size, num_beside, overlaps=beside.overlaps)
-            beside = replace(beside, threads=of_actor)
             os.environ["OMP_NUM_THREADS"] = str(of_rank)  # processes inherit it
             # A thread that waits must leave its core to the others at once.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -208,7 +207,9 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
     try:
         actors = None
         if beside is not None:
-            actors = importlib.import_module("cosmos_core.cluster.actors").Actors(beside, is_embedded=is_embedded)
+            actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
+                beside, is_embedded=is_embedded, threads=of_actor
+            )
         start = _starter(ray, size, shares_gpus=beside is not None and beside.shares_gpus)
         for number in range(_MOST_RESTARTS + 1):
             members, calls = start(program)
