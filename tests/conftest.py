@@ -26,7 +26,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let what libraries leave in the temporary folder (sockets of vLLM, sessions of Ray) go with the run. Folders of
-    tests stay where pytest keeps those of the last runs."""
+    tests stay where pytest keeps those of the last runs.
+
+    Behind `&` a script's shell has SIGINT ignored, which a worker of Prefect would inherit and then not end on SIGTERM.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="cosmos-")
@@ -59,11 +64,12 @@ def processes_below(folder: Path) -> dict[int, str]:
     return found
 
 
-def wait_until(condition: Callable[[], Found], seconds: float, what: str) -> Found:
-    """Poll until there is something, and return it; fail with `what` when the time is over."""
+def wait_until(condition: Callable[[], Found], seconds: float, what: str | Callable[[], str]) -> Found:
+    """Poll until there is something, and return it; fail with `what`, as it is by then, when the time is over."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.05)
     return found
 
@@ -127,7 +133,10 @@ class Workspace:
 
     def expect_quiet(self, seconds: float = 15) -> None:
         """Nothing that was started here is running any more."""
-        wait_until(lambda: not processes_below(self.path), seconds, f"still running: {processes_below(self.path)}")
+        def running() -> dict[int, str]:
+            return processes_below(self.path)
+
+        wait_until(lambda: not running(), seconds, lambda: f"still running: {running()}")
 
 
 @pytest.fixture

@@ -155,7 +155,10 @@ def step(place: Workspace, run: str, stage: str) -> int:
 
 def expect_gone(flow_run: str, seconds: float) -> None:
     """No process of a flow run is left; all of them inherit its id."""
-    wait_until(lambda: not processes_below(Path(flow_run)), seconds, f"gone: {processes_below(Path(flow_run))}")
+    def left() -> dict[int, str]:
+        return processes_below(Path(flow_run))
+
+    wait_until(lambda: not left(), seconds, lambda: f"gone: {left()}")
 
 
 def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Orchestra, place: Workspace) -> None:

@@ -145,6 +145,7 @@ SRUN = '#!/usr/bin/env bash\necho "srun $*" >> "$CALLS"; sleep 30 & trap "kill $
 # The worker stays until every node has been asked for, however slowly the machine starts what is in the background.
 PREFECT = """#!/usr/bin/env bash
 echo "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"
+(( 16#$(awk '/SigIgn/ {print $2}' /proc/self/status) & 2 )) && echo "SIGINT is ignored" >> "$CALLS"
 [ "$SLURM_JOB_NUM_NODES" = 1 ] || until [ "$(grep -c ^srun "$CALLS")" = 2 ]; do /bin/sleep 0.1; done
 """
 
