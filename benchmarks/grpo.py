@@ -5,9 +5,9 @@
 `short`: 64 completions per step, nearly all of 64 tokens. `ragged`: at most 512 tokens, most of them ending before 100.
 Each variant runs in a process of its own, one after the other, round after round, so that a slow minute of the machine
 falls on all of them; the first steps are not counted. `asynchronous` has one engine in a process of its own, which
-gets weights every second step, and prompts of two steps at once with them; they may be three steps old. `hf` is our
-other engine, on transformers, as TRL generates here (vLLM is an option of its GPUs). Our recipe is the default one,
-which compiles the training.
+gets weights every third step, and prompts of three steps at once with them; they may be four steps old, which is the
+default of `allowed_outdated_steps`. `hf` is our other engine, on transformers, as TRL generates here (vLLM is an option
+of its GPUs). Our recipe is the default one, which compiles the training.
 
 The limit is what this machine could do if nothing else took time: the training's floating-point operations at the rate
 of a large matrix product, and generation at the rate that our engine alone reaches in this run.
@@ -136,12 +136,12 @@ def _ours(options: argparse.Namespace) -> dict[str, float]:
             "policy": {"model_max_length": longest + 32, "model_gradient_checkpointing": False},
             "train": {
                 "param_dtype": "float32", "optm_lr": 1e-5, "optm_weight_decay": 0.0, "epoch": 1,
-                "sync_weight_interval": 2 if is_apart else 1, "optm_warmup_steps": 0,
+                "sync_weight_interval": 3 if is_apart else 1, "optm_warmup_steps": 0,
                 "train_batch_per_replica": GROUP * PROMPTS,
                 "max_num_steps": options.steps + WARM_UP,
                 "train_policy": {
                     "type": "grpo", "mini_batch": 16, "reward_function": f"{__file__}:variety",
-                    "allowed_outdated_steps": 3 if is_apart else 0, "dataset": {"name": f"{options.folder}/rows.jsonl"},
+                    "allowed_outdated_steps": 4 if is_apart else 0, "dataset": {"name": f"{options.folder}/rows.jsonl"},
                 },
                 "ckpt": {"enable_checkpoint": False},
             },

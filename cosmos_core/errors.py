@@ -105,3 +105,13 @@ BY_NAME: dict[str, type[CosmosError]] = {
     )
 }
 """How a worker's error, written to a file by name, becomes the same error in the launcher."""
+
+
+def by_name(error: Exception) -> tuple[str, str]:
+    """Return an error as plain data, for another process: its nearest class of `BY_NAME`, and its message.
+
+    An error that is none of ours is a `StageFailed` there, whose message says what it was.
+    """
+    if isinstance(error, CosmosError):
+        return next(cls.__name__ for cls in type(error).mro() if cls.__name__ in BY_NAME), str(error)
+    return StageFailed.__name__, f"{type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import ConfigError, RewardError
+from cosmos_core.errors import ConfigError, RewardError, StageFailed
 from cosmos_core.launch.blocks import forget_service, read_service
 from cosmos_core.launch.companion import companion
 from cosmos_core.launch.service_health import note_health
@@ -97,14 +97,16 @@ def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: s
     """Return the variables of the service once it takes requests.
 
     Raises:
-        RewardError: it ended, or did not load in time.
+        RewardError: it failed.
+        StageFailed: it was ended, its machine went away, or no worker has it ready in time.
     """
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
     while (found := read_service(client, block)) is None:
         state = client.read_flow_run(serving).state
         if state is not None and state.type in _FINAL:
-            raise RewardError(f"{where} ended: {state.name}: {' '.join(str(state.message or '').split())}")
+            kind = RewardError if state.type == StateType.FAILED else StageFailed
+            raise kind(f"{where} ended: {state.name}: {' '.join(str(state.message or '').split())}")
         if time.monotonic() > deadline:
-            raise RewardError(f"{where} did not load in {_LOAD_SECONDS:g} s; does a worker of the pool run?")
+            raise StageFailed(f"{where} did not load in {_LOAD_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)
     return found

@@ -176,7 +176,8 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
         failure = _failure(error, path)
         if read_state(path).state not in {"failed", "stopped"}:
             _record_failure(path, failure)
-            update_state(path, failures=count_death(path))
+            if not isinstance(failure, Preempted):
+                update_state(path, failures=count_death(path))
             if not should_retry(run, name, failure):  # what the child could say it has said
                 events.stage_failed(run, name, failure)
         if failure is error:

@@ -165,7 +165,7 @@ class Stored:
     def send_record(self) -> None:
         """Store where the stage stands, if the store can be reached."""
         if self._store is not None:
-            _once(partial(self._record().push, is_last=True), self._path)
+            _once(lambda: self._record().push(is_last=True), self._path)
 
     def send_run(self) -> str:
         """Store what another machine needs to begin this stage; return what it is to be given: the directory of the
@@ -183,8 +183,7 @@ class Stored:
         """Return what makes this machine show what the one says that works on the stage."""
         if self._store is None:
             return lambda: None
-        record = self._record()
-        return partial(_once, record.pull, self._path)
+        return partial(_once, lambda: self._record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
         """Return the result of this stage, wherever it was made; None: it is not complete.

@@ -133,6 +133,7 @@ class Workspace:
 
     def expect_quiet(self, seconds: float = 15) -> None:
         """Nothing that was started here is running any more."""
+
         def running() -> dict[int, str]:
             return processes_below(self.path)
 

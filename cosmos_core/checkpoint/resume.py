@@ -27,6 +27,7 @@ from cosmos_core.checkpoint.state import (
     empty_tensors,
 )
 from cosmos_core.errors import ModelError
+from cosmos_core.models.disk import loading
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks, rank_number
 from cosmos_core.run.files import read_json, sha256
 
@@ -137,7 +138,8 @@ def _fill(state: TrainState, policy: Path) -> None:
         assert isinstance(entry, TensorStorageMetadata)
         saved[name] = (entry.size, entry.properties.dtype)
     tensors = empty_tensors(state, saved)
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with loading():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
     begin_named_weights(state, tensors)
     adopt_json_values(state, _extra(policy), tensors)

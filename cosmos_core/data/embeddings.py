@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cosmos_core.data.formats import first_line
 from cosmos_core.errors import DataError
+from cosmos_core.passing import is_of_machine
 
 _ALLOWED = {
     ("numpy", "ndarray"),
@@ -73,6 +74,8 @@ def _unpickled(path: Path) -> np.ndarray:
         with open(path, "rb") as file:
             value = _Arrays(file).load()
     except Exception as error:  # a damaged pickle raises whatever it likes
+        if isinstance(error, OSError) and is_of_machine(error):
+            raise
         raise DataError(f"{path.name}: {first_line(error)}") from error
     while isinstance(value, list) and len(value) == 1:
         value = value[0]

@@ -25,6 +25,7 @@ import pyarrow.parquet
 from cosmos_core.data.messages import Row
 from cosmos_core.data.tool_calls import without_nulls
 from cosmos_core.errors import DataError
+from cosmos_core.passing import is_of_machine
 
 _BLOCK = 1 << 20  # characters
 _BATCH_ROWS = 1024
@@ -276,9 +277,11 @@ def refused(what: str) -> Iterator[None]:
     """Return one line for whatever a reader raises over a file that anybody may have written."""
     try:
         yield
-    except (MemoryError, DataError):
-        raise  # not the file's doing, or told already
+    except DataError:
+        raise
     except Exception as error:
+        if is_of_machine(error):  # not the file's doing
+            raise
         raise DataError(f"{what}: {first_line(error)}") from error
 
 

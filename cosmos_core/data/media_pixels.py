@@ -8,7 +8,6 @@ Shapes: F frames, H height, W width, C channels.
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from cosmos_core.data.formats import first_line
 from cosmos_core.data.media_source import Content
 from cosmos_core.errors import DataError
+from cosmos_core.passing import may_pass
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,8 +29,6 @@ Size = tuple[int, int]
 """Height and width."""
 _STEPS = 8
 """Aspect ratios between square and 1:2."""
-_PASSING = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE}
-"""What a disk or a network says that may be well again; libraries raise OSError over a damaged file too."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
             return _clip(content, framing, draw)
         image = _framed(_image(content), framing)
         return image[None] if framing.num_frames else image
-    except (DataError, MemoryError):
+    except DataError:
         raise
     except Exception as error:  # decoders raise whatever they like over a damaged file
-        if isinstance(error, OSError) and error.errno in _PASSING:
+        if may_pass(error):
             raise
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
 

@@ -23,6 +23,7 @@ from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError
 from cosmos_core.models.source import hub_is_reachable
+from cosmos_core.passing import is_of_machine, is_of_network
 from cosmos_core.registry import is_code
 
 _TRAIN = "train"
@@ -175,6 +176,8 @@ def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
                 dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
             )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if is_of_machine(error) or (is_of_network(error) and hub_is_reachable()):
+            raise
         raise DataError(
             f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {first_line(error)}; "
             "check the name, the split and the network, or give a local path"

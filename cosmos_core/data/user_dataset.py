@@ -27,7 +27,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.formats import Located, Part
 from cosmos_core.data.messages import Row, SkippedRow
-from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
 
 RENDERED = "rendered text"
@@ -171,11 +172,13 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
 
 @contextmanager
 def _blamed(where: str, function: Any) -> Iterator[None]:
-    """What a user's code raises is an error about its data, with file and line; a row that is skipped stays one."""
+    """What a user's code raises is an error about its data, with file and line; a row that is skipped stays one, and
+    what may be gone at the next attempt is no fault of the data."""
     try:
         yield
     except (ConfigError, DataError, SkippedRow):
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"{where}: {reason} ({location_of(error, function)})") from error
+        kind = StageFailed if may_pass(error) else DataError
+        raise kind(f"{where}: {reason} ({location_of(error, function)})") from error

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from cosmos_core.config.schema.pipeline import BLOCK
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN
 
 SLUG = "cosmos-reward-service"
@@ -41,7 +42,8 @@ def service_in_block(name: str) -> dict[str, str]:
     """Return the variables by which clients find the service of the block `block:NAME`.
 
     Raises:
-        ConfigError: there is no such block, no server, or no address in it.
+        ConfigError: there is no such block, no server, or no address in it; or the server refuses us.
+        StageFailed: the server does not respond, which may pass.
     """
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
@@ -52,8 +54,11 @@ def service_in_block(name: str) -> dict[str, str]:
     try:
         with get_client(sync_client=True) as client:
             found = read_service(client, own)
-    except Exception as error:  # whatever the client's transport raises
-        raise ConfigError(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
+    except Exception as error:  # whatever the client's transport raises, and what it wraps that in
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error
+        is_refusal = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
+        kind = StageFailed if isinstance(cause, httpx.HTTPError) and not is_refusal else ConfigError
+        raise kind(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
     if found is None:
         raise ConfigError(
             f"reward_service = {name!r}: the server has no block {SLUG}/{own}; make it in Prefect's UI (cosmos "

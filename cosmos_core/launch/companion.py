@@ -21,7 +21,7 @@ from pathlib import Path
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.environment import mask_file, masked
-from cosmos_core.errors import ConfigError, RewardError
+from cosmos_core.errors import EXIT_USAGE, ConfigError, RewardError, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN, note_health
 
@@ -102,17 +102,19 @@ class _Service:
         """Start it and wait until it takes requests; return its URL.
 
         Raises:
-            RewardError: it ended, or did not load in time.
+            RewardError: a reward cannot be loaded, or the configuration is wrong.
+            StageFailed: it ended otherwise, or did not load in time.
         """
         self._ready.unlink(missing_ok=True)
         self._child = self._started()
         deadline = time.monotonic() + _LOAD_SECONDS
         while not self._ready.is_file():
             check()
-            if self._child.poll() is not None:
-                raise RewardError(f"the reward service of {self._config} ended: {self._last_line()}")
+            if (code := self._child.poll()) is not None:
+                kind = RewardError if code == EXIT_USAGE else StageFailed
+                raise kind(f"the reward service of {self._config} ended: {self._last_line()}")
             if time.monotonic() > deadline:
-                raise RewardError(
+                raise StageFailed(
                     f"the reward service of {self._config} did not load in {_LOAD_SECONDS:g} s; see {self._log}"
                 )
             time.sleep(_POLL_SECONDS)

@@ -34,6 +34,16 @@ def saving(what: str, what_is_left: Callable[[], str]) -> Iterator[None]:
         raise _readable(error, what, what_is_left) from error
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """Let what goes wrong while a checkpoint is read be an `Exception`, which `torch.distributed.checkpoint` wraps in
+    something that is none."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
 def _readable(error: BaseException, what: str, what_is_left: Callable[[], str]) -> BaseException:
     number = _error_number(error)
     if number is None:

@@ -47,6 +47,7 @@ from cosmos_core.models.hf import audit, load_model, model_without_weights, not_
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
 from cosmos_core.parallel.mesh import first_problem
+from cosmos_core.passing import is_of_machine
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ def load_sharded(model: PreTrainedModel) -> None:
         for group in unread.groups:
             _read(group, targets, model, done)
     except (ModelError, SafetensorError, OSError) as error:
+        if is_of_machine(error):  # this rank ends, and all are started again
+            raise
         problem = str(error)
     if problem := first_problem(problem):
         raise ModelError(f"{KEY} = {unread.model!r}: {problem}")

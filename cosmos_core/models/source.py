@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -21,10 +20,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from cosmos_core.config.load import printable
 from cosmos_core.errors import CosmosError, ModelError
+from cosmos_core.passing import is_of_machine, is_of_network
 from cosmos_core.run.content import leaves_folder
 
 KEY = "policy.model_name_or_path"
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 
 
 def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
@@ -54,7 +53,7 @@ def reading(what: str, model: str) -> Iterator[None]:
     except CosmosError:
         raise
     except Exception as error:
-        if _is_of_the_machine(error):
+        if is_of_machine(error) or (is_of_network(error) and hub_is_reachable()):
             raise
         raise _as_one_line(what, model, error) from error
 
@@ -129,6 +128,8 @@ def _check_safetensors(file: Path, model: str) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
+        if is_of_machine(error):
+            raise
         raise ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
 
 
@@ -136,7 +137,7 @@ def _check_pickled(file: Path, model: str) -> None:
     try:
         found = load_state_dict(file)  # mapped, not read
     except Exception as error:
-        if _is_of_the_machine(error):
+        if is_of_machine(error):
             raise
         raise ModelError(
             f"{KEY} = {model!r}: {file} is damaged, or holds more than tensors, which could run any code when read; "
@@ -147,15 +148,6 @@ def _check_pickled(file: Path, model: str) -> None:
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
-
-
-def _is_of_the_machine(error: Exception) -> bool:
-    """Whether the same files may be read the next time."""
-    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch has no class for it on CPU
-        return True
-    if type(error).__module__.startswith("httpx"):  # what the Hub's client speaks through, httpx2 by now
-        return True
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) in _NO_ROOM
 
 
 def _as_one_line(what: str, model: str, error: Exception) -> ModelError:

@@ -246,8 +246,10 @@ def _read(function: RewardFunctionConfig, metric: str, said: Mapping[str, Any], 
     """
     scores, errors = said.get("scores"), said.get("errors")
     if not isinstance(scores, dict) or not scores:
-        for each in found:
-            each.lacks(function, said.get("error") or "the response has no scores", is_told=bool(said.get("error")))
+        error = said.get("error")
+        for each in found:  # a process that was lost is none that raised, and another attempt may have better luck
+            is_told = bool(error) and not said.get("is_lost")
+            each.lacks(function, error or "the response has no scores", is_told=is_told)
         return
     key = function.score_key or function.name
     keys = [key] if key in scores else [part.strip() for part in key.split("+") if part.strip()]

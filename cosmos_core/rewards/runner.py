@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import masked
-from cosmos_core.errors import RewardError
+from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line, request_of
 from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
@@ -123,6 +123,7 @@ class RewardRunner:
         self._env = tuple(env)
         self._beat = beat
         self._pool: ProcessPool | None = None
+        self._has_loaded = False
         self._lock = threading.Lock()
 
     def __enter__(self) -> RewardRunner:
@@ -175,7 +176,12 @@ class RewardRunner:
         return scores
 
     def _open(self) -> ProcessPool:
-        """Start the processes and wait until the first of them has loaded the rewards."""
+        """Start the processes and wait until the first of them has loaded the rewards.
+
+        Raises:
+            RewardError: they cannot be loaded.
+            StageFailed: they were slow, were loaded before, or their process was killed: another attempt may do it.
+        """
         self.close()
         names = list(self._weights)
         self._pool = ProcessPool(
@@ -187,16 +193,18 @@ class RewardRunner:
         try:
             loaded = self._pool.schedule(_load, args=(names,))
             if not wait_for([loaded], START_SECONDS, self._beat):
-                raise RewardError(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
+                raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
             loaded.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             self.close()
-            raise RewardError(
+            may_pass = self._has_loaded or getattr(error, "exitcode", 0) < 0
+            raise (StageFailed if may_pass else RewardError)(
                 f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
             ) from error
         except BaseException:
             self.close()
             raise
+        self._has_loaded = True
         return self._pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:

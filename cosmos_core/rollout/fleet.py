@@ -6,18 +6,21 @@ weights, and waiting.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
 from cosmos_core.rollout.members import POLL_SECONDS, Handle, Member, Members
 from cosmos_core.rollout.replica import packed
 from cosmos_core.types import Group, Prompt, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -58,11 +61,9 @@ class Fleet:
         """Sends the weights that were sent last to the engines that have none; called on all ranks together."""
         if is_first():
             self._members.start()
-        described: Any = broadcast_object(self._first_description() if is_first() else None)
-        if isinstance(described, str):
-            self.check()
-            raise StageFailed(described)
-        self.name, self.weight_format = f"{described[0]}, in processes of their own", described[1]
+        name, self.weight_format, failed = broadcast_object(self._first_description() if is_first() else None)  # type: ignore[misc]
+        self._raise(failed)
+        self.name = f"{name}, in processes of their own"
 
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
@@ -104,9 +105,7 @@ class Fleet:
         meanwhile gets the weights again."""
         while True:
             groups, failed, is_stale = broadcast_object(self._own_done() if is_first() else None)  # type: ignore[misc]
-            if failed:
-                self.check()
-                raise StageFailed(failed)
+            self._raise(failed)
             if not is_stale:
                 return groups
             self.resync()
@@ -155,9 +154,16 @@ class Fleet:
         """See `Engine.close`; the processes are left to who started them."""
         self._members.is_closed = True
 
+    def _raise(self, failed: tuple[str, str] | None) -> None:
+        """Raise on all ranks what the first one met, there as it was."""
+        if failed is not None:
+            self.check()
+            name, message = failed
+            raise BY_NAME[name](message)
+
     # What follows runs on the first rank.
 
-    def _own_done(self) -> tuple[list[Group], str, bool]:
+    def _own_done(self) -> tuple[list[Group], tuple[str, str] | None, bool]:
         """Return the groups that were submitted once all are there; or what went wrong; or that an engine waits for
         weights."""
         try:
@@ -166,13 +172,15 @@ class Fleet:
                 self._members.check()
                 self._beat()
                 if self.is_stale and any(not reply.done() for _, reply in self._own):
-                    return [], "", True
+                    return [], None, True
             groups = [reply.result() for _, reply in self._own]
-        except Exception as error:  # noqa: BLE001 - all ranks have to hear of it
+        except Exception as error:
+            if not isinstance(error, CosmosError):
+                logger.exception("an engine refused what it was asked")
             self._own = []
-            return [], str(error) or type(error).__name__, False
+            return [], by_name(error), False
         self._own = []
-        return groups, "", False
+        return groups, None, False
 
     def _tell_all(self, method: str) -> None:
         if not (self._takes_turns and is_first()):
@@ -180,16 +188,17 @@ class Fleet:
         members = self._members.ready()
         self._replied(members, [member.handle.ask(method) for member in members])
 
-    def _first_description(self) -> Any:
+    def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
+        """Return name and format of the first engine that is open; or what went wrong."""
         try:
             while not (opened := self._members.opened()):
                 self._beat()
                 self.check()
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - all ranks have to hear of it
-            return str(error) or type(error).__name__
+            return "", "checkpoint", by_name(error)
         assert opened[0].description is not None
-        return tuple(opened[0].description)
+        return opened[0].description.name, opened[0].description.weight_format, None
 
     def _replied(self, members: list[Member], replies: list[Future[Any]]) -> list[Member]:
         """Return the members that have replied; those that died are left to the thread that talks to them."""

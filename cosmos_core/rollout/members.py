@@ -131,7 +131,9 @@ class Members:
         may generate it; it is a `LostWeights` where no engine has them any more."""
         asked = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
-            if version is not None:
+            if self._problem is not None:
+                asked.group.set_exception(self._problem)
+            elif version is not None:
                 self._pinned.append(asked)
             else:
                 (self._waiting.appendleft if is_urgent else self._waiting.append)(asked)
@@ -179,7 +181,12 @@ class Members:
                 time.sleep(0.005)
         except Exception as error:
             logger.exception("the thread that talks to the engines has ended")
-            self._problem = error
+            with self.lock:
+                self._problem = error
+                in_flight = (request for member in self.known.values() for request in member.in_flight)
+                for request in (*self._waiting, *self._pinned, *in_flight):
+                    if not request.group.done():
+                        request.group.set_exception(error)
 
     def _adopt(self) -> None:
         """Begin to talk to engines that are new, and forget those that were taken away."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.errors import ConfigError, CosmosError, StageFailed
+from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.stage import Stage
 
@@ -14,6 +15,7 @@ class Hooks:
 
     Raises:
         ConfigError: one does not exist, or raised.
+        StageFailed: one raised what may be gone at the next attempt.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -31,4 +33,5 @@ class Hooks:
             raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"train.hooks.{key}: {reason} ({location_of(error, function)})") from error
+            kind = StageFailed if may_pass(error) else ConfigError
+            raise kind(f"train.hooks.{key}: {reason} ({location_of(error, function)})") from error

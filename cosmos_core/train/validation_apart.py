@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 from cosmos_core.cluster.group import RanksAgain
-from cosmos_core.errors import BY_NAME, CosmosError, StageFailed
+from cosmos_core.errors import BY_NAME, CosmosError, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.members import LostWeights
@@ -112,10 +112,11 @@ class ValidationApart:
         except LostWeights as error:
             self._problem = LostWeights.__name__, str(error)
         except CosmosError as error:
-            self._problem = next(cls.__name__ for cls in type(error).mro() if cls.__name__ in BY_NAME), str(error)
+            self._problem = by_name(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
-            self._problem = StageFailed.__name__, f"validation of step {step}: {type(error).__name__}: {error}"
+            name, message = by_name(error)
+            self._problem = name, f"validation of step {step}: {message}"
         self._done.set()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints sent to a store while the training goes on, and pulled back by a machine that has none of them.
+"""Checkpoints sent to a store while the training goes on.
 
 A thread of the flow's process sends them, at the lowest priority that the machine knows: the training never waits for
 it. What it sends it links first, so that a checkpoint which is removed meanwhile arrives whole. The manifest goes last.
@@ -66,25 +66,6 @@ class Saves:
             self._there.add(name)
         return sent
 
-    def pull(self) -> str:
-        """Fetch the newest checkpoint that is newer than what is here; return its name, or an empty string.
-
-        Raises:
-            ConfigError, UploadError: the store refuses, or is not reached.
-        """
-        here = max((step_of(path) for path in self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}")), default=-1)
-        with told(self._url):
-            keys = [each.key for each in self._bucket.objects(f"{self._prefix}/step_")]
-            steps = [key.split("/")[-3] for key in keys if key.endswith(f"/policy/{_MANIFEST}")]
-            newest = max(steps, key=lambda name: int(name[5:]), default="")
-            if not newest or int(newest[5:]) <= here:
-                return ""
-            head, target = f"{self._prefix}/{newest}/", self._stage_path / FOLDER / newest
-            wanted = [key for key in keys if key.startswith(head)]
-            for key in sorted(wanted, key=lambda key: key.endswith(f"/{_MANIFEST}")):
-                self._bucket.download(key, target / key.removeprefix(head))
-        return newest
-
     def _send(self, name: str, folder: Path, stop: threading.Event | None) -> None:
         def pause() -> None:
             if stop is not None and stop.is_set():
@@ -125,22 +106,20 @@ def sending(stage_path: Path, url: str) -> Iterator[None]:
 def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
     with suppress(OSError, AttributeError):  # of this thread and those that it starts, on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-    try:
-        saves = Saves(stage_path, url)
-        while not stop.wait(_POLL_SECONDS):
-            try:
-                for name in saves.push(stop):
-                    record_event(stage_path, "sent", f"{name} to {url}")
-            except CosmosError as error:
-                logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, error)
-                record_event(stage_path, "not sent", str(error))
-                stop.wait(_PAUSE_SECONDS)
-    except _Stopped:
-        return
-    except Exception as error:  # whatever it is, the training goes on
-        logger.exception("%s: checkpoints are not sent", stage_path.name)
-        with suppress(OSError):
-            record_event(stage_path, "not sent", f"{type(error).__name__}: {error}")
+    saves = None
+    while not stop.wait(_POLL_SECONDS):
+        try:
+            saves = saves or Saves(stage_path, url)
+            for name in saves.push(stop):
+                record_event(stage_path, "sent", f"{name} to {url}")
+        except _Stopped:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            reason = str(error) if isinstance(error, CosmosError) else f"{type(error).__name__}: {error}"
+            logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, reason)
+            with suppress(OSError):
+                record_event(stage_path, "not sent", reason)
+            stop.wait(_PAUSE_SECONDS)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from cosmos_core.imports import without_collection
 from cosmos_core.observe import wording
 from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
+from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.files import disk_full, write_json
 from cosmos_core.run.libraries import LIBRARIES
@@ -37,9 +38,6 @@ from cosmos_core.run.stage import Stage, load_stage, wanted_engines
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
-
-_MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""Of the errors of an operating system those that another attempt meets again; a network or a disk may recover."""
 
 FACTS = "facts.json"
 """What each rank found where it ran, in their order; the report shows it."""
@@ -145,8 +143,7 @@ def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     except CosmosError:
         raise
     except Exception as error:
-        may_pass = isinstance(error, OSError | MemoryError) and not isinstance(error, _MISTAKES)
-        if not stage.config.entry or may_pass:
+        if not stage.config.entry or may_pass(error):
             raise
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} raised {reason} ({location_of(error, program)}); traceback in the log") from error

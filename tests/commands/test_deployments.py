@@ -155,6 +155,7 @@ def step(place: Workspace, run: str, stage: str) -> int:
 
 def expect_gone(flow_run: str, seconds: float) -> None:
     """No process of a flow run is left; all of them inherit its id."""
+
     def left() -> dict[int, str]:
         return processes_below(Path(flow_run))
 

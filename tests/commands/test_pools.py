@@ -86,7 +86,9 @@ BLOCKS = """
 import sys
 from pathlib import Path
 
-from cosmos_core.errors import ConfigError
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.blocks import RewardService, service_in_block
 from cosmos_core.launch.companion import companion
 
@@ -102,6 +104,11 @@ try:
     service_in_block("block:other")
 except ConfigError as error:
     print(error)
+try:
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        service_in_block("block:rewards")
+except StageFailed as error:
+    print(error)
 """
 
 
@@ -116,6 +123,7 @@ def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "reward_service = 'block:other': the server has no block cosmos-reward-service/other" in done.stdout
+    assert "reward_service = 'block:rewards': the Prefect server does not tell: " in done.stdout
     said = json.loads((folder / "reward_service.json").read_text())
     assert [each["status"] for each in said["services"]] == ["does not respond"] * 2
     texts = [file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file()]

@@ -252,10 +252,14 @@ def test_random_requests_reach_no_reward_and_cost_nothing(server: Running) -> No
 def test_a_poisonous_request_gets_an_error_and_takes_no_other_with_it(tmp_path: Path) -> None:
     config = {"reward_args": [counted(tmp_path, timeout_seconds=1.0)], "attempts": 2, "batch_seconds": 0.1}
     with running(tmp_path, config) as server:
-        requests = noise(4) + [{**noise(1)[0], "prompt": prompt} for prompt in ("die", "hang")]
-        scores = RemoteRewards(asked("counted", missing_score="drop_group"), server.service).score(requests)
-    assert [score.value for score in scores] == [0.0, 1.0, 2.0, 3.0, None, None]
+        requests = noise(4) + [{**noise(1)[0], "prompt": prompt} for prompt in ("die", "hang", "fault")]
+        rewards = RemoteRewards(asked("counted", missing_score="drop_group"), server.service)
+        scores, later = rewards.score(requests), rewards.score(noise(2))
+    assert [score.value for score in scores] == [0.0, 1.0, 2.0, 3.0, None, None, None]
     assert "exited with code 3" in scores[4].error and "not done in 1 s" in scores[5].error
+    assert "exited with code 1" in scores[6].error
+    assert not any(score.is_raised for score in scores), "another attempt of the stage may have better luck"
+    assert [score.value for score in later] == [0.0, 1.0], "no process is kept whose device is of no use"
 
 
 def test_beyond_its_room_it_says_when_to_come_back_and_the_client_does(tmp_path: Path) -> None:

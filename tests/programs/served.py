@@ -23,11 +23,13 @@ def mean(to_be_evaluated: str, reference: str, prompt: str, media: Any) -> tuple
 
 
 class Counted:
-    """Scores an item with the number in its prompt, and writes it to a file; `die`, `hang`, `nap` do so."""
+    """Scores an item with the number in its prompt, and writes it to a file; `die`, `hang`, `nap` do so, and after
+    `fault` the device is of no more use to the process."""
 
     def __init__(self, settings: Settings) -> None:
         self._file = Path(settings.options["file"])
         self._seconds = settings.options.get("seconds", 0.0)
+        self._has_fault = False
         time.sleep(settings.options.get("load_seconds", 0.0))
 
     def score(self, items: Sequence[Item]) -> dict[str, list[float]]:
@@ -35,6 +37,9 @@ class Counted:
         time.sleep(self._seconds * len(items))
         if "die" in prompts:
             os._exit(3)
+        self._has_fault |= "fault" in prompts
+        if self._has_fault:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if "hang" in prompts:
             time.sleep(60)
         if "nap" in prompts:

@@ -104,6 +104,20 @@ def test_whatever_goes_wrong_while_it_is_followed_is_noted_as_a_failure(
     assert (state.state, state.error_type, state.failures) == ("failed", "StageFailed", 1)
 
 
+def test_a_stop_before_a_worker_takes_it_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(tmp_path, "", "here")
+
+    def stopped(*arguments: Any) -> Any:
+        raise Preempted("stopped")
+
+    monkeypatch.setattr(stage, "perform_elsewhere", stopped)
+    for _ in range(4):
+        with pytest.raises(Preempted):
+            stage._run_elsewhere(run, "first")
+    state = stage.read_state(run.stage_path("first"))
+    assert (state.state, state.failures) == ("stopped", 0)
+
+
 def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_service, "_POLL_SECONDS", 0.01)
     said: list[Any] = [True, httpx.ConnectError("away"), httpx.ReadTimeout("busy"), True, False, Preempted("too long")]

@@ -139,6 +139,23 @@ def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
             fleet.completed()
 
 
+def test_whoever_waits_for_a_group_hears_that_the_engines_are_given_up() -> None:
+    """Also who has asked before, and who asks afterwards; a validation looks at nothing but its groups."""
+    handle = Threaded()
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(1, weights(1))
+        handle.engine.hangs.set()
+        asked = [fleet.request(prompt, SAMPLING, 0, version=version) for prompt in PROMPTS[:8] for version in (1, None)]
+        for _ in range(5):
+            time.sleep(0.1)
+            handle.kill()
+        for group in asked:
+            with pytest.raises(StageFailed, match="died 4 times"):
+                group.result(timeout=20)
+        with pytest.raises(StageFailed, match="died 4 times"):
+            fleet.request(PROMPTS[0], SAMPLING, 0).result(timeout=20)
+
+
 def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray refuses calls while it starts an actor again, which on a busy machine takes longer than a few questions."""
     monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)

@@ -1,15 +1,18 @@
-"""Checkpoints go to a store beside the training: whole, once, and back to a machine that has none."""
+"""Checkpoints go to a store beside the training: whole and once."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cosmos_core.upload import saves
 from cosmos_core.upload.saves import Saves, saves_url, sending
 from tests.conftest import wait_until
 from tests.store import Proxy
@@ -44,17 +47,24 @@ def test_each_complete_checkpoint_is_sent_once_and_its_manifest_last(tmp_path: P
     assert not list((tmp_path / "sending").iterdir())
 
 
-def test_an_empty_machine_gets_the_newest_one_back(tmp_path: Path, url: str) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for step in (2, 10):
-        checkpoint(here, step)
-    Saves(here, url).push()
-    assert Saves(there, url).pull() == "step_10"
-    policy = there / "checkpoints/step_10/policy"
-    assert (policy / "rank_0.safetensors").read_bytes() == bytes([10]) * 1000
-    assert json.loads((policy / "manifest.json").read_text())["step"] == 10
-    assert Saves(there, url).pull() == "", "it has it"
-    assert Saves(tmp_path / "other", url + "-other").pull() == ""
+def test_what_a_disk_refuses_is_sent_later(
+    tmp_path: Path, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EIO, "input/output error"), KeyError("of a library")]
+
+    def linked(source: Path, target: Path) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(source, target)
+
+    real = saves.linked
+    monkeypatch.setattr(saves, "linked", linked)
+    monkeypatch.setattr(saves, "_PAUSE_SECONDS", 0.1)
+    checkpoint(tmp_path, 2)
+    with sending(tmp_path, url):
+        wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
+    told = (tmp_path / "events.jsonl").read_text()
+    assert told.count("not sent") == 2 and "KeyError: 'of a library'" in told
 
 
 def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_nothing(

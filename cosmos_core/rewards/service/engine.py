@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from cosmos_core.errors import RewardError
+from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import one_line
 from cosmos_core.rewards.protocol import ProtocolError
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
@@ -63,6 +63,7 @@ class Engine:
 
         Raises:
             RewardError: one cannot be loaded.
+            StageFailed: the process of one was killed, or slow, while it loaded; or the queue does not respond.
         """
         self.pools = {reward.reward_type: Pool(self.program(reward), self._scored) for reward in self.config.rewards}
         if self.config.vae:
@@ -73,12 +74,13 @@ class Engine:
                 await pool.loaded
             except Lost as error:
                 await self.close()
-                raise RewardError(f"the reward {name!r} cannot be loaded: {error}") from error
+                kind = StageFailed if error.may_pass else RewardError
+                raise kind(f"the reward {name!r} cannot be loaded: {error}") from error
         try:
             left = await self.store.unfinished()
         except Exception as error:
             await self.close()
-            raise RewardError(f"the queue cannot be reached: {one_line(error)}") from error
+            raise StageFailed(f"the queue cannot be reached: {one_line(error)}") from error
         for uuid, body in left:
             await self._resume(uuid, body)
         self.is_ready = True
@@ -220,7 +222,7 @@ class Engine:
         request.decoded_seconds = seconds
         if result.get("error"):
             for name in list(request.left):
-                await self._keep(request, name, {"error": f"[decoder] {result['error']}"}, 0.0)
+                await self._keep(request, name, {**result, "error": f"[decoder] {result['error']}"}, 0.0)
             return
         size = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
@@ -239,7 +241,7 @@ class Engine:
             "decoded_duration": f"{request.decoded_seconds:.2f}", "type": name,
         }  # fmt: skip
         if result.get("error"):
-            said = {"error": result["error"], **said, "scores": None}
+            said = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **said, "scores": None}
         elif any(result.get("errors", [])):
             said["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))

@@ -90,7 +90,11 @@ Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
 
 
 class Lost(Exception):
-    """A process ended, hung, or could not load; the message says which."""
+    """A process ended, hung, or could not load; the message says which. `may_pass`: another one may not."""
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class Pool:
@@ -191,7 +195,7 @@ class Pool:
             self.queue.remove(job)
             self.counts.errors += job.request.count
             text = f"tried {job.attempts} times, each of which ended its process; the last: {reason}"
-            await self._deliver(job, {"error": text}, 0.0)
+            await self._deliver(job, {"error": text, "is_lost": True}, 0.0)
 
     async def _next(self, process: Process) -> list[Job]:
         """Wait for the next batch: of several requests, or one that was tried before."""
@@ -279,7 +283,7 @@ class Process:
             for task in tasks:
                 task.cancel()
         if tasks[1] in done:
-            raise Lost(self._ending())
+            raise self._ending()
 
     async def kill(self) -> None:
         """End it and all that it started."""
@@ -302,10 +306,10 @@ class Process:
                 await self._process.stdin.drain()
                 return await self._reply()
         except TimeoutError as error:
-            raise Lost(f"not {what} in {seconds:g} s") from error
+            raise Lost(f"not {what} in {seconds:g} s", may_pass=True) from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
-            raise Lost(self._ending()) from error
+            raise self._ending() from error
 
     async def _reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdout is not None
@@ -318,11 +322,13 @@ class Process:
             arrays.append(np.frombuffer(content, dtype).reshape(shape))
         return header, arrays
 
-    def _ending(self) -> str:
+    def _ending(self) -> Lost:
         code = self._process.returncode if self._process else None
         if code is None:
-            return "its process closed its output"
-        return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
+            return Lost("its process closed its output")
+        if code >= 0:
+            return Lost(f"its process exited with code {code}")
+        return Lost(f"its process was killed by signal {-code}", may_pass=True)
 
 
 def interpreter(venv_python: str) -> str:

@@ -104,8 +104,7 @@ def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]
         told = getattr(reward, "errors", None) or [""] * len(items)
         errors = [mine or its for mine, its in zip(errors, told, strict=True)]
     except Exception as error:  # noqa: BLE001 - the client is told, and the next batch may be better
-        traceback.print_exc()
-        return {"error": one_line(error), "seconds": time.monotonic() - began}
+        return {"error": _told(error), "seconds": time.monotonic() - began}
     results, start = [], 0
     for each in by_job:
         end = start + len(each)
@@ -160,8 +159,15 @@ def _decoded(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[d
         decoded = [decoder.decode(array) for array in arrays]
         return {"seconds": time.monotonic() - began}, decoded
     except Exception as error:  # noqa: BLE001 - the client is told
-        traceback.print_exc()
-        return {"error": one_line(error), "seconds": time.monotonic() - began}, []
+        return {"error": _told(error), "seconds": time.monotonic() - began}, []
+
+
+def _told(error: Exception) -> str:
+    """Return what the client is told of an error; one that leaves the device unusable ends this process."""
+    traceback.print_exc()
+    if "CUDA error" in str(error):  # every later call of the process on the device would fail of it too
+        sys.exit(1)
+    return one_line(error)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""Which errors another attempt may not meet, on those that the libraries themselves raise."""
+
+from __future__ import annotations
+
+import errno
+
+import botocore.exceptions
+import httpx
+import pytest
+import requests
+import torch
+import urllib3
+from PIL import UnidentifiedImageError
+
+from cosmos_core.passing import is_of_machine, is_of_network, may_pass
+
+REQUEST = httpx.Request("GET", "http://hub/x")
+
+
+def status(code: int) -> httpx.HTTPStatusError:
+    return httpx.HTTPStatusError(f"status {code}", request=REQUEST, response=httpx.Response(code))
+
+
+def of_s3(code: int) -> botocore.exceptions.ClientError:
+    return botocore.exceptions.ClientError({"ResponseMetadata": {"HTTPStatusCode": code}}, "PutObject")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(errno.EIO, "input/output error"),
+        OSError(errno.ESTALE, "stale file handle"), OSError(errno.ENOSPC, "no space"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)  # fmt: skip
+def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
+    assert is_of_machine(error) and may_pass(error) and not is_of_network(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(errno.ECONNRESET, "reset"), TimeoutError("timed out"),
+        OSError(errno.EHOSTUNREACH, "no route"), status(503), status(429),
+        httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("cut off"),
+        requests.ConnectionError("refused"), requests.Timeout("slow"), urllib3.exceptions.ProtocolError("cut off"),
+        botocore.exceptions.EndpointConnectionError(endpoint_url="http://s3"),
+        botocore.exceptions.ReadTimeoutError(endpoint_url="http://s3"), of_s3(503), of_s3(500),
+    ],
+)  # fmt: skip
+def test_networks_and_servers_may_be_well_again(error: Exception) -> None:
+    assert is_of_network(error) and may_pass(error) and not is_of_machine(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"), KeyError("missing"), FileNotFoundError(errno.ENOENT, "gone"),
+        PermissionError(errno.EACCES, "no"), UnidentifiedImageError("no image"), OSError("a damaged file"),
+        RuntimeError("shapes do not fit"), status(404), status(401), of_s3(403),
+        botocore.exceptions.NoCredentialsError(), httpx.UnsupportedProtocol("ftp://"),
+    ],
+)  # fmt: skip
+def test_mistakes_do_not_pass(error: Exception) -> None:
+    assert not may_pass(error)
+
+
+def test_what_an_error_came_from_counts() -> None:
+    """As transformers tells of a lost connection: an OSError without a number."""
+    try:
+        try:
+            raise httpx.ConnectError("refused")
+        except httpx.ConnectError as lost:
+            raise OSError("We couldn't connect to the Hub") from lost
+    except OSError as error:
+        assert may_pass(error)
+    loop = ValueError("no")
+    loop.__context__ = KeyError("other")
+    loop.__context__.__context__ = loop
+    assert not may_pass(loop)
