@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cosmos_core.models.flow import clean_estimate, mean_per_sample
 from cosmos_core.models.flow_steps import Transition, log_prob
-
-AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 _LEAST_WEIGHT = 1e-5
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.describe import toml_text
+
+T = TypeVar("T")
 
 _IN_RECIPE = ("recipe", "overrides")
 
@@ -14,7 +16,7 @@ _IN_RECIPE = ("recipe", "overrides")
 def difference(first: Pipeline, second: Pipeline) -> Iterator[str]:
     """Yield lines `key: old -> new`, of the pipeline and of each stage, after composition, defaults and rules; what is
     the same in all stages once, without their names."""
-    old, new = _flat(first.config.model_dump(exclude={"stages"})), _flat(second.config.model_dump(exclude={"stages"}))
+    old, new = flat(first.config.model_dump(exclude={"stages"})), flat(second.config.model_dump(exclude={"stages"}))
     yield from _lines("pipeline.", old, new)
     names = [stage.name for stage in first.stages]
     shared: dict[str, list[str]] = {}
@@ -24,16 +26,14 @@ def difference(first: Pipeline, second: Pipeline) -> Iterator[str]:
             yield f"{name}: {'only in the first' if stages[1] is None else 'only in the second'}"
         else:
             shared[name] = list(_lines("", stages[0], stages[1]))
-    common = set.intersection(*map(set, shared.values())) if shared else set()
-    yield from dict.fromkeys(line for lines in shared.values() for line in lines if line in common)
-    yield from (f"{name}.{line}" for name, lines in shared.items() for line in lines if line not in common)
+    yield from (f"{name}.{line}" if name else line for name, line in by_stage(shared))
 
 
 def _stage(pipeline: Pipeline, name: str) -> dict[str, Any] | None:
     if name not in pipeline.recipes:
         return None
     entry = {k: v for k, v in pipeline.stage(name).model_dump().items() if k not in _IN_RECIPE}
-    return _flat(entry) | _flat(pipeline.recipes[name].model_dump())
+    return flat(entry) | flat(pipeline.recipes[name].model_dump())
 
 
 def _lines(prefix: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
@@ -43,8 +43,17 @@ def _lines(prefix: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[st
             yield f"{prefix}{key}: {was} -> {now}"
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
+    """Yield what changed in every stage once, under no name, then the rest, under the names of their stages."""
+    common = set.intersection(*map(set, changes.values())) if changes else set()
+    once = dict.fromkeys(each for found in changes.values() for each in found if each in common)
+    yield from (("", each) for each in once)
+    yield from ((name, each) for name, found in changes.items() for each in found if each not in common)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return tables in tables as one with dotted keys; an empty one is a value."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return found

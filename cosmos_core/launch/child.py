@@ -79,13 +79,6 @@ class Child:
         self._process.wait()
         self.poll()
 
-    def wait(self) -> int:
-        """Wait for the end; return the exit code."""
-        self._process.wait()
-        code = self.poll()
-        assert code is not None
-        return code
-
     def _let_go(self) -> None:
         """Close what this process holds of it, and remove its temporary files."""
         os.close(self._writer)

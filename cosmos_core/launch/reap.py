@@ -18,7 +18,6 @@ from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import State, read_state, update_state
 
 _ACTIVE = {"running", "retrying"}
-_NOTE = "pool.json"
 
 
 def reap(output_dir: Path) -> Iterator[str]:

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Scheme = Literal["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"]
-"""Names of diffusers for where training looks: a density of the noise levels, a weight of the loss, or neither."""
 
 MODE_SCALE = 1.29
 _TRAIN_LEVELS = 1000

@@ -8,14 +8,38 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pebble import ProcessPool
+
+from cosmos_core.errors import StageFailed
+
+T = TypeVar("T")
 
 
 def fresh_interpreter() -> ProcessPool:
     """Return a pool of one interpreter that knows nothing of this one, and begins with the first task."""
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
+
+
+def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...], seconds: float, folder: Path) -> T:
+    """Return what a function gives that reads the export in `folder` in a fresh interpreter.
+
+    Raises:
+        StageFailed: it took longer, or could not read it.
+    """
+    failed = f"export {folder} failed the check 'reload'"
+    try:
+        found: T = pool.schedule(function, arguments, timeout=seconds).result()
+    except TimeoutError:
+        raise StageFailed(f"{failed}: not loaded after {seconds:g} s") from None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+    return found
 
 
 def _start(parent: int) -> None:

@@ -74,7 +74,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
                 f"or a list"
             ) from error
         raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
-    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapted: Mapping[str, Any] = adapted_layers(model)
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check(f"{_KEY}.{key}", patterns or {}, adapted, r"(.*\.)?({})", are_patterns=True)
     _check_head(model, lora)
@@ -104,7 +104,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
     The weights come back bit for bit: they are put aside, not computed back.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = adapted_layers(model).values()
     kept = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
     try:
         with torch.no_grad():
@@ -130,7 +130,7 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
 
 
-def adapted_layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the layers whose weights an adapter changes, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
@@ -143,9 +143,8 @@ def is_adapter_alone(model: nn.Module) -> bool:
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
     others = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
     ends = [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     return not any(others) and all(
-        isinstance(layer.get_base_layer(), nn.Linear) and layer not in ends for layer in layers
+        isinstance(layer.get_base_layer(), nn.Linear) and layer not in ends for layer in adapted_layers(model).values()
     )
 
 
@@ -157,7 +156,7 @@ def add_adapter_like(model: Any, adapted: Any) -> None:
 
 def scales_of(model: nn.Module) -> dict[str, float]:
     """Return what the product B A of each adapted layer is multiplied by, by the layer's name."""
-    return {name: module.scaling[_NAME] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {name: layer.scaling[_NAME] for name, layer in adapted_layers(model).items()}
 
 
 def factor_of(key: str) -> tuple[str, str]:

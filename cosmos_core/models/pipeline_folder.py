@@ -7,7 +7,6 @@ everything but the denoiser.
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +121,6 @@ class PipelineFolder:
             if found := read_object(self.path / name / file, self.model):
                 return found
         return {}
-
-
-def is_pipeline(model: str) -> bool:
-    """Return whether a local folder is a diffusion pipeline."""
-    return os.path.isfile(Path(os.path.expanduser(model)) / INDEX)
 
 
 def _located(model: str, revision: str | None) -> Path:

@@ -35,7 +35,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, fitting, is_beyond
-from cosmos_core.models.fresh import fresh_interpreter
+from cosmos_core.models.fresh import ask, fresh_interpreter
 from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
 
 _INDEX = "model.safetensors.index.json"
@@ -191,14 +191,7 @@ def _reloaded(
         torch.get_num_threads(),
         first,
     )
-    failed = f"export {folder} failed the check 'reload'"
-    try:
-        logits_BTV, tokenizer = pool.schedule(compute_logits, (folder, probe), timeout=_RELOAD_SECONDS).result()
-    except TimeoutError:
-        raise StageFailed(f"{failed}: not loaded after {_RELOAD_SECONDS} s") from None
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+    logits_BTV, tokenizer = ask(pool, compute_logits, (folder, probe), _RELOAD_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 

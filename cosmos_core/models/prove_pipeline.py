@@ -21,7 +21,7 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import exported_state, untrained_files
 from cosmos_core.models.families import family_of
-from cosmos_core.models.fresh import fresh_interpreter
+from cosmos_core.models.fresh import ask, fresh_interpreter
 from cosmos_core.models.lora import FOLDER, is_adapted, merged
 from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.models.prove import same_bits, some_of, tensors_of
@@ -159,15 +159,8 @@ def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
 
 def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the image of each probe, drawn by a fresh interpreter."""
-    failed = f"export {probes[0].folder} failed the check 'reload'"
     with fresh_interpreter() as pool:
-        try:
-            found = pool.schedule(draw_all, (probes,), timeout=_SECONDS).result()
-        except TimeoutError:
-            raise StageFailed(f"{failed}: not loaded after {_SECONDS} s") from None
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+        found = ask(pool, draw_all, (probes,), _SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in found]
 
 

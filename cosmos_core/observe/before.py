@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.config.difference import by_stage, flat
 from cosmos_core.observe import wording
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import runs_in
@@ -47,15 +48,8 @@ def _resolved(path: Path) -> dict[str, dict[str, Any]]:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
             own = {key: value for key, value in stage.items() if key not in _LEFT_OUT}
             overrides = stage.get("overrides")
-            found[stage["name"]] = _flat(own) | _flat(overrides if isinstance(overrides, dict) else {})
+            found[stage["name"]] = flat(own) | flat(overrides if isinstance(overrides, dict) else {})
     return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
@@ -68,10 +62,7 @@ def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) ->
         ]
         for name in both
     }
-    common = set.intersection(*map(set, changes.values())) if changes else set()
-    yield from dict.fromkeys(each for found in changes.values() for each in found if each in common)
-    for name, found in changes.items():
-        yield from ((f"{name}.{key}", was, now) for key, was, now in found if (key, was, now) not in common)
+    yield from ((f"{name}.{key}" if name else key, was, now) for name, (key, was, now) in by_stage(changes))
     yield from ((name, "–", "new stage") for name in new if name not in old)
     yield from ((name, "a stage", "–") for name in old if name not in new)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from cosmos_core.observe.record import RunRecord, StageRecord
 
-_MORE_METRICS = 2
 _BY_URGENCY = ("failed", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 

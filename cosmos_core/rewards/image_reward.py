@@ -55,7 +55,8 @@ class ImageRewardReward:
             self._vision, self._text, self._layers = _modules(state)
         except (KeyError, RuntimeError, ValueError) as error:
             raise RewardError(f"{settings.model_path!r} is no checkpoint of ImageReward: {error!s:.300}") from error
-        self._modules = [module.to(device).eval() for module in (self._vision, self._text, self._layers)]
+        for module in (self._vision, self._text, self._layers):
+            module.to(device).eval()
         self._device, self._size = device, int(self._vision.config.image_size)
 
     def score(self, items: Sequence[Item]) -> Columns:

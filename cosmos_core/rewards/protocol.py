@@ -21,7 +21,6 @@ ENQUEUE = "/api/reward/enqueue"
 PULL = "/api/reward/pull"
 PING = "/api/reward/ping"
 LATENT_ATTR = "/api/reward/latent_attr"
-PUSH = "/api/reward/push"
 
 PIN = "X-Lepton-Replica-Target"
 """Header of a pull: the replica that has the request."""

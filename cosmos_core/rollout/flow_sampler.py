@@ -47,7 +47,6 @@ class FlowSamplerEngine:
 
     name = "flow_sampler"
     ranks_per_engine = 1
-    spans_ranks = True
     weight_format: WeightFormat = "shared"
 
     def __init__(self, settings: EngineSettings) -> None:

@@ -6,7 +6,6 @@ share of them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,8 +25,6 @@ from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
 from cosmos_core.train.optim import build_optimizer, clip_gradients, forget_moments, set_learning_rate
-
-logger = logging.getLogger(__name__)
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 

@@ -47,7 +47,7 @@ class ArtifactStore:
         """`pause` is called between files and parts, and raises where the run is to stop."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
-        self._bucket, self._pause = Bucket(name), pause
+        self._bucket = Bucket(name)
         self._objects = Contents(self._bucket, self._key("objects"), pause)
 
     def check(self) -> None:

@@ -49,11 +49,6 @@ def bundle_of(value: dict[str, Any]) -> Bundle:
     return Bundle({path: Entry(*each) for path, each in value["files"].items()}, value["info"])
 
 
-def entry_of(file: Path) -> Entry:
-    """Return the content of a file as it is now."""
-    return Entry(file.stat().st_size, sha256(file))
-
-
 class Contents:
     """Files below one prefix of a bucket, named by their SHA-256."""
 

@@ -20,7 +20,6 @@ Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
 Rows = Annotated[int, Field(gt=0), Unit("rows")]
 Completions = Annotated[int, Field(gt=0), Unit("completions")]
 Ranks = Annotated[int, Field(gt=0), Unit("ranks")]
-Frames = Annotated[int, Field(gt=0), Unit("frames")]
 
 Nucleus = Annotated[float, Field(gt=0, le=1)]
 """Probability mass that is kept; 1: all of it."""
