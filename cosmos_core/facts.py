@@ -54,7 +54,7 @@ def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_grou
 
     Raises:
         ConfigError: the interpreter does not run.
-        StageFailed: the cluster does not respond.
+        StageFailed: the cluster or the interpreter does not respond.
     """
     cluster = os.environ.get("RAY_ADDRESS", "") if is_group else ""
     return _facts(tuple(libraries), python, cluster, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -73,6 +73,8 @@ def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str |
         if cluster:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             raise StageFailed(f"RAY_ADDRESS = {cluster!r}: the cluster does not say what it has: {said}") from error
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise StageFailed(f"pipeline.python = {python!r}: no reply in {_ASK_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # A GPU is this machine's whichever interpreter asks, and another one may lack the library that asks.
     gpus = tuple(found.gpus) if cluster else _visible_gpus()

@@ -21,10 +21,10 @@ from cosmos_core.imports import without_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.launch.standby import Standby
-from cosmos_core.launch.supervisor import adopt_orphans
 from cosmos_core.launch.worker import is_stopping
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
+from cosmos_core.parent import adopt_orphans
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import SHARED, disk_full
 from cosmos_core.run.progress import read_progress

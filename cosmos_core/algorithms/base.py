@@ -136,6 +136,13 @@ class Algorithm:
         """Go on from what `state_dict` returned."""
 
 
+def equal_batches(num_samples: int, size: int | None) -> list[slice]:
+    """Return the optimizer batches of a train step: as few as hold at most `size` samples each (None: all), of sizes
+    that differ by at most 1. A remainder alone would be a whole step of the optimizer for a few samples."""
+    count = -(-num_samples // (size or max(1, num_samples)))
+    return [slice(i * num_samples // count, (i + 1) * num_samples // count) for i in range(count)]
+
+
 def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
     """Return rows of different lengths as one padded rectangle of the shape, dtype and device of `like_BS`, with the
     dimensions that each token of a row has."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.base import Algorithm, Update, View
+from cosmos_core.algorithms.base import Algorithm, Update, View, equal_batches
 from cosmos_core.algorithms.flow_credit import (
     CreditSettings,
     FlowRollout,
@@ -83,9 +83,8 @@ class FlowRl(Algorithm):
 
     def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
         """Yield optimizer steps of `batch_size_per_optimize` completions; none where nothing is to be learned."""
-        size = self.config.batch_size_per_optimize or max(1, len(samples))
-        for start in range(0, len(samples), size):
-            update = self.update_of(samples[start : start + size])
+        for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
+            update = self.update_of(samples[batch])
             if update is not None:
                 yield self._with_data(update)
         self._num_steps += 1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned, equal_batches
 from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distilled, including_prompt
 from cosmos_core.algorithms.objectives.base import PolicySettings, ratio_of
@@ -124,8 +124,7 @@ class Grpo(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield `mu_iterations` passes over the samples in optimizer batches."""
-        size = self.config.batch_size_per_optimize or len(samples)
-        batches = [slice(start, start + size) for start in range(0, len(samples), size)]
+        batches = equal_batches(len(samples), self.config.batch_size_per_optimize)
         # With one update per step pi is pi_old, so the ratio is exactly 1 and the pass that measures it is saved.
         is_single = len(batches) == 1 and self.config.mu_iterations == 1
         old = None

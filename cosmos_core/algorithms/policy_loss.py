@@ -96,12 +96,13 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
 
 
 def _off_policy(terms: Terms, delta: float) -> Tensor:
-    """Say of each sequence whether its advantage is negative and its mean log(mu / pi) above delta: it has moved too
-    far from what drew it to be pushed away from (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Say of each sequence whether its advantage (of tokens: their mean) is negative and its mean log(mu / pi) above
+    delta: it has moved too far from what drew it to be pushed away from (DeepSeek-V3.2, arXiv 2512.02556)."""
     assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     drift_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
-    return (terms.advantages_B1 < 0) & (drift_B1 > delta)
+    advantage_B1 = masked(terms.advantages_B1.expand_as(terms.mask_BT), terms.mask_BT).sum(-1, keepdim=True)
+    return (advantage_B1 < 0) & (drift_B1 > delta)
 
 
 def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:

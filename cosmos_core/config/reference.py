@@ -30,7 +30,7 @@ def _tables() -> list[dict[str, object]]:
     return [
         {
             "heading": _heading(path, table.__name__),
-            "about": (table.__doc__ or "").strip().splitlines()[0],
+            "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
             "rows": list(found),
         }
         for (path, table), found in groups

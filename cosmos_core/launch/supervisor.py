@@ -18,7 +18,6 @@ the command must not wait for it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import select
 import signal
@@ -26,8 +25,8 @@ import subprocess
 import sys
 import time
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from cosmos_core.parent import adopt_orphans, die_with_parent
+
 _POLL_SECONDS = 0.05
 _ORPHAN_GRACE_SECONDS = 10.0  # nobody waits any more, and the next attempt wants the machine
 
@@ -94,22 +93,6 @@ class Supervisor:
         if readable and not os.read(self.pipe, 4096):
             self.is_orphaned = True
             self.stop()
-
-
-def adopt_orphans() -> None:
-    """Let whatever loses its parent below this process fall to it."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends. Call in a fresh child whose parent's only thread started it."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request was made
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def main() -> int:

@@ -3,11 +3,8 @@ so that it does so without garbage collection."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
-import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any, TypeVar
 from pebble import ProcessPool
 
 from cosmos_core.errors import StageFailed
+from cosmos_core.parent import die_with_parent
 
 T = TypeVar("T")
 
@@ -44,10 +42,6 @@ def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...
 
 def _start(parent: int) -> None:
     """Be killed when the trainer dies, whatever kills it, and ask nothing of the network."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    die_with_parent(parent)
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
     gc.disable()  # a task or two, and it ends

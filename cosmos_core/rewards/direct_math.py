@@ -8,7 +8,8 @@ from cosmos_core.rewards.base import require_reference
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-_ARTICLE = re.compile(r"\b(an|a) (?=[a-z])", re.IGNORECASE)
+_ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})")
+"""Small letters alone, before a word: `A B` are two choices, and `a b` a product."""
 
 # Order matters in all three tables: articles go before blanks do, longer debris before its own parts.
 _REPLACED = (

@@ -3,7 +3,6 @@ secrets."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -21,11 +20,11 @@ from typing import Any
 from pebble import ProcessExpired
 
 from cosmos_core.environment import handed_on, hide
+from cosmos_core.parent import die_with_parent
 
 START_SECONDS = 120.0
 """Until a process has imported what it runs; a user's module may import something heavy."""
 _BEAT_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 
 _ACKNOWLEDGED_SECONDS = 0.1
 """After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
@@ -114,10 +113,7 @@ class _Popen(popen_spawn_posix.Popen):
 def begin(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: the head of a group, that ends with its parent and shows no secret."""
     os.setpgid(0, 0)
-    # What hangs would never see that its parent has ended, so the kernel kills it then.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        os._exit(1)
+    die_with_parent(parent_pid)
     os.dup2(2, 1)  # what a user's code prints goes to the log
     _take_no_memory_of_others()
     hide(env)

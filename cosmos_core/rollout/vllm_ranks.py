@@ -7,17 +7,15 @@ GPUs this was never run.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from collections.abc import Iterable
 from typing import Any
 
+from cosmos_core.parent import die_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings, Receiver
 from cosmos_core.rollout.replica import Packed, packed, unpacked
 from cosmos_core.rollout.vllm_memory import drop_name
 
-_PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # what is forked beside threads may wait for a lock that nobody holds
     "GLOO_SOCKET_IFNAME": "lo",  # they are on one machine
@@ -69,9 +67,7 @@ class RankExtension:
 
     def end_with(self, pid: int) -> None:
         """Have the kernel end this process with its parent, whatever it waits for, and nothing stay behind."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != pid:  # it ended before we asked
-            os._exit(1)
+        die_with_parent(pid)
         drop_name()
 
     def begin_weights(self) -> None:

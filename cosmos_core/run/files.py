@@ -156,9 +156,14 @@ def replaced_folder(target: Path) -> Iterator[Path]:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
-        if target.exists():
+        if is_replaced := target.exists():
             os.rename(target, old)
-        os.rename(building, target)
+        try:
+            os.rename(building, target)
+        except OSError:
+            if is_replaced:
+                os.rename(old, target)
+            raise
         sync_folder(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:

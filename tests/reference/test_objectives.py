@@ -150,6 +150,17 @@ def test_a_sequence_of_negative_advantage_that_moved_too_far_is_left_out():
     assert means(result.metrics)["off_policy_masked"] == pytest.approx(1 / 3)
 
 
+def test_advantages_of_tokens_leave_out_sequences_not_tokens():
+    """Else a stale sequence would keep the tokens that are rewarded and lose those that are not."""
+    inputs = PolicyInputs(
+        torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True), torch.zeros(2).double(),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]), rollout_logprobs_BT=torch.full((2, 4), -0.8).double(),
+        token_advantages_BT=torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -2.0, -2.0, 9.0]]).double(),
+    )  # fmt: skip
+    result = policy_loss(inputs, PolicySettings(off_policy_masking_delta=0.1))
+    assert result.loss_BT.detach().tolist() == [[-1.0, -1.0, 1.0, 1.0], [0.0] * 4]
+
+
 def test_the_geometric_mask_leaves_out_whole_sequences():
     rollout_BT = torch.tensor([[-1.0, -1.0], [-1.0, -1.2]], dtype=torch.float64)
     weights_BT, metrics = importance_weights(

@@ -27,6 +27,9 @@ GREEDY = (
          "give rates by module path"),
         ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare completions of one "
          "group; make it at least 2"),
+        ("grpo.rollout.n_generation=1; grpo.train.train_policy.algo='reinforce++'; "
+         "grpo.train.train_policy.variant='dapo'", "stage 'grpo': rollout.n_generation = 1: variant = 'dapo' trains on "
+         "groups that differ; make it at least 2"),
         ("grpo.rollout.sampling_config.temperature=0", f"stage 'grpo': {GREEDY.format('temperature = 0.0')}"),
         ("grpo.rollout.sampling_config.top_k=1", f"stage 'grpo': {GREEDY.format('top_k = 1')}"),
         ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
@@ -174,6 +177,40 @@ def test_a_window_behind_the_last_step_of_a_rollout_is_refused(
         ConfigError, match=rf"window_size = \d: there are {count} such steps .*num_steps = 10; lower it"
     ):
         check_capabilities(pipeline)
+
+
+NFT = ("train.train_policy.trainer_type=diffusion_nft", "policy.is_diffusers=true")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("policy.diffusers.flow_rl.exp_reward=true", "exp_reward = true makes all advantages negative"),
+        (
+            "train.train_policy.bypass_reward=true",
+            "bypass_reward = true makes all rewards equal, of which diff",
+        ),
+        ("train.train_policy.advantage_high=0", r"advantage_high = 0\.0 is a scale; make it positive"),
+        ("distillation={enable=true, model_name_or_path='teacher'}", "distillation.enable = true: a teacher judges"),
+    ],
+)
+def test_what_leaves_diffusion_nft_nothing_to_learn_is_refused(tmp_path: Path, setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_capabilities(load(tmp_path, GRPO, *NFT, setting))
+
+
+def test_keys_of_another_diffusion_algorithm_are_told(tmp_path: Path) -> None:
+    of_flow_grpo = ("policy.diffusers.flow_rl.guard=true", "policy.diffusers.flow_rl.window_size=2")
+    assert [said for said in notices_of(load(tmp_path, GRPO, *NFT, *of_flow_grpo)) if "no effect" in said] == [
+        f"policy.diffusers.flow_rl.{key} has no effect with trainer_type = 'diffusion_nft'"
+        for key in ("window_size", "guard")
+    ]
+    flow_grpo = ("train.train_policy.trainer_type=flow_grpo", "policy.is_diffusers=true")
+    of_nft = ("policy.diffusers.timesteps_fraction=0.6", "policy.diffusers.nft_beta=0.1")
+    assert [said for said in notices_of(load(tmp_path, GRPO, *flow_grpo, *of_nft)) if "no effect" in said] == [
+        f"policy.diffusers.{key} has no effect with trainer_type = 'flow_grpo'"
+        for key in ("timesteps_fraction", "nft_beta")
+    ]
 
 
 def test_held_out_completions_that_cannot_differ_are_told(tmp_path: Path) -> None:

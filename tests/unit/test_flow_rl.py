@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cosmos_core.algorithms.base import equal_batches
 from cosmos_core.algorithms.flow_credit import CreditSettings, Watch, flow_advantages
 from cosmos_core.algorithms.flow_rl import FlowRl
 from cosmos_core.algorithms.registry import make_algorithm
@@ -329,3 +330,22 @@ def _completion(latents: Tensor) -> Any:
     from cosmos_core.types import Completion, Drawn
 
     return Completion((), "stop", "", drawn=Drawn(torch.zeros(1, 1, 3, dtype=torch.uint8), latents, (1.0, 0.0), 0))
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"),
+    [
+        (1152, 576, [576, 576]),
+        (600, 576, [300, 300]),
+        (577, 576, [288, 289]),
+        (7, None, [7]),
+        (0, 4, []),
+        (0, None, []),
+    ],
+)
+def test_what_is_left_of_a_train_step_is_spread_over_its_optimizer_steps(
+    count: int, size: int | None, sizes: list[int]
+) -> None:
+    batches = equal_batches(count, size)
+    assert [batch.stop - batch.start for batch in batches] == sizes
+    assert [i for batch in batches for i in range(batch.start, batch.stop)] == list(range(count))

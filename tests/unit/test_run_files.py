@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.run.files import write_json
+from cosmos_core.run.files import replaced_folder, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.progress import Metrics, MetricsReader
 
@@ -94,3 +96,21 @@ def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_
     metrics.cut_back(2)
     metrics.log(3, {"loss": 30.0})
     assert [line["loss"] for line in reader.update()] == [1.0, 2.0, 30.0]
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = tmp_path / "model", os.rename
+    with replaced_folder(target) as building:
+        (building / "weights").write_text("old")
+
+    def rename(source: Path, destination: Path) -> None:
+        if source.name.endswith(".tmp"):
+            raise OSError(errno.EIO, "input/output error")
+        real(source, destination)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="input/output"), replaced_folder(target) as building:
+        (building / "weights").write_text("new")
+    assert (target / "weights").read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["model"]

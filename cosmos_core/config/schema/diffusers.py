@@ -48,7 +48,7 @@ class DiffusersConfig(Table):
     """Of a training clip."""
     timesteps_fraction: Fraction = 1.0
     """Share of the sampler's steps that DiffusionNFT trains on (also written `timestep_fraction`)."""
-    nft_beta: float = 1.0
+    nft_beta: PositiveFloat = 1.0
     """Beta of DiffusionNFT (arXiv 2509.16117)."""
     weight_copy_decay_type: Literal[0, 1, 2] = 0
     """How fast the old policy follows: 0 at once, 1 slowly, 2 after a start."""

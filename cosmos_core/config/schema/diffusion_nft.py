@@ -20,6 +20,9 @@ class DiffusionNftConfig(FlowPolicyConfig):
     are and bad ones inverted (arXiv 2509.16117); how is in `[policy.diffusers]`."""
 
     algorithm: ClassVar[str] = "diffusion_nft"
+    no_effect: ClassVar[tuple[str, ...]] = (
+        "flow_rl.train_on", "flow_rl.window_size", "flow_rl.guard", "flow_rl.use_same_seed",
+    )  # fmt: skip
 
     trainer_type: Literal["diffusion_nft"] = "diffusion_nft"
     """The algorithm."""
@@ -37,6 +40,13 @@ class DiffusionNftConfig(FlowPolicyConfig):
         """See `Table.refusals`."""
         yield from super().refusals(stage)
         diffusers = stage.recipe.policy.diffusers
+        if diffusers.flow_rl.exp_reward:
+            yield (
+                "policy.diffusers.flow_rl.exp_reward = true makes all advantages negative, of which DiffusionNFT would "
+                "learn that every sample is bad; leave it out"
+            )
+        if self.advantage_high <= 0:
+            yield f"train.train_policy.advantage_high = {self.advantage_high} is a scale; make it positive"
         if int(diffusers.timesteps_fraction * diffusers.sample.num_steps) < 1:
             yield (
                 f"policy.diffusers.timesteps_fraction = {diffusers.timesteps_fraction} of "

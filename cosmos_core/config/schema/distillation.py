@@ -116,7 +116,7 @@ class DistillationConfig(Table):
         policy = stage.recipe.train.train_policy
         if not stage.kind.trains:
             return
-        if not isinstance(policy, RlConfig):
+        if not isinstance(policy, RlConfig) or "causal_lm" not in policy.modalities:
             yield (
                 "distillation.enable = true: a teacher judges completions that the policy draws; set "
                 "train.train_policy.type = 'grpo', or leave [distillation] out"

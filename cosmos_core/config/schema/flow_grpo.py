@@ -19,6 +19,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
 
     algorithm: ClassVar[str] = "flow_grpo"
     reads: ClassVar[tuple[str, ...]] = (*FlowPolicyConfig.reads, "epsilon_low", "epsilon_high")
+    no_effect: ClassVar[tuple[str, ...]] = ("timesteps_fraction", "nft_beta", "weight_copy_decay_type")
 
     trainer_type: Literal["flow_grpo"] = "flow_grpo"
     """The algorithm."""

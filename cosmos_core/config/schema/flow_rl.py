@@ -1,6 +1,7 @@
 """`[train.train_policy]` of diffusion models: what learning from scored images and videos has, whatever the loss."""
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
@@ -25,6 +26,8 @@ class FlowPolicyConfig(GrpoConfig):
         "reset_optimizer_with_reference",
     )  # fmt: skip
     """Keys of GRPO's own table that have a meaning here."""
+    no_effect: ClassVar[tuple[str, ...]] = ()
+    """Keys of `[policy.diffusers]` that other algorithms read."""
 
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """What is made of clipped advantages: nothing, 0 for negative or for positive ones, 1 for positive and 0 for all
@@ -76,6 +79,12 @@ class FlowPolicyConfig(GrpoConfig):
     def notices(self, stage: InStage) -> Iterator[str]:
         """See `Table.notices`."""
         yield from super().notices(stage)
+        for key in self.no_effect:
+            *tables, name = key.split(".")
+            table = reduce(getattr, tables, stage.recipe.policy.diffusers)
+            default = type(table).model_fields[name].default
+            if name in table.model_fields_set and getattr(table, name) != default:
+                yield f"policy.diffusers.{key} has no effect with trainer_type = {self.trainer_type!r}"
         most = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
         if most and self.rows != "media" and stage.kind.trains:
             yield (
@@ -98,6 +107,11 @@ class FlowPolicyConfig(GrpoConfig):
             yield (
                 f"mode = {stage.recipe.mode!r}: images and videos are drawn by the ranks that train; set it to "
                 f"'colocated'"
+            )
+        if self.bypass_reward and stage.kind.trains and not stage.recipe.distillation.enable:
+            yield (
+                f"train.train_policy.bypass_reward = true makes all rewards equal, of which {self.trainer_type} learns "
+                f"nothing; leave it out"
             )
         unread = [name for name in GrpoConfig.__annotations__ if name not in (*self.reads, "trainer_type")]
         for name in self.model_fields_set & set(unread) & set(GrpoConfig.model_fields):

@@ -120,7 +120,8 @@ class GrpoConfig(RlConfig):
     @model_validator(mode="before")
     @classmethod
     def _loss_of_gspo(cls, values: Any, info: ValidationInfo) -> Any:
-        if isinstance(values, dict) and values.get("variant") == "gspo" and "loss_type" not in values:
+        is_gspo = isinstance(values, dict) and values.get("variant") == "gspo" and values.get("aipo_rho") is None
+        if is_gspo and "loss_type" not in values:
             say(info, "train.train_policy.loss_type: seq-mean-token-mean, because variant = 'gspo' has one ratio for "
                 "each sequence; set it to have another")  # fmt: skip
             return values | {"loss_type": "seq-mean-token-mean"}
@@ -184,6 +185,18 @@ class GrpoConfig(RlConfig):
             say(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
                 "rollout policy already")  # fmt: skip
             return self.derived(use_decoupled_loss=False)
+        return self
+
+    @model_validator(mode="after")
+    def _overruled(self, info: ValidationInfo) -> Self:
+        if self.aipo_rho is not None and self.variant in {"gspo", "cispo"}:
+            say(
+                info,
+                f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is set",
+            )
+        if self.kl_in_reward and not self.kl_beta:
+            say(info, "train.train_policy.kl_in_reward has no effect, because kl_beta = 0: rewards are whitened over "
+                "completions, not over their tokens")  # fmt: skip
         return self
 
     @model_validator(mode="after")

@@ -83,7 +83,8 @@ class RlConfig(AlgorithmConfig):
     collect_rollout_logprobs: bool = False
     """Hand over the log-probabilities of sampled tokens."""
     batch_size_per_optimize: Completions | None = None
-    """Completions per optimizer step inside a train step; None: all."""
+    """Most completions of an optimizer step inside a train step, which are spread evenly over as few steps as hold
+    them; None: all."""
     mu_iterations: Annotated[PositiveInt, Unit("passes")] = 1
     """Passes over each batch of rollouts."""
     max_token_len_per_mini_batch: Tokens | None = None

@@ -128,6 +128,8 @@ class RolloutConfig(Table):
         if stage.kind.feed == "rollouts":
             if self.n_generation < 2 and train.train_policy.compares_groups:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
+            elif self.n_generation < 2 and train.train_policy.dynamic_sampling is not None:
+                yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
             if train.train_batch_per_replica % self.n_generation:
                 yield (
                     f"train.train_batch_per_replica = {train.train_batch_per_replica}: this version trains whole "

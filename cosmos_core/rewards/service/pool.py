@@ -137,13 +137,13 @@ class Pool:
                     await self._serve(process)
                 finally:
                     self.ready -= 1
-            except Lost as error:
-                if not self.loaded.done() and not process.is_ready:
-                    self.loaded.set_exception(error)
-                self._note(str(error))
             except Exception as error:
-                log.exception("reward %s", self.program.name)
-                self._note(f"{type(error).__name__}: {error}")
+                lost = error if isinstance(error, Lost) else Lost(f"{type(error).__name__}: {error}")
+                if lost is not error:
+                    log.exception("reward %s", self.program.name)
+                if not self.loaded.done() and not process.is_ready:
+                    self.loaded.set_exception(lost)
+                self._note(str(lost))
             finally:
                 await process.kill()
             self.counts.restarts += 1

@@ -7,10 +7,8 @@ signal.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cosmos_core.errors import CosmosError
+from cosmos_core.parent import die_with_parent
 from cosmos_core.rewards.base import one_line
 from cosmos_core.rewards.served import Item, Settings, checked, load_served
 
@@ -28,12 +27,11 @@ _INFO = {
     "geneval_tags": "tag", "geneval_includes": "include", "geneval_excludes": "exclude", "num_tokens": "num_tokens",
     "finish_reason": "finish_reason", "turns": "turns",
 }  # fmt: skip
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Load, say so, and score until the input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid())
     messages, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
