@@ -81,6 +81,13 @@ def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str |
     return Facts(found.host, gpus, found.threads, found.versions)
 
 
+def gpu_entries() -> list[str]:
+    """Return the entries of `CUDA_VISIBLE_DEVICES` that name the GPUs which this process sees, in their order."""
+    count, hidden = len(_visible_gpus()), os.environ.get("CUDA_VISIBLE_DEVICES")
+    entries = [str(i) for i in range(count)] if hidden is None else hidden.split(",")
+    return [entry.strip() for entry in entries[:count]]
+
+
 def _visible_gpus() -> tuple[str, ...]:
     """Return the models of the GPUs that CUDA would show this process: those of the driver that are not hidden."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from cosmos_core.errors import (
     Preempted,
     StageFailed,
 )
-from cosmos_core.launch import worker
+from cosmos_core.launch import gpus, worker
 from cosmos_core.launch.processes import sweep, this_process
 from cosmos_core.launch.slots import branch_slots, held
 from cosmos_core.registry import import_thing
@@ -273,11 +274,24 @@ def _made_once(
                 on_line=on_line,
                 must_end=stored.loss,
             )
-            beside = reward_service(run, stage)
-            with sending(path, _saves_of(run, stage)), stored.sending(expected), beside as variables:
-                result = worker.run(replace(launch, environment=variables, secrets=(*launch.secrets, *variables)))
+            with gpus.held(_num_gpus(run, stage), partial(_wait, path)) as (visible, locks):
+                launch = replace(launch, locks=(*launch.locks, *locks))
+                beside = reward_service(run, stage)
+                with sending(path, _saves_of(run, stage)), stored.sending(expected), beside as variables:
+                    secrets = (*launch.secrets, *variables)
+                    result = worker.run(replace(launch, environment={**visible, **variables}, secrets=secrets))
             _finish(run, stage, expected)
             return stored.send(result), False
+
+
+def _num_gpus(run: Run, stage: StageConfig) -> int:
+    return gpus.num_gpus(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name])
+
+
+def _wait(path: Path, reason: str) -> None:
+    """Say what a stage waits for, and wait a while."""
+    update_state(path, state="waiting", error=reason)
+    worker.sleep_unless_stopping(1)
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -140,7 +141,8 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     """Return the optimizer batches of a train step: as few as hold at most `size` samples each (None: all), of sizes
     that differ by at most 1. A remainder alone would be a whole step of the optimizer for a few samples."""
     count = -(-num_samples // (size or max(1, num_samples)))
-    return [slice(i * num_samples // count, (i + 1) * num_samples // count) for i in range(count)]
+    bounds = [-(-i * num_samples // count) for i in range(count + 1)] if count else []
+    return [slice(*each) for each in pairwise(bounds)]
 
 
 def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:

@@ -35,11 +35,10 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
     if recipe.train.train_policy.has_rollouts:
         _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
-    mesh = filled(recipe, gpus).policy.parallelism
+    whole = filled(recipe, gpus)
+    mesh = whole.policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
-    total = mesh.world_size * mesh.n_init_replicas
-    if recipe.train.train_policy.has_rollouts and recipe.mode == "disaggregated":
-        total += recipe.engines_apart * recipe.rollout.parallelism.tp_size
+    total = whole.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
     if gpus is not None and total > gpus:
         raise ConfigError(_too_many(mesh, total, gpus))
     return total

@@ -23,6 +23,7 @@ from pathlib import Path
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.standby import GRACE_SECONDS, Standby
+from cosmos_core.run.files import user_cache
 from cosmos_core.run.lock import Lock
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,7 @@ def _own_home(folder: Path) -> tuple[Path, Lock]:
 
 def _template() -> Path:
     """Where an empty database of this release of Prefect is kept: to make one takes its migrations five seconds."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
+    return user_cache() / f"prefect-{version('prefect')}.db"
 
 
 def _copy_database(source: Path, target: Path) -> bool:

@@ -137,6 +137,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def user_cache() -> Path:
+    """Return the folder of what all runs of this user share on this machine, which may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cosmos-posttrain"
+
+
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
     """Make a new empty folder that replaces `target` when the block ends without an error.

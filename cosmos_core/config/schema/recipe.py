@@ -59,6 +59,13 @@ class Recipe(Table):
         """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
 
+    def num_gpus(self, *, has_rollouts: bool) -> int:
+        """Return the GPUs that the ranks of a stage take, together with engines beside them that have GPUs of their
+        own."""
+        mesh = self.policy.parallelism
+        beside = self.engines_apart if has_rollouts and self.mode == "disaggregated" else 0
+        return mesh.world_size * mesh.n_init_replicas + beside * self.rollout.parallelism.tp_size
+
     @property
     def datasets(self) -> dict[str, DatasetConfig]:
         """Return what names rows, by the key of its table."""
