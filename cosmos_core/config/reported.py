@@ -11,10 +11,9 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggestion
 
 HELD_OUT = "validation/"
+_OF_ROWS = ("loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
 MEASURED = (
-    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts",
-    "pass@*", "reward/*",
-    "loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*",
+    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_OF_ROWS,
 )  # fmt: skip
 """What is measured of held-out rows: of completions, then of rows. An algorithm of a user's own may add to it."""
 
@@ -62,6 +61,8 @@ def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
     if kind.scores and metric.startswith(HELD_OUT):
         is_measured = recipe.validation.enable or not kind.trains
         is_own = is_import_path(recipe.train.train_policy.trainer_type)
-        name = metric.removeprefix(HELD_OUT)
-        return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in MEASURED))
+        name, validation = metric.removeprefix(HELD_OUT), recipe.validation
+        are_judged = validation.reward_function or validation.remote_rewards  # else rows of SFT are scored, not asked
+        patterns = MEASURED if are_judged or recipe.train.train_policy.rows != "sequences" else _OF_ROWS
+        return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in patterns))
     return any(fnmatchcase(metric, pattern) for pattern in kind.reports)
