@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -98,9 +98,10 @@ class ActorHandle:
 class Actors:
     """The actors of a group, as the process that starts them has them."""
 
-    def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0) -> None:
-        """`threads`: of each process; 0: as many as it finds."""
+    def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, rooms: Sequence[Any] = ()) -> None:
+        """`threads`: of each process; 0: as many as it finds. `rooms`: Ray's strategies that give each rank its GPU."""
         self._group, self._threads = group, threads
+        self._rooms = rooms if group.shares_gpus else ()
         gpus = 0.0
         if ray.cluster_resources().get("GPU", 0):
             gpus = SHARED if group.shares_gpus else float(group.processes)
@@ -113,16 +114,20 @@ class Actors:
             max_restarts=-1,
         )(type(group.name, (_Host,), {}))
         self.handles: list[ActorHandle] = []
-        self.adjust()
+        self.adjust(lambda handles: None)
 
-    def adjust(self) -> bool:
-        """Start or end actors until there are as many as wanted; return whether that changed anything."""
+    def adjust(self, tell: Callable[[list[ActorHandle]], object]) -> None:
+        """Start or end actors until there are as many as wanted. If that changes anything, `tell` says to who uses them
+        which there are, and is through with it before one of the others ends."""
         wanted, before = max(0, self._group.wanted()), len(self.handles)
-        while len(self.handles) < wanted:
-            self.handles.append(ActorHandle(self._actor.remote(self._group.make, self._threads)))
-        for handle in self.handles[wanted:]:
+        if wanted == before:
+            return
+        while (number := len(self.handles)) < wanted:
+            where = {"scheduling_strategy": self._rooms[number % len(self._rooms)]} if self._rooms else {}
+            self.handles.append(ActorHandle(self._actor.options(**where).remote(self._group.make, self._threads)))
+        others, self.handles = self.handles[wanted:], self.handles[:wanted]
+        tell(self.handles)
+        for handle in others:
             ray.kill(handle.actor, no_restart=True)
-        del self.handles[wanted:]
-        if before not in {0, wanted}:
+        if before:
             logger.info("%d processes beside the ranks in place of %d", wanted, before)
-        return before != wanted

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
-from cosmos_core.errors import ConfigError, CosmosError, StageFailed
+from cosmos_core.errors import ConfigError, CosmosError, Preempted, StageFailed
 
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
@@ -205,12 +205,13 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         )  # fmt: skip
     signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
     try:
+        rooms = _rooms(ray, size, beside, should_stop, is_embedded=is_embedded)  # before anything else takes them
+        start = _starter(ray, rooms, share=0.5 if beside is not None and beside.shares_gpus else 1)
         actors = None
         if beside is not None:
             actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                beside, is_embedded=is_embedded, threads=of_actor
+                beside, is_embedded=is_embedded, threads=of_actor, rooms=rooms
             )
-        start = _starter(ray, size, shares_gpus=beside is not None and beside.shares_gpus)
         for number in range(_MOST_RESTARTS + 1):
             members, calls = start(program)
             try:
@@ -238,26 +239,39 @@ def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -
     return max(1, cores // max(num_ranks, num_beside)), max(1, cores // max(1, num_beside * (1 + overlaps)))
 
 
-def _starter(ray: Any, size: int, *, shares_gpus: bool) -> Callable[[Program], tuple[list[Any], list[Any]]]:
-    """Return what starts a program on all ranks: their actors, and the calls that end with the program."""
+def _rooms(
+    ray: Any, size: int, beside: ActorGroup | None, should_stop: Callable[[], bool], *, is_embedded: bool
+) -> list[Any]:
+    """Return where each rank goes, with a GPU where there are any, and with room for the actor that shares it.
+
+    Raises:
+        ConfigError: the cluster has too few GPUs.
+        Preempted: asked to stop while there is no room.
+    """
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    gpus = _gpus_per_rank(ray, size) * (0.5 if shares_gpus else 1)
-    group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="PACK")
-    ray.get(group.ready())
+    shares_gpus = beside is not None and beside.shares_gpus
+    gpus = _gpus_per_rank(ray, size, 0 if beside is None or shares_gpus else beside.processes)
+    cpus = 1 if beside is None or not shares_gpus or is_embedded else 1 + beside.processes
+    group = placement_group([{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}] * size, strategy="PACK")
+    while not group.wait(timeout_seconds=_POLL_SECONDS):
+        if should_stop():
+            raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
+    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank) for rank in range(size)]
+
+
+def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
+    """Return what starts a program on all ranks: their actors, each with that share of a GPU where there are any, and
+    the calls that end with the program."""
+    size, gpus = len(rooms), share if ray.cluster_resources().get("GPU", 0) else 0
     remote: Any = ray.remote  # its types know functions alone
     actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
     stores = []  # those of ranks that have died are held too: a late connection must not meet another process
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
-        members = [
-            actor.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-            ).remote()
-            for rank in range(size)
-        ]
+        members = [actor.options(scheduling_strategy=room).remote() for room in rooms]
         stores.append(open_store(address, size))
         calls = [
             member.run.remote(program, Rendezvous(rank, size, address, stores[-1].port, 0))  # Ray shows it one GPU
@@ -284,16 +298,18 @@ def _keep_ray_to_ourselves() -> None:
     core.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _gpus_per_rank(ray: Any, size: int) -> int:
+def _gpus_per_rank(ray: Any, size: int, num_beside: int) -> int:
     """Return 1 where the cluster has GPUs, else 0; the machine that this process is on may have none or others.
+    `num_beside`: GPUs of one engine beside the ranks, without which they would wait for ever.
 
     Raises:
         ConfigError: it has too few, and Ray would wait for more without end.
     """
     there = int(ray.cluster_resources().get("GPU", 0))
-    if 0 < there < size:
+    if 0 < there < size + num_beside:
+        beside = f", and a rollout engine {num_beside}" if num_beside else ""
         raise ConfigError(
-            f"the mesh takes {size} GPUs, of {there} that the Ray cluster has; make policy.parallelism smaller"
+            f"the mesh takes {size} GPUs{beside}, of {there} that the Ray cluster has; make policy.parallelism smaller"
         )
     return min(there, 1)
 
@@ -307,9 +323,10 @@ def _followed(
     while waiting:
         if should_stop() and not asked:
             asked = True
-            ray.get([member.stop.remote() for member in members])
-        if actors is not None and actors.adjust():
-            members[0].have.remote(actors.handles)
+            for member in members:  # one that is dead is seen below
+                member.stop.remote()
+        if actors is not None:
+            actors.adjust(lambda handles: ray.wait([members[0].have.remote(handles)], timeout=_REPLY_SECONDS))
         done, _ = ray.wait(waiting, timeout=_POLL_SECONDS)
         found = {call: call for call in done}
         if not done and time.monotonic() - looked > _REPLY_SECONDS:

@@ -163,9 +163,7 @@ class Ahead:
             if scored is None:
                 return None if position in self._pending or self.take(position, 1) else (kept, sampled)
             if step - scored.group.version > self.allowed:
-                del self._scored[position]
-                self._num_outdated += 1
-                self._pending[position] = self._asked(position, scored.group.prompt)
+                self._ask_again(step, range(position, position + self.num_groups - len(kept)))
                 return None
             sampled.append(scored)
             if self.filter is None or self.filter.keeps(scored):
@@ -174,12 +172,24 @@ class Ahead:
                 check_scores(step, sampled, self.filter.metrics)
         return kept, sampled
 
-    def _asked(self, position: int, prompt: Prompt) -> Future[Group]:
+    def _ask_again(self, step: int, positions: Sequence[int]) -> None:
+        """Ask at once for all groups at these positions that are too old for their step, once engines have weights that
+        are new enough for it."""
+        if self.fleet.version + self.allowed < step:
+            return
+        for position in reversed(positions):  # each goes before all that wait
+            scored = self._scored.get(position)
+            if scored is not None and step - scored.group.version > self.allowed:
+                del self._scored[position]
+                self._num_outdated += 1
+                self._pending[position] = self._asked(position, scored.group.prompt, is_urgent=True)
+
+    def _asked(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Ask for the group at a position; its seeds are those of the step that would take it if none were dropped,
         which may draw a prompt in two epochs."""
         step, number = divmod(position, self.num_groups)
         times = sum(each.id == prompt.id for each in self.take(position - number, number))
-        return self.fleet.request(prompt, drawn_again(self.sampling, times), step)
+        return self.fleet.request(prompt, drawn_again(self.sampling, times), step, is_urgent=is_urgent)
 
     def _run(self) -> None:
         try:

@@ -103,12 +103,13 @@ class Fleet:
     def completed(self) -> list[Group]:
         """See `Engine.completed`: all that were submitted, so that ranks wait for each other once. An engine that dies
         meanwhile gets the weights again."""
-        while True:
+        while True:  # ranks meet at each look: none waits for another longer than a collective may take
             groups, failed, is_stale = broadcast_object(self._own_done() if is_first() else None)  # type: ignore[misc]
             self._raise(failed)
-            if not is_stale:
+            if groups is not None:
                 return groups
-            self.resync()
+            if is_stale:
+                self.resync()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`: every engine that is open takes them. One that dies meanwhile is left out."""
@@ -163,17 +164,17 @@ class Fleet:
 
     # What follows runs on the first rank.
 
-    def _own_done(self) -> tuple[list[Group], tuple[str, str] | None, bool]:
-        """Return the groups that were submitted once all are there; or what went wrong; or that an engine waits for
-        weights."""
+    def _own_done(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
+        """Return the groups that were submitted, None while some are not there; or what went wrong; and whether an
+        engine waits for weights."""
         try:
-            while any(not reply.done() for _, reply in self._own):
-                wait([reply for _, reply in self._own], POLL_SECONDS, FIRST_EXCEPTION)
-                self._members.check()
-                self._beat()
-                if self.is_stale and any(not reply.done() for _, reply in self._own):
-                    return [], None, True
-            groups = [reply.result() for _, reply in self._own]
+            wait([reply for _, reply in self._own], POLL_SECONDS, FIRST_EXCEPTION)
+            self._members.check()
+            self._beat()
+            done = [reply for _, reply in self._own if reply.done()]
+            groups = [reply.result() for reply in done]
+            if len(done) < len(self._own):
+                return None, None, self.is_stale
         except Exception as error:
             if not isinstance(error, CosmosError):
                 logger.exception("an engine refused what it was asked")
@@ -217,7 +218,11 @@ class Fleet:
         members = [m for m in self._members.opened() if m.version is None or not self._only_new]
         background = self._swap != "disabled"
         return self._replied(
-            members, [member.handle.ask("begin_load", version, background=background) for member in members]
+            members,
+            [
+                member.handle.ask("begin_load", version, background=background, patience=self._members.patience)
+                for member in members
+            ],
         )
 
     def _end_load(self, version: int, members: list[Member], num_sent: int) -> None:

@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _OPEN_SECONDS = 1200.0
-"""Until an engine is open: a large model is read from a slow disk."""
-_RESTART_SECONDS = 60.0
-"""An engine that died and is not back is not asked whether it died again before so long."""
+"""Until an engine is open: a large model is read from a slow disk; or until the only one is back."""
 _RETRY_SECONDS = 0.5
 _MOST_DEATHS = 3
 """Of one engine, with no group between them; more are no accident."""
@@ -101,7 +99,8 @@ class Members:
         patience: float,
         beat: Callable[[], None],
     ) -> None:
-        self._handles, self._most_groups, self._patience, self._beat = handles, most_groups, patience, beat
+        self._handles, self._most_groups, self._beat = handles, most_groups, beat
+        self.patience = patience
         self._session = uuid.uuid4().hex
         self._waiting: deque[_Request] = deque()
         self._pinned: deque[_Request] = deque()
@@ -155,20 +154,23 @@ class Members:
             member.is_lost = member.description is not None
 
     def awaited(self, reply: Future[Any], member: Member | None = None) -> Any:
-        """Return the reply, saying meanwhile that we are alive; a member that does not reply is ended."""
-        deadline = time.monotonic() + self._patience
+        """Return the reply, saying meanwhile that we are alive; a member that neither replies nor makes a pass is
+        ended."""
+        deadline, passes = time.monotonic() + self.patience, member.passes if member else 0
         while True:
             self.check()
             try:
                 return reply.result(timeout=POLL_SECONDS)
             except TimeoutError:
                 if reply.done():
-                    raise
+                    return reply.result()
                 self._beat()
+            if member is not None and member.passes != passes:
+                deadline, passes = time.monotonic() + self.patience, member.passes
             if member is not None and time.monotonic() > deadline:
-                logger.warning("an engine did not reply for %.0f s; it is ended and started again", self._patience)
+                logger.warning("an engine did not reply for %.0f s; it is ended and started again", self.patience)
                 member.handle.kill()
-                deadline = time.monotonic() + self._patience
+                deadline = time.monotonic() + self.patience
 
     def _run(self) -> None:
         try:
@@ -217,7 +219,7 @@ class Members:
             return
         if not member.reply.done():
             is_working = member.in_flight and not self.is_loading
-            patience = _OPEN_SECONDS if member.description is None else self._patience if is_working else None
+            patience = _OPEN_SECONDS if member.description is None else self.patience if is_working else None
             if patience is not None and now - member.moved > patience:
                 logger.warning("an engine did nothing for %.0f s; it is ended and started again", patience)
                 member.handle.kill()
@@ -227,7 +229,7 @@ class Members:
             found = member.reply.result()
         except ConnectionError as error:
             is_on_its_way = isinstance(error, ConnectionRefusedError) and member.description is None
-            if is_on_its_way and now - member.died < _RESTART_SECONDS:
+            if is_on_its_way and (now - member.died < _OPEN_SECONDS or self.opened()):
                 member.reply, member.moved = None, now
                 return
             member.died = now
@@ -247,7 +249,7 @@ class Members:
             groups, passes = found
             if passes != member.passes or groups or not member.in_flight:
                 member.passes, member.moved = passes, now
-            elif now - member.moved > self._patience:
+            elif not self.is_loading and now - member.moved > self.patience:
                 member.handle.kill()
             for group in groups:
                 self._deliver(member, group)

@@ -26,7 +26,9 @@ from cosmos_core.types import Group, Prompt, Sampling
 logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 600.0
-"""Until the next bucket of a load comes; the trainer may be gone."""
+"""At least, until the next bucket of a load comes; the trainer may be gone."""
+_PATIENCES = 4
+"""So many times what the trainer gives an engine: others may hang meanwhile, and are ended first."""
 
 
 class Description(NamedTuple):
@@ -57,6 +59,8 @@ class _Load:
     buckets: queue.Queue[Packed | None]
     """None: there are no more."""
     done: Future[Loaded]
+    seconds: float
+    """Until the next bucket comes, or is taken."""
     is_taken: bool = False
     """The engine loads what comes, or will once it has nothing else to do."""
 
@@ -96,7 +100,7 @@ class Replica:
 
         if self._load is not None and not self._load.done.done():  # by a trainer that has died
             if self._load.is_taken:
-                self._load.buckets.put(_ABANDONED, timeout=_LOAD_SECONDS)
+                self._load.buckets.put(_ABANDONED, timeout=self._load.seconds)
             self._load = None
         self._do(forget)
         return description
@@ -119,16 +123,19 @@ class Replica:
             groups, self._groups = (self._groups, []) if session == self._session else ([], self._groups)
         return groups, self._passes
 
-    def begin_load(self, version: int, *, background: bool) -> None:
-        """Expect the buckets of a version; `background`: generate until the last has come, and load them at once."""
+    def begin_load(self, version: int, *, background: bool, patience: float) -> None:
+        """Expect the buckets of a version; `background`: generate until the last has come, and load them at once.
+        `patience`: seconds after which the trainer ends an engine that does not reply."""
         assert self._load is None or self._load.done.done(), "one load at a time"
-        self._load = load = _Load(queue.Queue(0 if background else 1), Future(), is_taken=not background)
+        seconds = max(_LOAD_SECONDS, _PATIENCES * patience)
+        self._load = load = _Load(queue.Queue(0 if background else 1), Future(), seconds, is_taken=not background)
         if not background:
             self._commands.put(lambda engine: self._take(engine, load, version))
 
     def bucket(self, packed: Packed) -> None:
         """Take the next bucket."""
-        self._begun().buckets.put(packed, timeout=_LOAD_SECONDS)
+        load = self._begun()
+        load.buckets.put(packed, timeout=load.seconds)
 
     def end_load(self, version: int, *, background: bool, waits: bool) -> Loaded:
         """Say that the last bucket has come, and wait until all are loaded; `waits`: until nothing is in flight first.
@@ -137,7 +144,7 @@ class Replica:
             StageFailed: see `Engine.load_weights`.
         """
         load = self._begun()
-        load.buckets.put(None, timeout=_LOAD_SECONDS)
+        load.buckets.put(None, timeout=load.seconds)
         if background:
             load.is_taken = True
             self._commands.put(lambda engine: self._take(engine, load, version, drained=waits))
@@ -191,11 +198,10 @@ class Replica:
             self._opened.set_exception(error)
             return
         self._opened.set_result(Description(engine.name, engine.weight_format, os.getpid()))
-        step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
-            self._generate(step)
+            self._generate(_step_of(engine))
 
     def _generate(self, step: Callable[[], list[Group]]) -> None:
         """Run the engine once; a pass that fails takes the process down, and with it what is in flight."""
@@ -213,10 +219,10 @@ class Replica:
 
     def _take(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
         """Load what comes; `drained`: once nothing is in flight."""
-        while drained and self._in_flight:
-            self._generate(engine.completed)
+        while drained and self._in_flight:  # pass by pass, by which the trainer sees that it works
+            self._generate(_step_of(engine))
         try:
-            loaded = engine.load_weights(version, _buckets(load.buckets))
+            loaded = engine.load_weights(version, _buckets(load))
             self._version = version
             load.done.set_result(loaded)
         except Exception as error:  # noqa: BLE001 - see `_do`
@@ -247,8 +253,14 @@ def unpacked(bucket: Packed) -> Bucket:
     ]
 
 
-def _buckets(coming: queue.Queue[Packed | None]) -> Iterator[Bucket]:
-    while (bucket := coming.get(timeout=_LOAD_SECONDS)) is not None:
+def _step_of(engine: Engine) -> Callable[[], list[Group]]:
+    """Return what runs an engine for as short as it can."""
+    step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
+    return step
+
+
+def _buckets(load: _Load) -> Iterator[Bucket]:
+    while (bucket := load.buckets.get(timeout=load.seconds)) is not None:
         if bucket.data is _ABANDONED.data:
             raise StageFailed("weight sync: the trainer has gone")
         yield unpacked(bucket)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from cosmos_core.cluster.actors import ActorGroup
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import any_on_ranks
@@ -92,8 +94,27 @@ def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.E
     return run(stage)
 
 
+class Beside:
+    """An actor beside the ranks."""
+
+    def gpus(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def shared_gpus(told: Any) -> str:
+    """The GPUs that each rank was given, then those of each actor beside them."""
+    of_ranks = own_gpus(told)
+    while dist.get_rank() == 0 and len(told.actors) < 2:
+        time.sleep(0.1)
+    return " ".join([of_ranks, *(handle.ask("gpus").result(60) for handle in told.actors)])
+
+
 if __name__ == "__main__":
     try:
-        print(WorkerGroup(int(sys.argv[1])).run(own_gpus))  # noqa: T201
+        if len(sys.argv) > 2:
+            beside = ActorGroup(Beside, lambda: 2, shares_gpus=sys.argv[2] == "shared")
+            print(WorkerGroup(int(sys.argv[1]), beside=beside).run(shared_gpus))  # noqa: T201
+        else:
+            print(WorkerGroup(int(sys.argv[1])).run(own_gpus))  # noqa: T201
     except ConfigError as error:
         print(f"ConfigError: {error}")  # noqa: T201

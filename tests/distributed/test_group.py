@@ -167,12 +167,15 @@ def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(c
     found = facts_of_workers(["torch"], is_group=True)
     assert len(found.gpus) == 2 and found.versions == measure(["torch"]).versions
 
-    def started(size: int) -> str:  # in a process of its own, as a stage is: Ray reads its token once in a process
-        command = [sys.executable, "-m", "tests.distributed.members", str(size)]
+    def started(size: int, *what: str) -> str:  # in a process of its own, as a stage: Ray reads its token once in it
+        command = [sys.executable, "-m", "tests.distributed.members", str(size), *what]
         return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.strip()
 
     assert started(2) in {"0 1", "1 0"}
     assert "ConfigError: the mesh takes 3 GPUs, of 2 that the Ray cluster has" in started(3)
+    *ranks, first, second = started(2, "shared").split()
+    assert [first, second] == ranks and sorted(ranks) == ["0", "1"], "each engine has the GPU of one rank"
+    assert "the mesh takes 2 GPUs, and a rollout engine 1, of 2 that the Ray cluster has" in started(2, "apart")
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from cosmos_core.rollout.groups import Filter
 from cosmos_core.types import Group, Prompt, Score, ScoredGroup
 from tests.unit.replicas import (
     PROMPTS,
+    SAMPLING,
     Threaded,
     fleet_of,
     ids,
@@ -75,6 +78,27 @@ def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> No
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(40)) and outdated > 0
         source.close()
+
+
+def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: Path) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def request(prompt: Prompt, sampling: Any, step: int, *, is_urgent: bool = False) -> Future[Group]:
+        asked.append((prompt.id, is_urgent))
+        return Future()
+
+    fleet: Any = SimpleNamespace(version=3, request=request)
+    source = source_of(fleet, tmp_path, allowed=1)
+    with fleet_of(Threaded()) as real:
+        real.load_weights(0, weights(0))
+        groups = [real.request(prompt, SAMPLING, 5).result(20) for prompt in PROMPTS[20:24]]
+    source._position = 20
+    source._scored = dict(zip(range(20, 24), score(groups), strict=True))
+    assert source._groups_of(5) is None and asked == [], "the engines have no weights yet that would do"
+    fleet.version = 4
+    assert source._groups_of(5) is None
+    assert asked == [(prompt, True) for prompt in (23, 22, 21, 20)], "each goes before the one asked for last"
+    assert source._groups_of(5) is None and len(asked) == source._num_outdated == 4
 
 
 def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cosmos_core.errors import ConfigError, DataError, StageFailed
-from cosmos_core.rollout import members
+from cosmos_core.rollout import fleet as fleet_module
+from cosmos_core.rollout import members, replica
 from cosmos_core.rollout.base import Bucket, Loaded, generate
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.members import LostWeights
@@ -98,22 +99,99 @@ def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_whe
         assert fleet.all_logprobs([1, 2]) == [[3.0], [3.0]]
 
 
-def test_an_engine_that_hangs_while_it_gets_weights_is_ended() -> None:
+def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck(Drawing):
         def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
             while self.hangs.is_set():
                 time.sleep(0.01)
             return super().load_weights(version, buckets)
 
-    handle = Threaded(Stuck)
-    with fleet_of(handle, patience=3.0) as fleet:
+    monkeypatch.setattr(replica, "_LOAD_SECONDS", 0.5)  # neither it nor what waits for it gives up before
+    handle, other = Threaded(Stuck), Threaded()
+    with fleet_of(handle, other, patience=1.0) as fleet:
+        while not (handle.engine and other.engine):
+            time.sleep(0.01)
+        time.sleep(0.1)
         handle.engine.hangs.set()
-        assert fleet.load_weights(1, weights(1)) == Loaded(1, 2)
-        assert handle.deaths == 1
+        many = [[(f"{i}", torch.zeros(2))] for i in range(4)]
+        assert fleet.load_weights(1, weights(1) + many) == Loaded(1, 6)
+        assert (handle.deaths, other.deaths) == (1, 0)
         while not fleet.is_stale:
             time.sleep(0.01)
         fleet.load_weights(1, weights(1))
-        assert fleet.all_logprobs([1, 2]) == [[1.0]]
+        assert fleet.all_logprobs([1, 2]) == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("swap", ["disabled", "generation"])
+def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(swap: Any) -> None:
+    """It takes bucket after bucket, or ends what it has in flight before that."""
+
+    class Slow(Drawing):
+        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+            def slowly() -> Iterator[Bucket]:
+                for bucket in buckets:
+                    time.sleep(0.4 if version == 2 else 0)
+                    yield bucket
+
+            return super().load_weights(version, slowly())
+
+        def step(self) -> list[Group]:
+            time.sleep(0.4)
+            return self.completed() if len(self.seen) or self.passed() else []
+
+        def passed(self) -> bool:
+            self.passes = getattr(self, "passes", 0) + 1
+            return self.passes > 5
+
+    handle = Threaded(Slow)
+    with fleet_of(handle, patience=1.2, swap=swap) as fleet:
+        fleet.load_weights(1, weights(1))
+        fleet.submit(PROMPTS[:2], SAMPLING, 1)
+        time.sleep(0.2)
+        fleet.load_weights(2, weights(2) + [[(f"{i}", torch.zeros(2))] for i in range(4)])
+        assert [group.prompt.id for group in fleet.completed()] == [0, 1]
+        assert handle.deaths == 0
+
+
+def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)
+    handles = [Threaded(), Threaded()]
+    with fleet_of(*handles) as fleet:
+        while len(fleet._members.opened()) < 2:
+            time.sleep(0.01)
+        fleet.load_weights(1, weights(1))
+        handles[0].refusals = 10**6
+        handles[0].kill()
+        time.sleep(1.5)
+        fleet.submit(PROMPTS[:3], SAMPLING, 1)
+        assert len(fleet.completed()) == 3
+        assert fleet.num_restarts == 1
+        handles[1].refusals = 10**6
+        handles[1].kill()
+        with pytest.raises(StageFailed, match="died 4 times"):
+            fleet.submit(PROMPTS[:1], SAMPLING, 1)
+            fleet.completed()
+
+
+def test_ranks_meet_again_and_again_while_completions_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that all others wait in for an hour would end them."""
+    looks: list[Any] = []
+
+    def broadcast(value: Any) -> Any:
+        looks.append(value)
+        return value
+
+    monkeypatch.setattr(fleet_module, "POLL_SECONDS", 0.05)
+    handle = Threaded()
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(1, weights(1))
+        monkeypatch.setattr(fleet_module, "broadcast_object", broadcast)
+        handle.engine.hangs.set()
+        threading.Timer(0.5, handle.engine.hangs.clear).start()
+        fleet.submit(PROMPTS[:2], SAMPLING, 1)
+        assert len(fleet.completed()) == 2
+    assert len(looks) > 4
 
 
 def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
@@ -263,10 +341,10 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
 def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the_next(background: bool) -> None:
     replica = Replica(Drawing)
     replica.begin("of a trainer that dies")
-    replica.begin_load(1, background=background)
+    replica.begin_load(1, background=background, patience=9)
     replica.bucket(packed(weights(1)[0]))
     replica.begin("of the next")
-    replica.begin_load(2, background=background)
+    replica.begin_load(2, background=background, patience=9)
     for bucket in weights(2):
         replica.bucket(packed(bucket))
     assert replica.end_load(2, background=background, waits=False) == Loaded(2, 2)
