@@ -122,6 +122,34 @@ class Engine(Protocol):
         ...
 
 
+class Around:
+    """An engine around another one; a subclass says what it does otherwise, `submit` and `completed` at least."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.name, self.weight_format, self.ranks_per_engine = inner.name, inner.weight_format, inner.ranks_per_engine
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        """See `Engine.load_weights`."""
+        return self._inner.load_weights(version, buckets)
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.logprobs`."""
+        return self._inner.logprobs(token_ids)
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """See `Engine.sleep`."""
+        self._inner.sleep(level)
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._inner.wake()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._inner.close()
+
+
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
     """Return the groups of these prompts in their order: submit, and drain the engine, which has nothing else to do."""
     engine.submit(prompts, sampling, step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from torch import Tensor
 from cosmos_core.data.order import shuffled
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Dpm2, Levels, euler, log_prob, transition
-from cosmos_core.rollout.flow_source import FlowModel
 from cosmos_core.types import Drawn, FlowSampling, Window
+
+if TYPE_CHECKING:
+    from cosmos_core.models.diffusion import DiffusionModel
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """Takes latents and the noise level of each sample."""
@@ -67,7 +69,7 @@ class Path:
         )
 
 
-def table_of(model: FlowModel, settings: FlowSampling) -> Tensor:
+def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
     """Return the noise levels of a sampler: those of the pipeline's scheduler, or of another table with its shift."""
     if not settings.schedule:
         return model.set_scheduler_timestep(settings.num_steps)

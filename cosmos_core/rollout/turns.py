@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cosmos_core.data.chat import ToolText, chat_of, open_tools
 from cosmos_core.parallel.mesh import num_ranks
-from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, stop_token_ids
+from cosmos_core.rollout.base import Around, EngineSettings, stop_token_ids
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
@@ -69,13 +69,12 @@ class _Conversation:
         self.group.done[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
 
 
-class Turns:
-    """An `Engine` of conversations, with `step` and `abort` where the inner engine has them."""
+class Turns(Around):
+    """An `Engine` of conversations, with `step` and `abort` where the inner engine has them. Conversations go on with
+    new weights, in the middle of a turn too."""
 
     def __init__(self, inner: Any, settings: EngineSettings) -> None:
-        self._inner: Engine = inner
-        self.name, self.weight_format = inner.name, inner.weight_format
-        self.ranks_per_engine = inner.ranks_per_engine
+        super().__init__(inner)
         config = settings.rollout.multi_turn_config
         self._tokenizer, self._max_model_len = settings.tokenizer, settings.max_model_len
         self._max_turns, self._has_tools = config.max_assistant_turns, config.enable_tools
@@ -104,26 +103,10 @@ class Turns:
                 return done
         return []
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """See `Engine.load_weights`; conversations go on with the new weights, in the middle of a turn too."""
-        return self._inner.load_weights(version, buckets)
-
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`."""
-        return self._inner.logprobs(token_ids)
-
-    def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
-        self._inner.sleep(level)
-
-    def wake(self) -> None:
-        """See `Engine.wake`."""
-        self._inner.wake()
-
     def close(self) -> None:
         """See `Engine.close`."""
         self._runner.close()
-        self._inner.close()
+        super().close()
 
     def _gone_on(self, groups: Sequence[Group]) -> list[Group]:
         """Go on with the conversations of turns that have ended; return the groups that are done."""
