@@ -9,17 +9,22 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
+_MACHINE = {
+    errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EMFILE, errno.ENFILE,
+    errno.EAGAIN, errno.EBUSY,
+}  # fmt: skip
 _NETWORK = {
     errno.ENOTCONN, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE,
 }  # fmt: skip
 _OF_MACHINE = {"MemoryError", "OutOfMemoryError"}
 _OF_NETWORK = {
-    "ConnectionError", "TimeoutError",  # builtin, of requests, urllib3 and botocore
+    "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # of Python, requests, urllib3 and botocore
     "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
+_MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
+"""What is met while another error is handled, and does not come from it."""
 _STATUSES = {408, 425, 429}
 """Beside those from 500 on: what a server says that would serve us later."""
 
@@ -41,13 +46,13 @@ def is_of_machine(error: BaseException) -> bool:
 
 def is_of_network(error: BaseException) -> bool:
     """Return whether a connection was refused or lost, or a server was too busy or out of order."""
-    return any(
-        not _OF_NETWORK.isdisjoint(_classes(each))
-        or (isinstance(each, OSError) and each.errno in _NETWORK)
-        or (status := _status(each)) >= 500
-        or status in _STATUSES
-        for each in _chain(error)
-    )
+    return any(_is_of_network(each) for each in _chain(error))
+
+
+def _is_of_network(error: BaseException) -> bool:
+    if status := _status(error):  # the server has been reached, and said so
+        return status >= 500 or status in _STATUSES
+    return not _OF_NETWORK.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -55,7 +60,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        is_wrapped = not error.__suppress_context__ and not isinstance(error, _MISTAKES)
+        error = error.__cause__ or (error.__context__ if is_wrapped else None)
 
 
 def _classes(error: BaseException) -> set[str]:
@@ -63,11 +69,12 @@ def _classes(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the status of the response that an error of HTTP has, as an object or as botocore's table; 0: none."""
+    """Return the status of the response that an error of HTTP has: its own (urllib, aiohttp), that of an object, or in
+    botocore's table; 0: none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata")
         found = response.get("HTTPStatusCode") if isinstance(response, dict) else None
     else:
-        found = getattr(response, "status_code", None)
+        found = getattr(response, "status_code", None) or getattr(error, "code", None) or getattr(error, "status", None)
     return found if isinstance(found, int) else 0

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import socket
+import ssl
+from email.message import Message
+from urllib.error import HTTPError, URLError
 
 import botocore.exceptions
 import httpx
@@ -44,6 +48,8 @@ def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
         OSError(errno.EHOSTUNREACH, "no route"), status(503), status(429),
         httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("cut off"),
         requests.ConnectionError("refused"), requests.Timeout("slow"), urllib3.exceptions.ProtocolError("cut off"),
+        socket.gaierror(socket.EAI_AGAIN, "try again"), URLError(socket.gaierror(socket.EAI_AGAIN, "try again")),
+        HTTPError("http://hub", 503, "busy", Message(), None), ssl.SSLEOFError(8, "EOF occurred"),
         botocore.exceptions.EndpointConnectionError(endpoint_url="http://s3"),
         botocore.exceptions.ReadTimeoutError(endpoint_url="http://s3"), of_s3(503), of_s3(500),
     ],
@@ -58,7 +64,7 @@ def test_networks_and_servers_may_be_well_again(error: Exception) -> None:
         ValueError("no"), KeyError("missing"), FileNotFoundError(errno.ENOENT, "gone"),
         PermissionError(errno.EACCES, "no"), UnidentifiedImageError("no image"), OSError("a damaged file"),
         RuntimeError("shapes do not fit"), status(404), status(401), of_s3(403),
-        botocore.exceptions.NoCredentialsError(), httpx.UnsupportedProtocol("ftp://"),
+        HTTPError("http://hub", 404, "not there", Message(), None), botocore.exceptions.NoCredentialsError(), httpx.UnsupportedProtocol("ftp://"),
     ],
 )  # fmt: skip
 def test_mistakes_do_not_pass(error: Exception) -> None:
@@ -74,6 +80,14 @@ def test_what_an_error_came_from_counts() -> None:
             raise OSError("We couldn't connect to the Hub") from lost
     except OSError as error:
         assert may_pass(error)
+    for mistake in (KeyError("typo"), FileNotFoundError("gone")):
+        try:
+            try:
+                raise ConnectionError("lost")
+            except ConnectionError:
+                raise mistake  # noqa: B904 - while another is handled, not because of it
+        except (KeyError, FileNotFoundError) as error:
+            assert not may_pass(error)
     loop = ValueError("no")
     loop.__context__ = KeyError("other")
     loop.__context__.__context__ = loop
