@@ -44,7 +44,7 @@ class Facts:
 def measure(libraries: Sequence[str] = ()) -> Facts:
     """Return the facts of this process."""
     versions = {name: found for name in libraries if (found := _version(name))}
-    return Facts(platform.node(), _visible_gpus(), len(os.sched_getaffinity(0)), versions)
+    return Facts(platform.node(), tuple(name for name, _ in _visible_gpus()), len(os.sched_getaffinity(0)), versions)
 
 
 def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> Facts:
@@ -77,18 +77,20 @@ def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str |
             raise StageFailed(f"pipeline.python = {python!r}: no reply in {_ASK_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # A GPU is this machine's whichever interpreter asks, and another one may lack the library that asks.
-    gpus = tuple(found.gpus) if cluster else _visible_gpus()
+    gpus = tuple(found.gpus) if cluster else tuple(name for name, _ in _visible_gpus())
     return Facts(found.host, gpus, found.threads, found.versions)
 
 
-def gpu_entries() -> list[str]:
-    """Return the entries of `CUDA_VISIBLE_DEVICES` that name the GPUs which this process sees, in their order."""
-    count, hidden = len(_visible_gpus()), os.environ.get("CUDA_VISIBLE_DEVICES")
-    entries = [str(i) for i in range(count)] if hidden is None else hidden.split(",")
-    return [entry.strip() for entry in entries[:count]]
+def gpu_entries() -> dict[str, str]:
+    """Return the entries of `CUDA_VISIBLE_DEVICES` that name the GPUs which this process sees, in their order, with the
+    id of each, which no other GPU has."""
+    found, hidden = _visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    entries = [str(i) for i in range(len(found))] if hidden is None else hidden.split(",")
+    return {entry.strip(): uuid for entry, (_, uuid) in zip(entries, found, strict=False)}
 
 
-def _visible_gpus() -> tuple[str, ...]:
+def _visible_gpus() -> tuple[tuple[str, str], ...]:
+    """Return model and id of each GPU."""
     """Return the models of the GPUs that CUDA would show this process: those of the driver that are not hidden."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in {"", "-1"}:
@@ -107,7 +109,7 @@ def _visible_gpus() -> tuple[str, ...]:
             chosen = [_chosen(pynvml, cards, entry.strip()) for entry in hidden.split(",")]
             # CUDA shows nothing from the first on that is not there.
             cards = list(takewhile(lambda card: card is not None, chosen))
-        return tuple(str(pynvml.nvmlDeviceGetName(card)) for card in cards)
+        return tuple((str(pynvml.nvmlDeviceGetName(card)), str(pynvml.nvmlDeviceGetUUID(card))) for card in cards)
     finally:
         pynvml.nvmlShutdown()
 

@@ -97,15 +97,16 @@ def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: s
     """Return the variables of the service once it takes requests.
 
     Raises:
-        RewardError: it failed.
-        StageFailed: it was ended, its machine went away, or no worker has it ready in time.
+        RewardError: a reward or its configuration is wrong.
+        StageFailed: it ended otherwise, its machine went away, or no worker has it ready in time.
     """
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
     while (found := read_service(client, block)) is None:
         state = client.read_flow_run(serving).state
         if state is not None and state.type in _FINAL:
-            kind = RewardError if state.type == StateType.FAILED else StageFailed
-            raise kind(f"{where} ended: {state.name}: {' '.join(str(state.message or '').split())}")
+            reason = " ".join(str(state.message or "").split())
+            is_wrong = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
+            raise (RewardError if is_wrong else StageFailed)(f"{where} ended: {state.name}: {reason}")
         if time.monotonic() > deadline:
             raise StageFailed(f"{where} did not load in {_LOAD_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)

@@ -12,8 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -274,24 +273,18 @@ def _made_once(
                 on_line=on_line,
                 must_end=stored.loss,
             )
-            with gpus.held(_num_gpus(run, stage), partial(_wait, path)) as (visible, locks):
-                launch = replace(launch, locks=(*launch.locks, *locks))
-                beside = reward_service(run, stage)
-                with sending(path, _saves_of(run, stage)), stored.sending(expected), beside as variables:
-                    secrets = (*launch.secrets, *variables)
-                    result = worker.run(replace(launch, environment={**visible, **variables}, secrets=secrets))
+            own = gpus.of_stage(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name], path)
+            with ExitStack() as devices, ExitStack() as beside:
+                visible, locks = devices.enter_context(own)
+                beside.enter_context(sending(path, _saves_of(run, stage)))
+                beside.enter_context(stored.sending(expected))
+                variables = beside.enter_context(reward_service(run, stage))
+                beside.callback(devices.close)  # first of all: others need them while its last checkpoint is sent
+                launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
+                launch.secrets = (*launch.secrets, *variables)
+                result = worker.run(launch)
             _finish(run, stage, expected)
             return stored.send(result), False
-
-
-def _num_gpus(run: Run, stage: StageConfig) -> int:
-    return gpus.num_gpus(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name])
-
-
-def _wait(path: Path, reason: str) -> None:
-    """Say what a stage waits for, and wait a while."""
-    update_state(path, state="waiting", error=reason)
-    worker.sleep_unless_stopping(1)
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:

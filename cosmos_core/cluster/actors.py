@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -99,12 +100,14 @@ class Actors:
     """The actors of a group, as the process that starts them has them."""
 
     def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, rooms: Sequence[Any] = ()) -> None:
-        """`threads`: of each process; 0: as many as it finds. `rooms`: Ray's strategies that give each rank its GPU."""
+        """`threads`: of each process; 0: as many as it finds. `rooms`: Ray's strategies for the first of them; for all,
+        where they share the GPUs of ranks."""
         self._group, self._threads = group, threads
-        self._rooms = rooms if group.shares_gpus else ()
         gpus = 0.0
         if ray.cluster_resources().get("GPU", 0):
             gpus = SHARED if group.shares_gpus else float(group.processes)
+        self._rooms = rooms if gpus or not group.shares_gpus else ()
+        self._most = len(rooms) if gpus and group.shares_gpus else math.inf
         remote: Any = ray.remote  # its types know functions alone
         # Of the cluster that this process starts, cores are not counted: there may be more actors later.
         self._actor = remote(
@@ -119,11 +122,11 @@ class Actors:
     def adjust(self, tell: Callable[[list[ActorHandle]], object]) -> None:
         """Start or end actors until there are as many as wanted. If that changes anything, `tell` says to who uses them
         which there are, and is through with it before one of the others ends."""
-        wanted, before = max(0, self._group.wanted()), len(self.handles)
+        wanted, before = max(0, int(min(self._group.wanted(), self._most))), len(self.handles)
         if wanted == before:
             return
         while (number := len(self.handles)) < wanted:
-            where = {"scheduling_strategy": self._rooms[number % len(self._rooms)]} if self._rooms else {}
+            where = {"scheduling_strategy": self._rooms[number]} if number < len(self._rooms) else {}
             self.handles.append(ActorHandle(self._actor.options(**where).remote(self._group.make, self._threads)))
         others, self.handles = self.handles[wanted:], self.handles[:wanted]
         tell(self.handles)

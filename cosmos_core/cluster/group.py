@@ -65,8 +65,14 @@ class WorkerGroup:
     beside: ActorGroup | None = None
     """With Ray alone: actors beside the ranks. Ranks of which one dies are then started again, and the actors stay."""
 
-    def run(self, program: Program, should_stop: Callable[[], bool] = lambda: False) -> Any:
-        """Return what `program` returns on the first rank; the other ranks' outcomes are dropped.
+    def run(
+        self,
+        program: Program,
+        should_stop: Callable[[], bool] = lambda: False,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Return what `program` returns on the first rank; the other ranks' outcomes are dropped. `while_waiting` is
+        called while there is no room in the cluster.
 
         Raises:
             CosmosError: the first that any rank raised.
@@ -74,7 +80,7 @@ class WorkerGroup:
         """
         if self.launcher == "local":
             return _local_ranks(self.size, program, should_stop)
-        return _ray_ranks(self.size, program, should_stop, self.beside)
+        return _ray_ranks(self.size, program, should_stop, while_waiting, self.beside)
 
 
 @contextmanager
@@ -181,7 +187,13 @@ def _value(outcome: tuple[bool, Any]) -> Any:
     return value
 
 
-def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], beside: ActorGroup | None) -> Any:
+def _ray_ranks(
+    size: int,
+    program: Program,
+    should_stop: Callable[[], bool],
+    while_waiting: Callable[[], None],
+    beside: ActorGroup | None,
+) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
     if is_embedded:
@@ -205,12 +217,13 @@ def _ray_ranks(size: int, program: Program, should_stop: Callable[[], bool], bes
         )  # fmt: skip
     signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
     try:
-        rooms = _rooms(ray, size, beside, should_stop, is_embedded=is_embedded)  # before anything else takes them
-        start = _starter(ray, rooms, share=0.5 if beside is not None and beside.shares_gpus else 1)
+        bundles = _bundles(ray, size, beside, is_embedded=is_embedded)
+        rooms = _rooms(ray, bundles, should_stop, while_waiting)
+        start = _starter(ray, rooms[:size], share=0.5 if beside is not None and beside.shares_gpus else 1)
         actors = None
         if beside is not None:
             actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                beside, is_embedded=is_embedded, threads=of_actor, rooms=rooms
+                beside, is_embedded=is_embedded, threads=of_actor, rooms=rooms if beside.shares_gpus else rooms[size:]
             )
         for number in range(_MOST_RESTARTS + 1):
             members, calls = start(program)
@@ -239,26 +252,57 @@ def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -
     return max(1, cores // max(num_ranks, num_beside)), max(1, cores // max(1, num_beside * (1 + overlaps)))
 
 
-def _rooms(
-    ray: Any, size: int, beside: ActorGroup | None, should_stop: Callable[[], bool], *, is_embedded: bool
-) -> list[Any]:
-    """Return where each rank goes, with a GPU where there are any, and with room for the actor that shares it.
+def _bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
+    """Return what each rank needs of the cluster, with the actor that shares its GPU; then what one actor needs that
+    does not: a training that has its ranks and no engine would keep others from theirs and wait for ever.
 
     Raises:
-        ConfigError: the cluster has too few GPUs.
+        ConfigError: the cluster has not so much, and Ray would wait for more without end.
+    """
+    there = ray.cluster_resources()
+    num_gpus, num_cpus = int(there.get("GPU", 0)), int(there.get("CPU", 0))
+    gpu, beside_gpus, beside_cpus = min(num_gpus, 1), 0, 0
+    if beside is not None:
+        beside_gpus, beside_cpus = beside.processes * gpu, 0 if is_embedded else beside.processes
+    if beside is not None and beside.shares_gpus:
+        bundles = [{"CPU": 1 + beside_cpus * gpu, "GPU": gpu}] * size
+    else:
+        bundles = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": beside_cpus, "GPU": beside_gpus}]
+    bundles = [found for each in bundles if (found := {name: count for name, count in each.items() if count})]
+    needed = {name: sum(each.get(name, 0) for each in bundles) for name in ("CPU", "GPU")}
+    engine = f", and a rollout engine {beside_gpus}" if needed["GPU"] > size else ""
+    if needed["GPU"] > num_gpus:
+        raise ConfigError(
+            f"the mesh takes {size} GPUs{engine}, of {num_gpus} that the Ray cluster has; make policy.parallelism "
+            f"smaller"
+        )
+    if needed["CPU"] > num_cpus:
+        raise ConfigError(
+            f"{size} ranks and what is beside them take {needed['CPU']} CPUs, of {num_cpus} that the Ray cluster has; "
+            f"give it more, or make policy.parallelism smaller"
+        )
+    return bundles
+
+
+def _rooms(
+    ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], while_waiting: Callable[[], None]
+) -> list[Any]:
+    """Return Ray's strategy for each bundle, which are had all at once.
+
+    Raises:
         Preempted: asked to stop while there is no room.
     """
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    shares_gpus = beside is not None and beside.shares_gpus
-    gpus = _gpus_per_rank(ray, size, 0 if beside is None or shares_gpus else beside.processes)
-    cpus = 1 if beside is None or not shares_gpus or is_embedded else 1 + beside.processes
-    group = placement_group([{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}] * size, strategy="PACK")
-    while not group.wait(timeout_seconds=_POLL_SECONDS):
+    group = placement_group(bundles, strategy="PACK")
+    ready = group.ready()
+    while not ray.wait([ready], timeout=_POLL_SECONDS)[0]:
+        while_waiting()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank) for rank in range(size)]
+    ray.get(ready)
+    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]
 
 
 def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
@@ -296,22 +340,6 @@ def _keep_ray_to_ourselves() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     core.Config.initialize("")
     core.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _gpus_per_rank(ray: Any, size: int, num_beside: int) -> int:
-    """Return 1 where the cluster has GPUs, else 0; the machine that this process is on may have none or others.
-    `num_beside`: GPUs of one engine beside the ranks, without which they would wait for ever.
-
-    Raises:
-        ConfigError: it has too few, and Ray would wait for more without end.
-    """
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if 0 < there < size + num_beside:
-        beside = f", and a rollout engine {num_beside}" if num_beside else ""
-        raise ConfigError(
-            f"the mesh takes {size} GPUs{beside}, of {there} that the Ray cluster has; make policy.parallelism smaller"
-        )
-    return min(there, 1)
 
 
 def _followed(

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.facts import gpu_entries
+from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.files import user_cache
 from cosmos_core.run.lock import Lock
+from cosmos_core.run.state import update_state
 from cosmos_core.types import StageKind
 
 logger = logging.getLogger(__name__)
@@ -26,44 +28,66 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the GPUs of this machine that a stage needs; those of a Ray cluster are for Ray to give."""
-    total = recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
-    return 0 if os.environ.get("RAY_ADDRESS") and total > 1 else total
+    has_rollouts = kind.feed == "rollouts"
+    total = recipe.num_gpus(has_rollouts=has_rollouts) if kind.has_mesh else 0
+    uses_ray = total > 1 or (has_rollouts and recipe.engines_apart > 0)
+    return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else total
+
+
+def of_stage(
+    kind: StageKind, recipe: Recipe, path: Path
+) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
+    """Hold the GPUs that the stage in a directory needs, whose state says meanwhile what it waits for; see `held`.
+
+    Raises:
+        Preempted: the run was asked to stop meanwhile.
+    """
+
+    def wait(reason: str) -> None:
+        update_state(path, state="waiting", error=reason)
+        sleep_unless_stopping(1)
+
+    more = kind.feed == "rollouts" and recipe.mode == "disaggregated"  # `cosmos scale` may start engines on them
+    return held(num_gpus(kind, recipe), wait, takes_more=more)
 
 
 @contextmanager
-def held(count: int, while_waiting: Callable[[str], None]) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
+def held(
+    count: int, while_waiting: Callable[[str], None], *, takes_more: bool = False
+) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
     """Hold so many GPUs, or all where there are fewer; give the variable that shows them to a worker, and the
-    descriptors that it is to inherit. On a machine without GPUs, nothing.
+    descriptors that it is to inherit. On a machine without GPUs, nothing. `takes_more`: hold all that are free.
 
     `while_waiting` is called with the reason, again and again, and may raise to give up.
     """
-    entries = gpu_entries() if count else []
+    entries = gpu_entries() if count else {}
     if entries and (reason := _refusal()):
         logger.warning("stages that run at once may take the same GPUs: %s", reason)
-        entries = []
+        entries = {}
     if not entries:
         yield {}, ()
         return
     with ExitStack() as stack:
-        while not (locks := _locks(entries, min(count, len(entries)))):
+        least = min(count, len(entries))
+        while not (locks := _locks(entries, least, len(entries) if takes_more else least)):
             while_waiting(f"waits for {count} of the {len(entries)} GPUs of this machine, which other stages have")
         for lock in locks.values():
             stack.callback(lock.release)
         yield {_VISIBLE: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
 
 
-def _locks(entries: Sequence[str], count: int) -> dict[str, Lock]:
-    """Lock so many GPUs, the first that are free; none, where there are not so many."""
+def _locks(entries: Mapping[str, str], least: int, most: int) -> dict[str, Lock]:
+    """Lock so many GPUs, the first that are free; none, where there are fewer than `least`."""
     found: dict[str, Lock] = {}
-    for entry in entries:
-        if len(found) == count:
+    for entry, uuid in entries.items():
+        if len(found) == most:
             break
-        lock = Lock(user_cache() / "gpus" / f"{platform.node()}-{entry.replace('/', '-')}.lock")
+        lock = Lock(user_cache() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if lock.try_acquire():
             found[entry] = lock
         else:
             lock.release()
-    if len(found) < count:
+    if len(found) < least:
         for lock in found.values():
             lock.release()
         return {}
@@ -73,7 +97,7 @@ def _locks(entries: Sequence[str], count: int) -> dict[str, Lock]:
 def _refusal() -> str:
     """Say why no lock can be held here, or nothing."""
     try:
-        with Lock(user_cache() / "gpus" / f"{platform.node()}.lock") as lock:
+        with Lock(user_cache() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()
     except OSError as error:
         return str(error)

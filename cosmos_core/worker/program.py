@@ -76,7 +76,7 @@ def run_program(stage: Stage) -> None:
     engines = _engines(stage)
     if size > 1 or engines is not None:
         group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size, beside=engines)
-        outcome = group.run(partial(run_rank, stage.path, program), should_stop=lambda: stage.stop_requested)
+        outcome = group.run(partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat)
     else:
         outcome = _run(stage, program)
     commit(

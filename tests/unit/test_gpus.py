@@ -29,7 +29,7 @@ class Waited(Exception):
 @pytest.fixture(autouse=True)
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpus, "gpu_entries", lambda: ["3", "GPU-7"])
+    monkeypatch.setattr(gpus, "gpu_entries", lambda: {"3": "GPU-1-2", "GPU-7": "GPU-7-8"})
     yield
 
 
@@ -46,6 +46,13 @@ def test_stages_that_run_at_once_have_gpus_of_their_own() -> None:
         assert both == {VISIBLE: "3,GPU-7"}
         with held(0, refuse) as nothing:
             assert nothing == ({}, ())
+
+
+def test_a_training_whose_engines_may_become_more_takes_all_that_are_free() -> None:
+    with held(1, refuse) as (one, _), held(1, refuse, takes_more=True) as (rest, _):
+        assert (one, rest) == ({VISIBLE: "3"}, {VISIBLE: "GPU-7"})
+    with held(1, refuse, takes_more=True) as (all_, _), pytest.raises(Waited), held(1, refuse):
+        assert all_ == {VISIBLE: "3,GPU-7"}
 
 
 def test_a_stage_that_needs_several_takes_none_while_it_waits() -> None:
@@ -72,7 +79,7 @@ def test_where_there_are_fewer_than_it_needs_it_has_all_and_without_any_it_waits
     (tmp_path / "cache" / "cosmos-posttrain").write_text("no folder")
     with held(1, refuse) as nothing:
         assert nothing == ({}, ()), "a lock cannot be made here"
-    monkeypatch.setattr(gpus, "gpu_entries", list)
+    monkeypatch.setattr(gpus, "gpu_entries", dict)
     with held(1, refuse) as nothing:
         assert nothing == ({}, ())
 
@@ -102,6 +109,8 @@ def test_a_stage_needs_what_its_ranks_and_engines_need(tmp_path: Path, monkeypat
     assert [num_gpus(kinds[name], apart) for name in ("rl", "validate")] == [8, 2]
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     assert num_gpus(kinds["sft"], recipe) == 0, "Ray gives them"
+    shared = load_recipe(tmp_path).recipes["sft"].model_copy(update={"mode": "colocated_separated"})
+    assert num_gpus(kinds["rl"], shared) == 0, "engines apart make actors of one rank too"
     assert num_gpus(kinds["sft"], load_recipe(tmp_path).recipes["sft"]) == 1, "one rank is no actor"
 
 
@@ -114,7 +123,7 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
         launched.append(found)
         raise Preempted("enough")
 
-    monkeypatch.setattr(stage, "_num_gpus", lambda run, stage: 1)
+    monkeypatch.setattr(gpus, "num_gpus", lambda kind, recipe: 1)
     monkeypatch.setattr(stage.worker, "run", launch)
     with held(1, refuse), pytest.raises(Preempted, match="enough"):
         stage.perform(run, "first")
@@ -125,7 +134,7 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
         raise Preempted("stopped")
 
     said: list[Any] = []
-    monkeypatch.setattr(stage.worker, "sleep_unless_stopping", stop)
+    monkeypatch.setattr(gpus, "sleep_unless_stopping", stop)
     with held(2, refuse), pytest.raises(Preempted, match="stopped"):
         stage.perform(run, "first")
     assert said[0].state == "waiting" and said[0].error.startswith("waits for 1 of the 2 GPUs")
