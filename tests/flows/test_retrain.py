@@ -199,11 +199,11 @@ def test_one_firing_works_at_a_time_so_that_older_data_is_never_published_last(t
 
 
 def events_of(run_id: str) -> list[dict[str, Any]]:
-    """What the server has been told of a run, in order."""
+    """What the server has been told of a run, in order; the newest of all runs come first, of which it gives 50."""
     with get_client(sync_client=True) as client:
-        wanted = {"event": {"prefix": ["cosmos."]}, "order": "ASC"}
+        wanted = {"event": {"prefix": ["cosmos."]}, "order": "DESC"}
         found = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50}).json()["events"]
-    return [event for event in found if event["resource"]["cosmos.run"] == run_id]
+    return [event for event in reversed(found) if event["resource"]["cosmos.run"] == run_id]
 
 
 def test_an_event_that_cannot_be_sent_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
