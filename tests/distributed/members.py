@@ -110,11 +110,6 @@ def shared_gpus(told: Any) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        if len(sys.argv) > 2:
-            beside = ActorGroup(Beside, lambda: 2, shares_gpus=sys.argv[2] == "shared")
-            print(WorkerGroup(int(sys.argv[1]), beside=beside).run(shared_gpus))  # noqa: T201
-        else:
-            print(WorkerGroup(int(sys.argv[1])).run(own_gpus))  # noqa: T201
-    except ConfigError as error:
-        print(f"ConfigError: {error}")  # noqa: T201
+    is_shared = sys.argv[2:] == ["shared"]
+    beside = ActorGroup(Beside, lambda: 2, shares_gpus=True) if is_shared else None
+    print(WorkerGroup(int(sys.argv[1]), beside=beside).run(shared_gpus if is_shared else own_gpus))  # noqa: T201

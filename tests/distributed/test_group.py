@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cosmos_core.cluster.actors import _Host
-from cosmos_core.cluster.group import WorkerGroup, threads_of
+from cosmos_core.cluster.actors import ActorGroup, _Host
+from cosmos_core.cluster.group import WorkerGroup, _bundles, threads_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
@@ -172,10 +173,29 @@ def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(c
         return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.strip()
 
     assert started(2) in {"0 1", "1 0"}
-    assert "ConfigError: the mesh takes 3 GPUs, of 2 that the Ray cluster has" in started(3)
     *ranks, first, second = started(2, "shared").split()
     assert [first, second] == ranks and sorted(ranks) == ["0", "1"], "each engine has the GPU of one rank"
-    assert "the mesh takes 2 GPUs, and a rollout engine 1, of 2 that the Ray cluster has" in started(2, "apart")
+
+
+@pytest.mark.parametrize(
+    ("size", "beside", "there", "found"),
+    [
+        (2, {}, {"CPU": 2, "GPU": 2}, [{"CPU": 1, "GPU": 1}] * 2),
+        (2, {"processes": 2}, {"CPU": 4, "GPU": 4}, [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}]),
+        (2, {"shares_gpus": True}, {"CPU": 4, "GPU": 2}, [{"CPU": 2, "GPU": 1}] * 2),
+        (2, {"shares_gpus": True}, {"CPU": 2}, [{"CPU": 1}] * 2),
+        (3, {}, {"CPU": 4, "GPU": 2}, "the mesh takes 3 GPUs, of 2 that the Ray cluster has"),
+        (2, {"processes": 1}, {"CPU": 4, "GPU": 2}, "the mesh takes 2 GPUs, and a rollout engine 1, of 2 that"),
+        (2, {"processes": 1}, {"CPU": 2}, "2 ranks and what is beside them take 3 CPUs, of 2 that the Ray cluster has"),
+    ],
+)
+def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, there: Any, found: Any) -> None:
+    ray, actors = SimpleNamespace(cluster_resources=lambda: there), ActorGroup(dict, lambda: 1, **beside)
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            _bundles(ray, size, actors if beside else None, is_embedded=False)
+    else:
+        assert _bundles(ray, size, actors if beside else None, is_embedded=False) == found
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])
