@@ -53,13 +53,16 @@ def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Cal
         return
     home, lock = _own_home(folder)
     server = _Server(home, standby)
+    before = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
         server.start()
         yield server.wait
     finally:
-        for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
+        for name in (*server.environment, "PREFECT_API_URL"):
             os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
         server.close()
         lock.release()
 

@@ -62,6 +62,8 @@ def test_a_server_that_nobody_needs_or_that_was_killed_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_no_server(tmp_path, monkeypatch)
+    monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "DEBUG")
+    before = dict(os.environ)
     with standby():
         wait_until(lambda: serving(tmp_path), 30, "the standby")
     assert not processes_below(tmp_path)
@@ -73,6 +75,7 @@ def test_a_server_that_nobody_needs_or_that_was_killed_leaves_nothing(
             wait()
             expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
     assert not processes_below(tmp_path)
+    assert dict(os.environ) == before, "a server that is started later would write no events"
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with standby() as waiting:
         assert waiting is None
