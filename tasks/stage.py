@@ -276,6 +276,7 @@ def _made_once(
             own = gpus.of_stage(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name], path)
             with ExitStack() as devices, ExitStack() as beside:
                 visible, locks = devices.enter_context(own)
+                update_state(path, error="its reward service starts" if stage.reward_service else "")
                 beside.enter_context(sending(path, _saves_of(run, stage)))
                 beside.enter_context(stored.sending(expected))
                 variables = beside.enter_context(reward_service(run, stage))

@@ -117,12 +117,17 @@ class Actors:
             max_restarts=-1,
         )(type(group.name, (_Host,), {}))
         self.handles: list[ActorHandle] = []
+        self._asked = 0
         self.adjust(lambda handles: None)
 
     def adjust(self, tell: Callable[[list[ActorHandle]], object]) -> None:
         """Start or end actors until there are as many as wanted. If that changes anything, `tell` says to who uses them
         which there are, and is through with it before one of the others ends."""
-        wanted, before = max(0, int(min(self._group.wanted(), self._most))), len(self.handles)
+        asked, before = max(0, self._group.wanted()), len(self.handles)
+        wanted = int(min(asked, self._most))
+        if asked > wanted and asked != self._asked:
+            logger.warning("%d processes are asked for; each shares the GPU of a rank, so there are %d", asked, wanted)
+        self._asked = asked
         if wanted == before:
             return
         while (number := len(self.handles)) < wanted:

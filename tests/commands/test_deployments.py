@@ -332,6 +332,8 @@ def test_retrying_a_failed_flow_run_continues_the_failed_stage(orchestra: Orches
     config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0'))
     flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=retried")
     orchestra.wait_for(flow_run, "FAILED", 120)
+    # Its worker would take the end of the first attempt's process for that of the second, and call it crashed.
+    wait_until(lambda: not processes_below(Path(flow_run)), 60, "the first attempt's process has ended")
     orchestra.prefect("flow-run", "retry", flow_run)
     assert orchestra.wait_for(flow_run, "COMPLETED", 120)["run_count"] == 2
     stages = place.path / "outputs" / "retried" / "stages"
