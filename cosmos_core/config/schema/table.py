@@ -187,6 +187,17 @@ def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
     return table.derived(**changed) if changed else table
 
 
+def check_order(table: Table, low: str, high: str) -> None:
+    """Refuse a table whose field `low` is above its field `high`.
+
+    Raises:
+        ValueError: it is.
+    """
+    least, most = getattr(table, low), getattr(table, high)
+    if least > most:
+        raise ValueError(f"{low} = {least} must not be above {high} = {most}")
+
+
 def as_toml(value: object) -> str:
     """Return a value in a message: as TOML writes it, cut where it is long."""
     if isinstance(value, bool):
