@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
@@ -35,8 +34,7 @@ def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
                 f"{pipeline.source}: stage {upload.name!r}: the name is taken by the upload of stage "
                 f"{source_of(upload.model)!r}"
             )
-    config = pipeline.config.model_copy(update={"stages": (*pipeline.stages, *added)})
-    return replace(pipeline, config=config, recipes=recipes)
+    return pipeline.with_stages((*pipeline.stages, *added), recipes)
 
 
 def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:

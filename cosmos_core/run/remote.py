@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,9 @@ def pinned_urls(pipeline: Pipeline) -> Pipeline:
             found[text] = pinned_url(text)
         return found[text]
 
-    stages = tuple(with_located(stage, pin) for stage in pipeline.stages)
+    stages = [with_located(stage, pin) for stage in pipeline.stages]
     recipes = {name: with_located(recipe, pin) for name, recipe in pipeline.recipes.items()}
-    if not found:
-        return pipeline
-    return replace(pipeline, config=pipeline.config.model_copy(update={"stages": stages}), recipes=recipes)
+    return pipeline.with_stages(stages, recipes) if found else pipeline
 
 
 def pinned_url(url: str) -> str:
