@@ -203,7 +203,7 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def copy_file(source: Path, target: Path) -> None:
+def copy_file(source: str | Path, target: str | Path) -> None:
     """Copy a file with its time of change; file systems that can share blocks until one side changes share them."""
     with open(source, "rb") as old, open(target, "wb") as new:
         try:
@@ -214,6 +214,14 @@ def copy_file(source: Path, target: Path) -> None:
                 raise
             shutil.copyfileobj(old, new)  # from where it got to: the kernel copies between other file systems
     shutil.copystat(source, target)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or make a copy where the file system has no such thing."""
+    try:
+        os.link(source, target)
+    except OSError:
+        copy_file(source, target)
 
 
 def follow_umask(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from cosmos_core.errors import CosmosError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
-from cosmos_core.run.files import copy_file, read_object
+from cosmos_core.run.files import link_or_copy, read_object
 from cosmos_core.run.state import record_event
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -130,12 +130,7 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
     try:
         for name in [*read_object(source / _MANIFEST).get("files", {}), _MANIFEST]:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(source / name, target / name)
-            except FileNotFoundError:
-                raise
-            except OSError:  # a file system without links
-                copy_file(source / name, target / name)
+            link_or_copy(source / name, target / name)
     except FileNotFoundError:
         shutil.rmtree(target, ignore_errors=True)
         yield None
