@@ -195,6 +195,12 @@ def files_below(root: Path) -> list[Path]:
     return sorted(path for path in found if not any(_is_temporary(part) for part in path.relative_to(root).parts))
 
 
+def step_of(name: str) -> int:
+    """Return the step of a folder `step_N`; -1: the name is another one."""
+    number = name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what writers at any depth of a folder left behind that were killed on this machine."""
     for path in folder.rglob(".*.tmp"):
