@@ -67,9 +67,7 @@ def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, s
         values = [found.get(key) for found in metrics]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
-        said = "" if not change else f"{change:+.4g}"
-        if change and wording.is_judged(key):
-            said += " better" if (change < 0) == wording.lower_is_better(key) else " worse"
+        said = f"{change:+.4g} {wording.verdict(key, change)}".rstrip() if change else ""
         yield key, _shown(values[0]), _shown(values[1]), said
 
 
