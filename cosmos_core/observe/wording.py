@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
-_BOOKKEEPING = ("time/", "throughput/", "memory/")
+BOOKKEEPING = ("time/", "throughput/", "memory/")
 _HEADLINES = ("reward", "loss", "accuracy")
 _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_max": "log-prob difference",
@@ -143,7 +143,7 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
             return 0
         return 1 + _HEADLINES.index(family(key)) if family(key) in _HEADLINES else len(_HEADLINES) + 1
 
-    shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(_BOOKKEEPING)]
+    shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(BOOKKEEPING)]
     return {key: metrics[key] for key in sorted(shown, key=rank)[:most]}
 
 
