@@ -60,11 +60,16 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text` in one rename; `durable` waits for the disk."""
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `content` in one rename; `durable` waits for the disk."""
     # Threads of one process may replace the same file at once, stages side by side the cache of digests for example.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

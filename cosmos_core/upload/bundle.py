@@ -30,6 +30,11 @@ class Entry:
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, data: bytes) -> Entry:
+        """Return that of a content."""
+        return cls(len(data), hashlib.sha256(data).hexdigest())
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -66,7 +71,7 @@ class Contents:
 
     def write(self, data: bytes) -> Entry:
         """Store what is small in one request."""
-        entry = Entry(len(data), hashlib.sha256(data).hexdigest())
+        entry = Entry.of(data)
         self._bucket.write(self._key(entry.sha256), data)
         return entry
 

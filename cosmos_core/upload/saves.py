@@ -103,8 +103,7 @@ def sending(stage_path: Path, url: str) -> Iterator[None]:
 
 
 def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
-    with suppress(OSError, AttributeError):  # of this thread and those that it starts, on Linux
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    yield_to_others()
     saves = None
     while not stop.wait(_POLL_SECONDS):
         try:
@@ -119,6 +118,12 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
             with suppress(OSError):
                 record_event(stage_path, "not sent", reason)
             stop.wait(_PAUSE_SECONDS)
+
+
+def yield_to_others() -> None:
+    """Give this thread, and those that it starts, the lowest priority that the machine knows."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
 
 @contextmanager
