@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.schema.sweep import Branch
 from cosmos_core.errors import ConfigError, GateFailed
-from cosmos_core.run.files import copy_file, files_below
+from cosmos_core.run.files import files_below, link_or_copy
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome, StageKind
 
@@ -74,7 +73,4 @@ def _link(source: Path, target: Path) -> None:
         new = target / file.relative_to(source) if file != source else target
         new.parent.mkdir(parents=True, exist_ok=True)
         new.unlink(missing_ok=True)
-        try:
-            os.link(file, new)
-        except OSError:
-            copy_file(file, new)
+        link_or_copy(file, new)

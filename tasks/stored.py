@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from cosmos_core.run.plan import register
 from cosmos_core.run.state import State, read_state, record_event, update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, opened
 from cosmos_core.upload.lease import Holder, Lease
+from cosmos_core.upload.saves import yield_to_others
 from tasks.kinds import all_kinds
 from tasks.layout import make_room
 
@@ -36,7 +37,6 @@ OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
 """Variable with the folder of runs of a machine that works on what an artifact store has."""
 _RECORD_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 1.0
-_LOWEST = 19
 
 
 class Stored:
@@ -127,18 +127,16 @@ class Stored:
         for loop in loops:
             loop.start()
         try:
-            yield
+            try:
+                yield
+            finally:
+                stop.set()
+                for loop in loops:
+                    loop.join()
         except BaseException:
-            stop.set()
-            for loop in loops:
-                loop.join()
             # What it saved when it was stopped, for whoever goes on.
             _once(partial(self._push, checkpoints, threading.Event()), self._path)
             raise
-        finally:
-            stop.set()
-            for loop in loops:
-                loop.join()
 
     def send(self, result: Result) -> Result:
         """Store a result of this stage, its manifest last: that makes the stage complete for every machine.
@@ -283,8 +281,7 @@ def _write(path: Path, result: Result) -> None:
 
 
 def _repeat(what: Callable[[], object], seconds: float, stop: threading.Event, path: Path) -> None:
-    with suppress(OSError, AttributeError):  # of this thread and those that it starts, on Linux
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    yield_to_others()
     while not stop.wait(seconds):
         _once(what, path)
 

@@ -7,7 +7,7 @@ stages that have nothing to do. A training stage whose rows nobody prepares gets
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -100,6 +100,11 @@ class Pipeline:
             if found & set(stage.after):
                 found.add(stage.name)
         return found
+
+    def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
+        """Return the pipeline with other stages; with `recipes` in place of its own."""
+        config = self.config.model_copy(update={"stages": tuple(stages)})
+        return replace(self, config=config, recipes=self.recipes if recipes is None else recipes)
 
     def as_toml(self) -> Values:
         """Return the resolved pipeline; loading it gives this pipeline again, without any other file."""
@@ -289,7 +294,7 @@ def _in_one_folder(pipeline: Pipeline) -> Pipeline:
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
     """Topological order that keeps the file's order where it can; a cycle is an error that shows it."""
-    ordered = _with_stages(pipeline, _in_order(pipeline))
+    ordered = pipeline.with_stages(_in_order(pipeline))
     complete = []
     for stage in ordered.stages:
         inputs = list(stage.after)
@@ -304,7 +309,7 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
         complete.append(
             stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)})
         )
-    return _with_stages(ordered, complete)
+    return ordered.with_stages(complete)
 
 
 def _in_trained_precision(pipeline: Pipeline) -> Pipeline:
@@ -350,10 +355,6 @@ def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     return target
 
 
-def _with_stages(pipeline: Pipeline, stages: Sequence[StageConfig]) -> Pipeline:
-    return replace(pipeline, config=pipeline.config.model_copy(update={"stages": tuple(stages)}))
-
-
 def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     """Give every training or validating stage a `data = "stage:..."` that names a prepare stage."""
     stages: list[StageConfig] = []
@@ -389,7 +390,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         stages.append(StageConfig(name=name, kind=prepare, model=origin, data=stage.data, after=needs))
         recipes[name] = recipes[stage.name]
         stages.append(_depending(stage, data=f"stage:{name}", after=name))
-    return _with_stages(replace(pipeline, recipes=recipes), stages)
+    return pipeline.with_stages(stages, recipes)
 
 
 def _depending(stage: StageConfig, *, data: str, after: str) -> StageConfig:
@@ -423,10 +424,10 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
             return f"{absolute(file)}{colon}{thing}"
         return absolute(text) if where is Where.PATH and text else text
 
-    stages = tuple(with_located(stage, placed) for stage in pipeline.stages)
+    stages = [with_located(stage, placed) for stage in pipeline.stages]
     recipes = {name: with_located(recipe, placed) for name, recipe in pipeline.recipes.items()}
     recipes = {name: recipe.derived(custom=located_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
-    return _with_stages(replace(pipeline, recipes=recipes), stages)
+    return pipeline.with_stages(stages, recipes)
 
 
 def existing(text: str, base: Path) -> Path | None:

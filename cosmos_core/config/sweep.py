@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cosmos_core.config.compat.translate import of_algorithm, today
@@ -72,7 +72,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
             inner = [name for branch in stage.sweep.branches for name in branch.stages]
             stage = stage.model_copy(update={"after": tuple(dict.fromkeys((*stage.after, *inner)))})
         stages.append(stage)
-    return _with_stages(pipeline, stages)
+    return pipeline.with_stages(stages)
 
 
 def _check(pipeline: Pipeline, stage: StageConfig) -> None:
@@ -129,7 +129,7 @@ def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables:
     kept = [_behind_the_choice(pipeline, stage, head.name, members) for stage in outside]
     for member in set(members) - {head.name}:
         del recipes[member]
-    return _with_stages(replace(pipeline, recipes=recipes), [*kept, *made, choice])
+    return pipeline.with_stages([*kept, *made, choice], recipes)
 
 
 def _members(
@@ -268,10 +268,6 @@ def _behind_the_choice(pipeline: Pipeline, stage: StageConfig, head: str, member
     after = tuple(dict.fromkeys(head if name in members else name for name in stage.after))
     model = f"{_REFERENCE}{head}" if stage.model in swept else stage.model
     return stage.model_copy(update={"after": after, "model": model})
-
-
-def _with_stages(pipeline: Pipeline, stages: Sequence[StageConfig]) -> Pipeline:
-    return replace(pipeline, config=pipeline.config.model_copy(update={"stages": tuple(stages)}))
 
 
 def _where(pipeline: Pipeline, stage: StageConfig) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
@@ -35,44 +33,37 @@ def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
                 f"{pipeline.source}: stage {upload.name!r}: the name is taken by the upload of stage "
                 f"{source_of(upload.model)!r}"
             )
-    config = pipeline.config.model_copy(update={"stages": (*pipeline.stages, *added)})
-    return replace(pipeline, config=config, recipes=recipes)
+    return pipeline.with_stages((*pipeline.stages, *added), recipes)
 
 
 def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:
     """Yield the name of a training and a stage that publishes what became of it."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
+    for maker, training, is_last in _makers(pipeline):
+        exports = [stage for stage in pipeline.stages if _is_export(pipeline, stage, maker.name, source_of)]
+        sources, ckpt = exports or [maker], pipeline.recipes[training].train.ckpt
+        for source in sources:
+            after = dict.fromkeys((source.name, training) if training == maker.name else (source.name,))
+            is_shown = is_last and source == sources[-1]
+            for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
+                name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
+                model = f"stage:{source.name}"
+                yield training, StageConfig(name=name, kind=publish, after=tuple(after), model=model, target=url)
+
+
+def _makers(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
+    """Yield the stages that make a model to publish, each with the training whose recipe says where, and whether no
+    training is behind it: trainings, and in place of those that are chosen among, whose recipes ask alike, the
+    choice."""
     trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
     for training in trainings:
-        if pipeline.choice_among(training.name) is not None:
-            continue  # what is chosen is published, see below
-        is_last = not any(other.name in pipeline.behind(training.name) for other in trainings if other != training)
-        exports = [stage for stage in pipeline.stages if _is_export(pipeline, stage, training.name, source_of)]
-        for source in exports or [training]:
-            is_shown = is_last and source == (exports or [training])[-1]
-            ckpt = pipeline.recipes[training.name].train.ckpt
-            for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
-                name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
-                after = tuple(dict.fromkeys((source.name, training.name)))
-                model = f"stage:{source.name}"
-                yield training.name, StageConfig(name=name, kind=publish, after=after, model=model, target=url)
-    yield from _of_choices(pipeline, publish, source_of)
-
-
-def _of_choices(pipeline: Pipeline, publish: str, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:
-    """Yield what publishes the model of a choice among trainings, whose recipes ask for it alike."""
+        if pipeline.choice_among(training.name) is None:
+            behind = pipeline.behind(training.name)
+            yield training, training.name, not any(other.name in behind for other in trainings if other != training)
     for stage in pipeline.stages:
-        if stage.sweep is None or not stage.sweep.branches:
-            continue
-        trainings = [name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains]
-        exports = [other for other in pipeline.stages if _is_export(pipeline, other, stage.name, source_of)]
-        for training, source in itertools.product(trainings[-1:], exports or [stage]):
-            ckpt = pipeline.recipes[training].train.ckpt
-            is_shown = source == (exports or [stage])[-1]
-            for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
-                name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
-                model = f"stage:{source.name}"
-                yield training, StageConfig(name=name, kind=publish, after=(source.name,), model=model, target=url)
+        if stage.sweep is not None and stage.sweep.branches:
+            names = [name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains]
+            yield from ((stage, name, True) for name in names[-1:])
 
 
 def _is_export(pipeline: Pipeline, stage: StageConfig, training: str, source_of: SourceOf) -> bool:

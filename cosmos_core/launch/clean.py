@@ -24,11 +24,10 @@ from cosmos_core.run.files import SHARED, read_object
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
 from cosmos_core.run.remote import FETCHED, PARTIAL
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import ACTIVE, read_state
 from cosmos_core.upload.base import open_target
 
 _REMOVED = "removed"
-_ACTIVE = {"running", "retrying"}
 _READ_BY_PEOPLE = ("run.json", PIPELINE)
 
 
@@ -81,13 +80,10 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
     for verdict in found:
         if verdict.kept_because:
             continue
-        lock = Lock(verdict.path / "locks" / ".run")
-        try:
+        with Lock(verdict.path / "locks" / ".run") as lock:
             if not lock.try_acquire() or _may_run(verdict.path, is_claimed=True):
                 continue
             os.rename(verdict.path, aside / f"{verdict.path.name}.{os.getpid()}")
-        finally:
-            lock.release()
         gone.append(verdict.path.name)
         yield verdict
     _put_aside_fetched(output_dir, aside)
@@ -125,16 +121,13 @@ def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
     for file in files:
         if not file.exists():
             continue
-        lock = Lock(file)
-        try:
+        with Lock(file) as lock:
             if not lock.try_acquire():
                 return True
-        finally:
-            lock.release()
     for stage in (path / "stages").glob("*"):
         state = read_state(stage)
         is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
-        if state.state in _ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
+        if state.state in ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False
 

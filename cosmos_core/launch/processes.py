@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 SILENT_SECONDS = 600.0  # what another machine runs may go on while it was heard of since then
+_KILL_SECONDS = 5.0
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
 LOOK = "cosmos-look-"  # and the pid: beginning of the name of a folder of temporary files
 _SCRATCH = "cosmos-"
@@ -59,14 +60,14 @@ def marked(attempt: str) -> list[psutil.Process]:
     return found
 
 
-def kill_marked(attempt: str, *, seconds: float = 5.0) -> list[int]:
+def kill_marked(attempt: str) -> list[int]:
     """Send SIGKILL to every process of an attempt until none is left; return the pids that were found."""
-    return _kill(lambda: marked(attempt), seconds)
+    return _kill(lambda: marked(attempt))
 
 
-def kill_below(*, seconds: float = 5.0) -> list[int]:
+def kill_below() -> list[int]:
     """Send SIGKILL to all descendants of this process until none is left; return the pids that were found."""
-    return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if _is_running(each)], seconds)
+    return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if _is_running(each)])
 
 
 def make_scratch(attempt: str) -> int:
@@ -130,9 +131,9 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> list[int]:
+def _kill(find: Callable[[], list[psutil.Process]]) -> list[int]:
     killed: set[int] = set()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _KILL_SECONDS
     while (left := find()) and time.monotonic() < deadline:
         for process in left:
             killed.add(process.pid)

@@ -15,9 +15,7 @@ from cosmos_core.launch.processes import SILENT_SECONDS, is_alive, sweep
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.state import State, read_state, update_state
-
-_ACTIVE = {"running", "retrying"}
+from cosmos_core.run.state import ACTIVE, State, read_state, update_state
 
 
 def reap(output_dir: Path) -> Iterator[str]:
@@ -28,7 +26,7 @@ def reap(output_dir: Path) -> Iterator[str]:
     for run in abandoned:
         for path in sorted((run / "stages").glob("*")):
             state = read_state(path)
-            if state.state not in _ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
+            if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
                 continue
             if other := _elsewhere(state):
                 yield f"{run.name}/{path.name}: runs on {other}; reap there what is left of it"
@@ -49,11 +47,8 @@ def _elsewhere(state: State) -> str:
 
 def _is_abandoned(run: Path) -> bool:
     """Whether no process has claimed the run."""
-    lock = Lock(run / "locks" / ".run")
-    try:
+    with Lock(run / "locks" / ".run") as lock:
         return lock.try_acquire()
-    finally:
-        lock.release()
 
 
 def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:

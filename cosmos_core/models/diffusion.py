@@ -292,11 +292,6 @@ class DiffusionModel:
         """Return components that the pipeline cannot be made without, though nothing here uses them."""
         return {}
 
-    @property
-    def has_encoders(self) -> bool:
-        """Return whether text encoders are in memory."""
-        return "pipeline" in self.__dict__
-
     def drop_encoders(self) -> None:
         """Free text encoders and VAE; they are loaded again when they are needed again."""
         for name in ("pipeline", "vae"):

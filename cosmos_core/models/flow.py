@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MODE_SCALE = 1.29
+_MODE_SCALE = 1.29
 _TRAIN_LEVELS = 1000
 """Noise levels that the schedulers of diffusers are made of."""
 
@@ -62,20 +62,19 @@ def shifted(sigma: Tensor, shift: float) -> Tensor:
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
-def draw_noise_levels(  # noqa: PLR0913 - one density and its parameters
+def draw_noise_levels(
     count: int,
     scheme: str,
     generator: torch.Generator | None = None,
     *,
     logit_mean: float = 0.0,
     logit_std: float = 1.0,
-    mode_scale: float = MODE_SCALE,
     shift: float = 1.0,
 ) -> Tensor:
     """Return `count` noise levels from the density of a scheme (arXiv 2403.03206, section 3.1), then shifted: float64.
 
-    `logit_normal` is sigmoid(logit_mean + logit_std z); `mode` prefers the middle or, with a negative scale, the ends;
-    all other schemes are uniform.
+    `logit_normal` is sigmoid(logit_mean + logit_std z); `mode` prefers the middle; all other schemes
+    are uniform.
     """
     if scheme == "logit_normal":
         z_N = torch.randn(count, generator=generator, dtype=torch.float64)
@@ -83,7 +82,7 @@ def draw_noise_levels(  # noqa: PLR0913 - one density and its parameters
     else:
         u_N = torch.rand(count, generator=generator, dtype=torch.float64)
         if scheme == "mode":
-            u_N = 1 - u_N - mode_scale * (torch.cos(math.pi * u_N / 2) ** 2 - 1 + u_N)
+            u_N = 1 - u_N - _MODE_SCALE * (torch.cos(math.pi * u_N / 2) ** 2 - 1 + u_N)
     return shifted(u_N, shift)
 
 

@@ -23,7 +23,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -46,6 +45,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import audit, load_model, model_without_weights, not_finite
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
+from cosmos_core.parallel.fsdp import bounds, local, names_in_one
 from cosmos_core.parallel.mesh import first_problem
 from cosmos_core.passing import is_of_machine
 
@@ -150,7 +150,7 @@ def _start(
         slices = {key: file.get_slice(key) for file in _opened(files) for key in file.keys()}  # noqa: SIM118
     groups, info = _planned(built, slices, model)
     missing = set(info.missing_keys)
-    info.missing_keys -= {name for names in _names_in_one(built) if set(names) - missing for name in names}
+    info.missing_keys -= {name for names in names_in_one(built) if set(names) - missing for name in names}
     needed = set(info.missing_keys)
     built._adjust_missing_and_unexpected_keys(info)
     audit(built, info.to_dict(), model)
@@ -246,7 +246,7 @@ def _converted(
 
 def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]) -> None:
     """Fill this rank's shards of what a group becomes; `done` are the tensors that are filled."""
-    mine = {name: [t for t in targets.get(name, ()) if _local(t).numel()] for name in group.shapes}
+    mine = {name: [t for t in targets.get(name, ()) if local(t).numel()] for name in group.shapes}
     if not any(mine.values()):
         return
     sources, first = group.sources, 0
@@ -254,7 +254,7 @@ def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrai
         found: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
     else:
         if _is_stack(group):
-            here = _bounds(next(iter(mine.values()))[0])[0]
+            here = bounds(next(iter(mine.values()))[0])[0]
             sources, first = _experts(sources, here), here.start
         readers = [partial(source.__getitem__, ...) for _, _, source in sources]
         found = _converted(next(iter(mine)), group.transform, sources, readers, model)
@@ -293,26 +293,18 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
 
     `is_check`: the tensor has its values, and must have these.
     """
-    bounds = _bounds(tensor)
+    where = bounds(tensor)
     if first:
-        bounds = (slice(bounds[0].start - first, bounds[0].stop - first), *bounds[1:])
-    values, local = source[bounds or ...], _local(tensor)
+        where = (slice(where[0].start - first, where[0].stop - first), *where[1:])
+    values, own = source[where or ...], local(tensor).detach()
     if not is_check:
-        local.copy_(values)
-        if problem := not_finite(name, local):
+        own.copy_(values)
+        if problem := not_finite(name, own):
             raise ModelError(problem)
-    elif not torch.equal(local, values.to(local)):
+    elif not torch.equal(own, values.to(own)):
         raise ModelError(
             f"config.json ties {name} to a tensor that has other values in the files; they do not belong together"
         )
-
-
-def _bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the offsets of this rank's shard in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + size) for o, size in zip(offsets, _local(tensor).shape, strict=True))
 
 
 @torch.no_grad()
@@ -322,7 +314,7 @@ def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, lis
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and _local(parameter).is_meta:
+            if parameter is not None and local(parameter).is_meta:
                 if parameter not in made:
                     made[parameter] = _with_memory(parameter, device)
                 module._parameters[name] = made[parameter]
@@ -333,25 +325,13 @@ def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, lis
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    local = torch.empty_like(_local(parameter), device=device, memory_format=torch.contiguous_format)
+    own = torch.empty_like(local(parameter).detach(), device=device, memory_format=torch.contiguous_format)
     if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        own = DTensor.from_local(
+            own, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
             stride=parameter.stride(),
         )  # fmt: skip
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _names_in_one(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter: several, where weights are tied."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.values())
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
 def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:

@@ -79,7 +79,5 @@ def _metrics(old: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, st
         for key, value in wording.key_metrics(stage.metrics).items():
             if not isinstance(was.get(key), int | float):
                 continue
-            change, verdict = value - was[key], ""
-            if change and wording.is_judged(key):
-                verdict = "better" if (change < 0) == wording.lower_is_better(key) else "worse"
+            verdict = wording.verdict(key, value - was[key])
             yield stage.name, key, wording.number(was[key]), wording.number(value), verdict

@@ -23,6 +23,7 @@ from rich.text import Text
 from cosmos_core.observe import wording
 from cosmos_core.observe.record import RunRecord, StageRecord, busy_seconds, loading_line, read_run
 from cosmos_core.run.progress import Position
+from cosmos_core.run.state import ACTIVE
 
 LINE_SECONDS = 10.0
 """Off a terminal a running stage says at most this often where it is."""
@@ -32,7 +33,6 @@ STYLES = {
     "failed": "bold red", "stopped": "yellow",
 }  # fmt: skip
 _MARKS = {"waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■"}
-_ACTIVE = frozenset({"running", "retrying"})
 _STEPPING = frozenset({"step", "generate", "score"})  # phases that a step count already implies
 _PLAIN_WIDTH = 160
 
@@ -95,7 +95,7 @@ class Display:
                 line.progress = progress
                 _set_anchor(line, progress)
             now = self._clock()
-            is_due = state in _ACTIVE and now - line.printed >= LINE_SECONDS
+            is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS
             if self._live is None and (has_changed or is_due):
                 line.printed = now
                 self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
@@ -110,7 +110,7 @@ class Display:
 
     def _change(self, line: _Line, state: str) -> None:
         line.state = state
-        if state in _ACTIVE:
+        if state in ACTIVE:
             line.began, line.ended = line.began if line.began is not None else self._clock(), None
         elif line.began is not None and line.ended is None:
             line.ended = self._clock()
@@ -121,10 +121,10 @@ class Display:
 
     def _words(self, line: _Line, *, has_changed: bool) -> list[str]:
         words = [line.state] if has_changed else []
-        if line.state in {"waiting", "reused"} or (has_changed and line.state in _ACTIVE):
+        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
             return words
         words += [part for part in (_phase(line), _steps(line), *_numbers(line)) if part]
-        if line.state in _ACTIVE:
+        if line.state in ACTIVE:
             eta = _eta_seconds(line)
             return [*words, f"eta {wording.duration(eta)}"] if eta is not None else words
         return [*words, wording.duration(self._elapsed(line))] if line.began is not None else words
@@ -143,7 +143,7 @@ class Display:
             for name, line in self._lines.items():
                 style = STYLES.get(line.state, "")
                 bar: RenderableType = _bar(line, 24 if wide else 10, self._clock()) if line.state != "waiting" else ""
-                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in _ACTIVE else None
+                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE else None
                 clock = f"eta {wording.duration(eta)}" if eta is not None else wording.duration(elapsed)
                 table.add_row(
                     Text(f"{_MARKS.get(line.state, ' ')} {name}", style=style),
@@ -252,7 +252,7 @@ def _ratio(step: Any, total: Any) -> str:
 
 
 def _phase(line: _Line) -> str:
-    if line.progress is None or line.state not in _ACTIVE:
+    if line.progress is None or line.state not in ACTIVE:
         return ""
     return "" if line.progress.phase in _STEPPING and line.progress.step else line.progress.phase
 
@@ -266,7 +266,7 @@ def _numbers(line: _Line) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
     found, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
     numbers = [f"{found[0]} {wording.number(found[1])}"] if found else []
-    return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in _ACTIVE else numbers
+    return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
 def _bar(line: _Line, width: int, now: float) -> ProgressBar:

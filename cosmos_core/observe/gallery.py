@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replaced_folder, step_of
 
 FOLDER = "visual_output"
 GRID = "grid.png"
@@ -80,7 +80,7 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list
 
 def newest_grid(stage: Path) -> Path | None:
     """Return the grid of the last step that has one; None: none has."""
-    found = {_step(path): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
+    found = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
     return found[max(found)] if found else None
 
 
@@ -184,8 +184,3 @@ def _cut(text: str, width: int) -> str:
     line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
     most = max(1, width // _LETTER)
     return line if len(line) <= most else f"{line[: most - 2]}.."
-
-
-def _step(path: Path) -> int:
-    number = path.parent.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1

@@ -13,9 +13,7 @@ from cosmos_core.config.difference import difference
 from cosmos_core.observe import wording
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.run.directory import PIPELINE, runs_in
-from cosmos_core.run.state import FINISHED
-
-_BOOKKEEPING = ("time/", "throughput/", "memory/")
+from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, most: int) -> Table:
@@ -62,14 +60,12 @@ def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, s
     times = [stage.seconds for stage in (old, new)]
     if any(times):
         yield "time", wording.duration(times[0]), wording.duration(times[1]), ""
-    metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(_BOOKKEEPING)} for s in (old, new)]
+    metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(wording.BOOKKEEPING)} for s in (old, new)]
     for key in sorted(metrics[0].keys() | metrics[1].keys()):
         values = [found.get(key) for found in metrics]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
-        said = "" if not change else f"{change:+.4g}"
-        if change and wording.is_judged(key):
-            said += " better" if (change < 0) == wording.lower_is_better(key) else " worse"
+        said = f"{change:+.4g} {wording.verdict(key, change)}".rstrip() if change else ""
         yield key, _shown(values[0]), _shown(values[1]), said
 
 
@@ -79,7 +75,7 @@ def _shown(value: object) -> str:
 
 def is_over(run: RunRecord) -> bool:
     """Return whether no stage of a run does anything or is about to."""
-    active = any(stage.status in {"running", "retrying"} for stage in run.stages)
+    active = any(stage.status in ACTIVE for stage in run.stages)
     ready = any(_is_ready(stage, run) for stage in run.stages if stage.status == "waiting")
     newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
     return not active and not (ready and time.time() - newest < _BETWEEN_SECONDS)

@@ -75,9 +75,7 @@ def comparison(run: RunRecord) -> list[dict[str, Any]]:
         values = [stage.metrics.get(key) for stage in stages]
         known = [wording.as_float(value) for value in values if isinstance(value, int | float)]
         change = known[-1] - known[0] if len(known) > 1 else None
-        verdict = ""
-        if change and wording.is_judged(key):
-            verdict = "better" if (change < 0) == wording.lower_is_better(key) else "worse"
+        verdict = wording.verdict(key, change)
         shown = "" if change is None else f"{change:+.3f}"
         rows.append({"name": key.removeprefix("validation/"), "values": values, "change": shown, "verdict": verdict})
     return rows

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
-_BOOKKEEPING = ("time/", "throughput/", "memory/")
+BOOKKEEPING = ("time/", "throughput/", "memory/")
 _HEADLINES = ("reward", "loss", "accuracy")
 _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_max": "log-prob difference",
@@ -110,14 +110,12 @@ def family(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-def lower_is_better(key: str) -> bool:
-    """Return whether a falling value of this metric is good news."""
-    return any(word in key.lower() for word in _LOWER_IS_BETTER)
-
-
-def is_judged(key: str) -> bool:
-    """Return whether a change of this metric is good or bad news; a length or a count is neither."""
-    return family(key) in _HEADLINES or lower_is_better(key)
+def verdict(key: str, change: float | None) -> str:
+    """Return whether a change of this metric is `better` or `worse`; empty: neither, as with a length or a count."""
+    lower_is_better = any(word in key.lower() for word in _LOWER_IS_BETTER)
+    if not change or not (lower_is_better or family(key) in _HEADLINES):
+        return ""
+    return "better" if (change < 0) == lower_is_better else "worse"
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -145,7 +143,7 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
             return 0
         return 1 + _HEADLINES.index(family(key)) if family(key) in _HEADLINES else len(_HEADLINES) + 1
 
-    shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(_BOOKKEEPING)]
+    shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(BOOKKEEPING)]
     return {key: metrics[key] for key in sorted(shown, key=rank)[:most]}
 
 

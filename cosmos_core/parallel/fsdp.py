@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ranks
@@ -128,7 +129,7 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
         about |= theirs
         for name in theirs:
             holders.setdefault(name, []).append(rank)
-    device = next((_local(tensor).device for tensor in own.values()), torch.device("cpu"))
+    device = next((local(tensor).device for tensor in own.values()), torch.device("cpu"))
     for name, (shape, dtype) in about.items():
         tensor = own.get(name)
         full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full(tensor.detach())
@@ -158,15 +159,21 @@ def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
 
 
 def _filled(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_in_one(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
-    for first, *tied in names.values():  # not tie_weights(): it does not find a head that an adapter has wrapped
+    for first, *tied in names:  # not tie_weights(): it does not find a head that an adapter has wrapped
         for name in tied:
             module, _, attribute = name.rpartition(".")
             skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
     return nn.Module.to(skeleton, "cpu")
+
+
+def names_in_one(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter: several, where weights are tied."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return list(names.values())
 
 
 def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
@@ -191,5 +198,14 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
             torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def bounds(tensor: Tensor) -> tuple[slice, ...]:
+    """Return where this rank's part of a tensor is in the whole of it."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(o, o + size) for o, size in zip(offsets, local(tensor).shape, strict=True))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

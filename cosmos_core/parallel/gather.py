@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cosmos_core.parallel.fsdp import full_tensors
+from cosmos_core.parallel.fsdp import bounds, full_tensors, local
 from cosmos_core.parallel.mesh import all_gather_object, any_on_ranks, broadcast_object, rank_number
 
 _ALIGNMENT = 64
@@ -90,19 +89,6 @@ class Gatherer:
             coordinate = tensor.device_mesh.get_coordinate() or ()
             return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
         return self._holders[name][0] == rank_number()
-
-
-def bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's part of a tensor is in the whole of it."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + size) for o, size in zip(offsets, local(tensor).shape, strict=True))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _SharedMemory:

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.fsdp import scale_gradients, total_norm
+from cosmos_core.parallel.fsdp import local, scale_gradients, total_norm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -131,7 +130,7 @@ def sum_tied(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
     weight = model.get_output_embeddings().weight
     if not is_tied(model) or here not in {0, last} or weight.grad is None:
         return
-    mine = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+    mine = local(weight.grad)
     theirs, peer = torch.empty_like(mine), dist.get_global_rank(group, last - here)
     works = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group),

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.expert import keep_own
+from cosmos_core.parallel.fsdp import local
 from cosmos_core.parallel.plan import check_features, check_heads, matches
 
 _EXPERTS = "moe_tp_experts"
@@ -58,7 +59,7 @@ class _SomeExperts(ParallelStyle):
         def of_these(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _weights(module, _local):  # kernels know no DTensor
+            with _weights(module, local):  # kernels know no DTensor
                 found_NH = forward(
                     hidden_NH,
                     (chosen_NK - first).masked_fill(is_other_NK, count),
@@ -157,7 +158,7 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     axes = set(gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else set()
     if axes & set(mesh.mesh_dim_names or ()):
         return False
-    gradient = _local(gradient)
+    gradient = local(gradient)
     if not gradient.numel():
         return False
     ends = torch.stack([gradient.amax(), -gradient.amin()])
@@ -166,10 +167,6 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
     dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
     return bool((high - low).amax() > _PROBE_TOLERANCE * ends.abs().amax())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, LATENT_ATTR, PIN, PING, STATE
+from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, PIN, PING, STATE
 
 ENQUEUE_URL = "REMOTE_REWARD_ENQUEUE_URL"
 FETCH_URL = "REMOTE_REWARD_FETCH_URL"
@@ -86,24 +86,11 @@ def ping(service: Service, names: Sequence[str]) -> None:
     Raises:
         RewardError: one is not, or does not.
     """
-    _tell(service, PING, {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})})
-
-
-def set_latent_attr(service: Service, fields: Mapping[str, Any]) -> None:
-    """Tell each replica how the latents are made that it will be sent.
-
-    Raises:
-        RewardError: one is not there, or refuses.
-    """
-    _tell(service, LATENT_ATTR, {"fields": json.dumps(dict(fields))})
-
-
-def _tell(service: Service, path: str, form: Mapping[str, str]) -> None:
-    last = path.rpartition("/")[2]
+    form, last = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
     for enqueue, _ in service.replicas:
         url = f"{enqueue.rstrip('/').rpartition('/')[0]}/{last}"
         try:
-            response = httpx.post(url, data=dict(form), timeout=_FETCH_SECONDS, headers=service.headers)
+            response = httpx.post(url, data=form, timeout=_FETCH_SECONDS, headers=service.headers)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
         if response.status_code != 200:

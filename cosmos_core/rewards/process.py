@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -15,9 +16,9 @@ from functools import partial
 from io import BytesIO
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
-from typing import Any
+from typing import Any, Self
 
-from pebble import ProcessExpired
+from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import handed_on, hide
 from cosmos_core.parent import die_with_parent
@@ -30,7 +31,42 @@ _ACKNOWLEDGED_SECONDS = 0.1
 """After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
 
 
-class RewardContext(SpawnContext):
+class Workers(ABC):
+    """A context manager that owns a pool of worker processes, and opens another where that one has broken."""
+
+    _pool: ProcessPool | None = None
+
+    @abstractmethod
+    def _open(self) -> ProcessPool:
+        """Start the processes and wait until the first of them has loaded what it runs."""
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes and all that they started."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+        self._pool = None
+
+    def _new(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
+        """Return another pool in place of the present one, of processes that begin with `start`."""
+        self.close()
+        given = (*arguments, env, os.getpid())
+        self._pool = ProcessPool(count, initializer=start, initargs=given, context=_RewardContext(env))
+        return self._pool
+
+    def _whole(self) -> ProcessPool:
+        """Return the pool, or another one where it has broken."""
+        return self._pool if self._pool is not None and self._pool.active else self._open()
+
+
+class _RewardContext(SpawnContext):
     """What a pool starts its processes with; `names` are variables of the environment that they may see."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:

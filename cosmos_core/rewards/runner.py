@@ -21,7 +21,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
 from traceback import print_exception
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
@@ -30,7 +29,7 @@ from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line, request_of
-from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
+from cosmos_core.rewards.process import START_SECONDS, Workers, begin, ending, wait_for
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -85,8 +84,8 @@ class _Patience:
                     future.cancel()
 
 
-class RewardRunner:
-    """Score completions by a weighted sum of rewards; a context manager that owns its worker processes.
+class RewardRunner(Workers):
+    """Score completions by a weighted sum of rewards.
 
     `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
     `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
@@ -122,25 +121,8 @@ class RewardRunner:
         self._constants = {"custom": {}, **(constants or {})}
         self._env = tuple(env)
         self._beat = beat
-        self._pool: ProcessPool | None = None
         self._has_loaded = False
         self._lock = threading.Lock()
-
-    def __enter__(self) -> RewardRunner:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the processes and all that they started."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-        self._pool = None
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
@@ -182,16 +164,10 @@ class RewardRunner:
             RewardError: they cannot be loaded.
             StageFailed: they were slow, were loaded before, or their process was killed: another attempt may do it.
         """
-        self.close()
         names = list(self._weights)
-        self._pool = ProcessPool(
-            self._num_workers,
-            initializer=_start,
-            initargs=(names, self._constants, self._env, os.getpid()),
-            context=RewardContext(self._env),
-        )
+        pool = self._new(_start, names, self._constants, env=self._env, count=self._num_workers)
         try:
-            loaded = self._pool.schedule(_load, args=(names,))
+            loaded = pool.schedule(_load, args=(names,))
             if not wait_for([loaded], START_SECONDS, self._beat):
                 raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
             loaded.result()
@@ -205,7 +181,7 @@ class RewardRunner:
             self.close()
             raise
         self._has_loaded = True
-        return self._pool
+        return pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
         """Return what each call gave; those that cost a process run again when the others are done, unless they are of
@@ -214,7 +190,7 @@ class RewardRunner:
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
-            pool = self._pool if self._pool is not None and self._pool.active else self._open()
+            pool = self._whole()
             futures = {i: pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting}
             of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
             patience = _Patience(of_rewards, self._most_late, self._beat)

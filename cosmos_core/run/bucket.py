@@ -10,15 +10,18 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cosmos_core.errors import ConfigError, CosmosError, UploadError
+
+T = TypeVar("T")
 
 SCHEME = "s3://"
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
@@ -46,6 +49,17 @@ class Object:
     etag: str
     modified: float
     """When it was written, in seconds since 1970 by the clock of the store."""
+
+
+def side_by_side(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
+    """Return what a function gives for each tuple of arguments; where it raises, what has not begun is given up."""
+    with ThreadPoolExecutor(num_threads, name) as pool:
+        running = [pool.submit(function, *arguments) for arguments in calls]
+        try:
+            return [each.result() for each in running]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -87,7 +87,7 @@ class Run:
         return self.path / "stages" / name
 
 
-def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | None = None) -> Run:
+def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     """Make the directory of a new run; make nothing when the pipeline cannot run here.
 
     Raises:
@@ -107,7 +107,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
     facts = Facts(
         pipeline=pipeline.config.name,
         started=time.time(),
-        command=command or sys.argv,
+        command=sys.argv,
         host=socket.gethostname(),
         git_commit=_git_commit(),
         python=sys.version.split()[0],
@@ -121,7 +121,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | Non
     return open_run(path, pipeline.kinds)
 
 
-def open_or_create_run(pipeline: Pipeline, *, run_id: str = "", command: list[str] | None = None) -> Run:
+def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     """Return the existing run `run_id` of this pipeline, to go on with, or a new one.
 
     Raises:
@@ -129,7 +129,7 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "", command: list[st
     """
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
-        return create_run(pipeline, run_id=run_id, command=command)
+        return create_run(pipeline, run_id=run_id)
     if different := differences(existing, pipeline):
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "

@@ -60,11 +60,16 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text` in one rename; `durable` waits for the disk."""
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `content` in one rename; `durable` waits for the disk."""
     # Threads of one process may replace the same file at once, stages side by side the cache of digests for example.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -195,6 +200,12 @@ def files_below(root: Path) -> list[Path]:
     return sorted(path for path in found if not any(_is_temporary(part) for part in path.relative_to(root).parts))
 
 
+def step_of(name: str) -> int:
+    """Return the step of a folder `step_N`; -1: the name is another one."""
+    number = name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what writers at any depth of a folder left behind that were killed on this machine."""
     for path in folder.rglob(".*.tmp"):
@@ -203,7 +214,7 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def copy_file(source: Path, target: Path) -> None:
+def copy_file(source: str | Path, target: str | Path) -> None:
     """Copy a file with its time of change; file systems that can share blocks until one side changes share them."""
     with open(source, "rb") as old, open(target, "wb") as new:
         try:
@@ -214,6 +225,14 @@ def copy_file(source: Path, target: Path) -> None:
                 raise
             shutil.copyfileobj(old, new)  # from where it got to: the kernel copies between other file systems
     shutil.copystat(source, target)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or make a copy where the file system has no such thing."""
+    try:
+        os.link(source, target)
+    except OSError:
+        copy_file(source, target)
 
 
 def follow_umask(path: Path) -> None:

@@ -20,7 +20,7 @@ from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.marks import Where, mark
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, result_values, set_fields
+from cosmos_core.config.schema.table import affects_result, flat_keys, result_values, set_fields
 from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
@@ -71,7 +71,7 @@ class Fingerprint:
 
     def difference(self, older: Mapping[str, Any]) -> list[str]:
         """Return the ingredients that are not as in `older`, as `key: old -> new`."""
-        old, new = _flat(older), _flat(self.ingredients)
+        old, new = flat_keys(older), flat_keys(self.ingredients)
         keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
         return [f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys]
 
@@ -97,7 +97,7 @@ def fingerprint(
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
-        "config": {key: value for key, value in _flat(_renamed(values, labels)).items() if reads(key)},
+        "config": {key: value for key, value in flat_keys(_renamed(values, labels)).items() if reads(key)},
         "inputs": dict(upstream),
         "model": _model_digest(model, recipe.policy.model_revision, kind, digests, recipe),
         "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
@@ -267,16 +267,6 @@ def _renamed(values: Any, labels: Mapping[str, str]) -> Any:
     if not isinstance(values, dict):
         return values
     return {labels.get(key, key): _renamed(value, labels) for key, value in values.items()}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {
-            k: v
-            for key, item in value.items()
-            for k, v in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
-        }
-    return {prefix: value}
 
 
 def _short(value: Any) -> str:

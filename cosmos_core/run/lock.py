@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.files import disk_full
@@ -46,9 +45,7 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

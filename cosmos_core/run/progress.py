@@ -22,6 +22,8 @@ PHASE_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
 }  # fmt: skip
+_LEAST_SECONDS = 0.2
+"""Between two heartbeats that are written."""
 
 
 class Position(Document):
@@ -48,9 +50,8 @@ class Progress:
     beating while the loop hangs.
     """
 
-    def __init__(self, path: Path, *, min_interval_seconds: float = 0.2) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._min_interval = min_interval_seconds
         self._last_write = 0.0
         self._lock = threading.Lock()  # `saved` comes from the thread that writes checkpoints
         self._position = Position(pid=os.getpid(), started=time.time())
@@ -87,7 +88,7 @@ class Progress:
         with self._lock:
             self._position.heartbeat = time.time()
             self._position.beats += 1
-            if force or now - self._last_write >= self._min_interval:
+            if force or now - self._last_write >= _LEAST_SECONDS:
                 self._last_write = now
                 write_json(self._path, self._position.model_dump(warnings=False), durable=False)
 

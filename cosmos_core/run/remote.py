@@ -12,9 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.errors import DataError
-from cosmos_core.run.bucket import Bucket, Object, split_url, told
+from cosmos_core.run.bucket import Bucket, Object, side_by_side, split_url, told
 from cosmos_core.run.content import leaves_folder
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
@@ -53,11 +51,9 @@ def pinned_urls(pipeline: Pipeline) -> Pipeline:
             found[text] = pinned_url(text)
         return found[text]
 
-    stages = tuple(with_located(stage, pin) for stage in pipeline.stages)
+    stages = [with_located(stage, pin) for stage in pipeline.stages]
     recipes = {name: with_located(recipe, pin) for name, recipe in pipeline.recipes.items()}
-    if not found:
-        return pipeline
-    return replace(pipeline, config=pipeline.config.model_copy(update={"stages": stages}), recipes=recipes)
+    return pipeline.with_stages(stages, recipes) if found else pipeline
 
 
 def pinned_url(url: str) -> str:
@@ -172,11 +168,4 @@ def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[],
         if not (path.is_file() and path.stat().st_size == each.size):
             bucket.download(each.key, path, each.etag)
 
-    with ThreadPoolExecutor(_FILES_AT_ONCE, "fetch") as pool:
-        running = [pool.submit(get, each) for each in objects]
-        try:
-            for one in running:
-                one.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    side_by_side(get, ((each,) for each in objects), _FILES_AT_ONCE, "fetch")

@@ -12,6 +12,7 @@ from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
+ACTIVE = frozenset({"running", "retrying"})
 
 
 class State(Document):

@@ -24,7 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.rewards.base import one_line
-from cosmos_core.rewards.process import START_SECONDS, RewardContext, begin, ending, wait_for
+from cosmos_core.rewards.process import START_SECONDS, Workers, begin, ending, wait_for
 from cosmos_core.tools.base import KEY, ToolCall, ToolResult, load_tool, tool_names
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ _MOST_PROCESSES = 16
 _MOST_BREAKS = 3  # of the pool during one call of `results`: processes that died while they had no work
 
 
-class ToolRunner:
-    """Call tools by the names of their functions; a context manager that owns its worker processes.
+class ToolRunner(Workers):
+    """Call tools by the names of their functions.
 
     `timeout_seconds` is the deadline of each call; the processes see of the environment what any program needs, and the
     variables in `env`. Use it from one thread at a time.
@@ -59,21 +59,6 @@ class ToolRunner:
         self._paths = tool_names(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-        self._pool: ProcessPool | None = None
-
-    def __enter__(self) -> ToolRunner:
-        self._open()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the processes and all that they started."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-        self._pool = None
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return what a chat template is told of each tool.
@@ -91,7 +76,7 @@ class ToolRunner:
         found = [self._refused(call) for call in calls]
         waiting = [i for i, result in enumerate(found) if result is None]
         for _ in range(_MOST_BREAKS if waiting else 0):
-            pool = self._pool if self._pool is not None and self._pool.active else self._open()
+            pool = self._whole()
             futures = [
                 pool.schedule(_result, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
                 for i in waiting
@@ -127,16 +112,9 @@ class ToolRunner:
             return _error(one_line(error))
 
     def _open(self) -> ProcessPool:
-        """Start the processes and wait until the first of them has loaded the tools."""
-        self.close()
-        self._pool = ProcessPool(
-            self._num_workers,
-            initializer=_start,
-            initargs=(list(self._paths.values()), self._env, os.getpid()),
-            context=RewardContext(self._env),
-        )
+        pool = self._new(_start, list(self._paths.values()), env=self._env, count=self._num_workers)
         self._loaded(_load)
-        return self._pool
+        return pool
 
     def _loaded(self, function: Callable[[list[str]], Any]) -> Any:
         pool = self._pool or self._open()

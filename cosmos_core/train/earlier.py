@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from cosmos_core.checkpoint.resume import (
 )
 from cosmos_core.config.compose import source_of
 from cosmos_core.errors import ModelError
-from cosmos_core.run.files import read_json, replaced_folder, write_json
+from cosmos_core.run.files import link_or_copy, read_json, replaced_folder, write_json
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import SAMPLES
@@ -119,7 +118,7 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
     steps = [best, step] if problem(folder, best, fingerprint) is None else [step]
     for each in dict.fromkeys(steps):
         with replaced_folder(step_folder(stage.path / "checkpoints", each)) as building:
-            shutil.copytree(step_folder(folder, each), building, copy_function=_link_or_copy, dirs_exist_ok=True)
+            shutil.copytree(step_folder(folder, each), building, copy_function=link_or_copy, dirs_exist_ok=True)
             manifest = building / "policy" / MANIFEST
             content = read_manifest(manifest.parent)
             manifest.unlink()  # a link: theirs must not change
@@ -127,10 +126,3 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():
             shutil.copy2(folder.parent / name, stage.path / name)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy2(source, target)

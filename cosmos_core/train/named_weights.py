@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cosmos_core.checkpoint.state import FOLLOWING
+from cosmos_core.parallel.fsdp import local
 
 
 class NamedWeights:
@@ -91,5 +91,5 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+    one, other = local(one), local(other)
     return torch.equal(one.to(other.dtype), other)

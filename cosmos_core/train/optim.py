@@ -14,8 +14,7 @@ import torch
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.fsdp import by_mesh, scale_gradients, total_norm
-from cosmos_core.parallel.gather import local
+from cosmos_core.parallel.fsdp import by_mesh, local, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
 
 GLOBAL = "global"

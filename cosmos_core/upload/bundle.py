@@ -10,13 +10,12 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition
+from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, side_by_side
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -30,6 +29,11 @@ class Entry:
 
     size: int
     sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Entry:
+        """Return that of a content."""
+        return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Contents:
 
     def write(self, data: bytes) -> Entry:
         """Store what is small in one request."""
-        entry = Entry(len(data), hashlib.sha256(data).hexdigest())
+        entry = Entry.of(data)
         self._bucket.write(self._key(entry.sha256), data)
         return entry
 
@@ -106,14 +110,8 @@ class Contents:
         for file, entry in files.items():
             if not _has(file, entry):
                 wanted[entry].append(file)
-        with ThreadPoolExecutor(_AT_ONCE, "fetch") as pool:
-            running = [pool.submit(self._fetch_one, entry, paths, here or {}) for entry, paths in wanted.items()]
-            try:
-                for each in running:
-                    each.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        calls = ((entry, paths, here or {}) for entry, paths in wanted.items())
+        side_by_side(self._fetch_one, calls, _AT_ONCE, "fetch")
 
     def keep_only(self, digests: set[str]) -> None:
         """Remove every content that is not named."""

@@ -17,14 +17,14 @@ from typing import Any
 
 from cosmos_core.errors import CosmosError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
-from cosmos_core.run.files import copy_file, read_object
+from cosmos_core.run.files import link_or_copy, read_object, step_of
 from cosmos_core.run.state import record_event
 from cosmos_core.upload.transfer import Journal, Transfer
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _JOURNAL = "saves.jsonl"
 _LOWEST = 19
 _POLL_SECONDS = 1.0
@@ -53,14 +53,13 @@ class Saves:
             ConfigError, UploadError: the store refuses, or is not reached; what arrived stays.
         """
         sent = []
-        for manifest in sorted(self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}"), key=step_of):
-            name = manifest.parent.parent.name
+        for name, manifest in saved_manifests(self._stage_path).items():
             if name in self._there or (stop is not None and stop.is_set()):
                 continue
             with told(self._url), linked(manifest.parent, self._stage_path / "sending" / name) as folder:
                 if folder is None:
                     continue
-                if self._bucket.head(self._key(name, _MANIFEST)) is None:
+                if self._bucket.head(self._key(name, MANIFEST)) is None:
                     self._send(name, folder, stop)
                     sent.append(name)
             self._there.add(name)
@@ -72,9 +71,9 @@ class Saves:
                 raise _Stopped
 
         transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL), pause)
-        files: dict[str, Any] = read_object(folder / _MANIFEST).get("files", {})
+        files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
         transfer.send({self._key(name, file): (folder / file, its["sha256"]) for file, its in files.items()})
-        self._bucket.write(self._key(name, _MANIFEST), (folder / _MANIFEST).read_bytes())
+        self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
 
     def _key(self, name: str, file: str) -> str:
         return f"{self._prefix}/{name}/policy/{file}"
@@ -104,8 +103,7 @@ def sending(stage_path: Path, url: str) -> Iterator[None]:
 
 
 def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
-    with suppress(OSError, AttributeError):  # of this thread and those that it starts, on Linux
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    yield_to_others()
     saves = None
     while not stop.wait(_POLL_SECONDS):
         try:
@@ -122,20 +120,21 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
             stop.wait(_PAUSE_SECONDS)
 
 
+def yield_to_others() -> None:
+    """Give this thread, and those that it starts, the lowest priority that the machine knows."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+
+
 @contextmanager
 def linked(source: Path, target: Path) -> Iterator[Path | None]:
     """Give the files of a checkpoint a second name; None: it was removed meanwhile."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
-        for name in [*read_object(source / _MANIFEST).get("files", {}), _MANIFEST]:
+        for name in [*read_object(source / MANIFEST).get("files", {}), MANIFEST]:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(source / name, target / name)
-            except FileNotFoundError:
-                raise
-            except OSError:  # a file system without links
-                copy_file(source / name, target / name)
+            link_or_copy(source / name, target / name)
     except FileNotFoundError:
         shutil.rmtree(target, ignore_errors=True)
         yield None
@@ -146,7 +145,7 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def step_of(manifest: Path) -> int:
-    """Return the step of the checkpoint that a manifest is of."""
-    number = manifest.parent.parent.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
+def saved_manifests(stage_path: Path) -> dict[str, Path]:
+    """Return the manifests of a training's complete checkpoints by their names, `step_N`, the oldest first."""
+    manifests = {path.parent.parent.name: path for path in stage_path.glob(f"{FOLDER}/step_*/policy/{MANIFEST}")}
+    return {name: manifests[name] for name in sorted(manifests, key=step_of)}

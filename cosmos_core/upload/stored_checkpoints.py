@@ -8,15 +8,14 @@ from pathlib import Path
 
 from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, told
-from cosmos_core.run.files import read_object
+from cosmos_core.run.files import read_object, step_of
 from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
-from cosmos_core.upload.saves import FOLDER, linked, step_of
+from cosmos_core.upload.saves import FOLDER, MANIFEST, linked, saved_manifests
 
 logger = logging.getLogger(__name__)
 
 JOURNAL = "stored.jsonl"
 """What has arrived, beside the stage, kept over a kill."""
-_MANIFEST = "manifest.json"
 _METRICS = "metrics.jsonl"
 
 
@@ -34,9 +33,8 @@ class StoredCheckpoints:
         Those that the machine keeps no more are removed, when a newer one is there.
         """
         sent = []
-        manifests = sorted(self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}"), key=step_of)
-        for manifest in manifests:
-            name = manifest.parent.parent.name
+        manifests = saved_manifests(self._stage_path)
+        for name, manifest in manifests.items():
             with told(self._url):
                 if self._there is None:
                     self._there = set(self.names()) - self._damaged
@@ -49,16 +47,16 @@ class StoredCheckpoints:
             self._there.add(name)
             sent.append(name)
         if sent:
-            self._remove_others({manifest.parent.parent.name for manifest in manifests})
+            self._remove_others(set(manifests))
         return sent
 
     def pull(self) -> str:
         """Fetch the newest whole checkpoint that is newer than any here, with the metrics up to it; return its name,
         or an empty string."""
-        here = max(map(step_of, self._stage_path.glob(f"{FOLDER}/step_*/policy/{_MANIFEST}")), default=-1)
+        here = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
         with told(self._url):
-            for name in sorted(self.names(), key=_number, reverse=True):
-                if _number(name) <= here:
+            for name in sorted(self.names(), key=step_of, reverse=True):
+                if step_of(name) <= here:
                     return ""
                 try:
                     if self._fetch(name):
@@ -87,11 +85,11 @@ class StoredCheckpoints:
         return [key.removesuffix(".json") for key in keys if key.endswith(".json")]
 
     def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
-        contents, saved = self._contents(pause), read_object(folder / _MANIFEST).get("files", {})
+        contents, saved = self._contents(pause), read_object(folder / MANIFEST).get("files", {})
         contents.send({its["sha256"]: folder / file for file, its in saved.items()}, self._stage_path / JOURNAL)
         head = f"{FOLDER}/{name}/policy"
         files = {f"{head}/{file}": Entry(its["size"], its["sha256"]) for file, its in saved.items()}
-        files[f"{head}/{_MANIFEST}"] = contents.write((folder / _MANIFEST).read_bytes())
+        files[f"{head}/{MANIFEST}"] = contents.write((folder / MANIFEST).read_bytes())
         metrics = self._stage_path / _METRICS
         if metrics.is_file():
             files[_METRICS] = contents.write(metrics.read_bytes())
@@ -102,24 +100,19 @@ class StoredCheckpoints:
         if found is None:
             return False
         files = bundle_of(found).files
-        is_last = [path for path in files if path.endswith(f"/{_MANIFEST}")]
+        is_last = [path for path in files if path.endswith(f"/{MANIFEST}")]
         for paths in ([path for path in files if path not in is_last], is_last):
             self._contents().fetch({self._stage_path / path: files[path] for path in paths})
         return True
 
     def _remove_others(self, kept: set[str]) -> None:
-        newest = max(map(_number, kept))
+        newest = max(map(step_of, kept))
         with told(self._url):
             names, digests = self.names(), set()
             for name in names:
-                if name not in kept and _number(name) < newest:
+                if name not in kept and step_of(name) < newest:
                     self._bucket.remove(f"{self._prefix}/{name}.json")
                     continue
                 found, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
                 digests |= {each.sha256 for each in bundle_of(found).files.values()} if found else set()
             self._contents().keep_only(digests)
-
-
-def _number(name: str) -> int:
-    digits = name.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1

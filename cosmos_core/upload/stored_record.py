@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.run.files import write_bytes
 from cosmos_core.run.manifest import RESULT
 from cosmos_core.run.stage import PROFILES
 from cosmos_core.run.state import State
@@ -43,7 +41,7 @@ class StoredRecord:
             for file in _shown(self._stage_path, _SHOWN_AT_THE_END if is_last else _SHOWN):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 before = self._known.get(path)
-                files[path] = before if before and before == _content(data) else self._contents.write(data)
+                files[path] = before if before and before == Entry.of(data) else self._contents.write(data)
             if files == self._known:
                 return
             info = {"machine": self._machine, "path": str(self._stage_path)}
@@ -92,9 +90,7 @@ class StoredRecord:
             data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
         if file.name == _EVENTS:
             data = _merged(data, file.read_bytes() if file.is_file() else b"")
-        temporary = file.with_name(f".{file.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-        temporary.write_bytes(data)
-        os.replace(temporary, file)
+        write_bytes(file, data, durable=False)
 
 
 def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
@@ -107,10 +103,6 @@ def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
         and file.is_file()
         and file.stat().st_size <= _MOST_BYTES.get(file.suffix, _MOST_OTHERS)
     )
-
-
-def _content(data: bytes) -> Entry:
-    return Entry(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _of_no_process(data: bytes) -> State | None:

@@ -12,13 +12,12 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket
+from cosmos_core.run.bucket import Bucket, side_by_side
 from cosmos_core.run.files import json_objects
 
 PART_BYTES = 16 << 20
@@ -86,14 +85,7 @@ class Transfer:
         Raises:
             UploadError: an object arrives altered each time, or the file itself is another meanwhile.
         """
-        with ThreadPoolExecutor(_FILES_AT_ONCE, "upload") as pool:
-            running = [pool.submit(self._send_one, key, *source) for key, source in files.items()]
-            try:
-                for each in running:
-                    each.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        side_by_side(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
 
     def _send_one(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
@@ -141,16 +133,8 @@ class Transfer:
         upload = self._upload_of(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
         there = dict(self._parts_there(key, upload))
-        with ThreadPoolExecutor(_PARTS_AT_ONCE, "part") as pool:
-            running = [
-                pool.submit(self._put_part, key, upload, number, (file, (number - 1) * part_bytes, part_bytes), there)
-                for number in parts
-            ]
-            try:
-                etags = [each.result() for each in running]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), there) for number in parts)
+        etags = side_by_side(self._put_part, calls, _PARTS_AT_ONCE, "part")
         listed = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
         self.bucket.client.complete_multipart_upload(
             Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": listed}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.exchange import ping, service_of, set_latent_attr
+from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.rewards.protocol import ProtocolError, decode_request, encode_request
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.types import Completion, Group, Prompt, Segment
@@ -253,13 +253,11 @@ def test_it_beats_while_it_waits_and_stops_when_that_raises() -> None:
         RemoteRewards(config(timeout_seconds=60.0), server.service, beat=beat).score(images(1))
 
 
-def test_ping_and_latent_attr_are_forms_with_json() -> None:
+def test_a_ping_is_a_form_with_json() -> None:
     with serving() as server:
         ping(server.service, ["mean"])
-        set_latent_attr(server.service, {"fps": 16})
-    first, second = server.sent
-    assert (first.path, json.loads(first.form["info_data"])) == ("/api/reward/ping", {"reward_fn": {"mean": 1.0}})
-    assert (second.path, json.loads(second.form["fields"])) == ("/api/reward/latent_attr", {"fps": 16})
+    (sent,) = server.sent
+    assert (sent.path, json.loads(sent.form["info_data"])) == ("/api/reward/ping", {"reward_fn": {"mean": 1.0}})
     with pytest.raises(RewardError, match="is not there"):
         ping(server.service, ["mean"])
 

@@ -2,12 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import field_validator
-
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Fraction, Names, NonNegativeFloat, Rows
+from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, Rows, Splits
 
 
 class DataTermConfig(Table):
@@ -21,7 +19,7 @@ class DataTermConfig(Table):
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""
     """Commit, tag or branch on the Hub; empty: the newest."""
-    split: Names = ("train",)
+    split: Splits = ("train",)
     """Split or list of splits, concatenated in this order."""
     max_skipped_fraction: Fraction = 0.01
     """Most rows that may be left out because they cannot be read or the chat template refuses them."""
@@ -32,11 +30,6 @@ class DataTermConfig(Table):
     """Weight of their mean loss per token, beside that of the rollouts; 0: none."""
     batch_size: Rows = 8
     """Rows of each optimizer step; every row comes once before any comes again."""
-
-    @field_validator("split")
-    @classmethod
-    def _train_if_empty(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name) or ("train",)
 
     @property
     def dataset(self) -> DatasetConfig:

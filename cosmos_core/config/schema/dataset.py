@@ -6,7 +6,7 @@ from pydantic import field_validator
 
 from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Fraction, Names
+from cosmos_core.config.schema.values import Fraction, Splits
 
 
 class DatasetConfig(Table):
@@ -20,7 +20,7 @@ class DatasetConfig(Table):
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""
     """Commit, tag or branch on the Hub; empty: the newest."""
-    split: Names = ("train",)
+    split: Splits = ("train",)
     """Split or list of splits, concatenated in this order; empty: `train`, the only one that a single local file
     has."""
     test_size: int | float | None = None
@@ -39,11 +39,6 @@ class DatasetConfig(Table):
     frame_sampling: Literal["random", "first", "middle", "uniform"] = "random"
     """Which `policy.diffusers.train_frames` of a longer video are learned: frames that follow one another from a start
     that its content decides, from the first, or around the middle; or frames evenly spread over all of it."""
-
-    @field_validator("split")
-    @classmethod
-    def _train_if_empty(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name) or ("train",)
 
     @field_validator("test_size")
     @classmethod

@@ -7,7 +7,7 @@ but `at_least` so many), or `of` which values it is one; its `default` (none: th
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, create_model, model_validator
+from pydantic import Field, TypeAdapter, create_model
 
 from cosmos_core.config.schema.marks import Unit
 from cosmos_core.config.schema.table import Table
@@ -26,18 +26,10 @@ def is_key(says: dict[str, Any]) -> bool:
     return "is" in says or "of" in says
 
 
-def declared(
-    title: str,
-    keys: dict[str, Any],
-    /,
-    switch: str = "",
-    never_above: dict[str, str] | None = None,
-    **more: Any,
-) -> type[Table]:
-    """Return the model of a table, with `more` fields; `never_above`: key to the one that bounds it."""
-    rules: Any = {"ordered": model_validator(mode="after")(_ordered(never_above))} if never_above else {}
-    fields: dict[str, Any] = more | {name: _field(name, says) for name, says in keys.items()}
-    model = create_model(title, __base__=Table, __validators__=rules, **fields)
+def declared(title: str, keys: dict[str, Any], switch: str = "") -> type[Table]:
+    """Return the model of a table."""
+    fields: dict[str, Any] = {name: _field(name, says) for name, says in keys.items()}
+    model = create_model(title, __base__=Table, **fields)
     model.switch = switch
     return model
 
@@ -64,13 +56,3 @@ def _type(name: str | list[str], at_least: int | None) -> Any:
     if name[-1] == "...":
         return Annotated[array[TYPES[name[0]], ...], Field(strict=False, min_length=at_least)]
     return Annotated[array[tuple(TYPES[item] for item in name)], Field(strict=False)]
-
-
-def _ordered(never_above: dict[str, str]) -> Any:
-    def check(table: Any) -> Any:
-        for low, high in never_above.items():
-            if getattr(table, low) > getattr(table, high):
-                raise ValueError(f"{low} = {getattr(table, low)} must not be above {high} = {getattr(table, high)}")
-        return table
-
-    return check

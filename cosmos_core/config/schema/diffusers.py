@@ -8,7 +8,7 @@ from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import Unit
 from cosmos_core.config.schema.planned import TokenizerConfig
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -63,9 +63,5 @@ class DiffusersConfig(Table):
 
     @model_validator(mode="after")
     def _given_frames(self) -> Self:
-        if self.min_given_frames > self.max_given_frames:
-            raise ValueError(
-                f"min_given_frames = {self.min_given_frames} must not be above max_given_frames = "
-                f"{self.max_given_frames}"
-            )
+        check_order(self, "min_given_frames", "max_given_frames")
         return self

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.marks import Needs, Unit
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.values import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import Window
 
@@ -80,11 +80,7 @@ class FlowRLConfig(Table):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.min_conditional_frames > self.max_conditional_frames:
-            raise ValueError(
-                f"min_conditional_frames = {self.min_conditional_frames} must not be above max_conditional_frames = "
-                f"{self.max_conditional_frames}"
-            )
+        check_order(self, "min_conditional_frames", "max_conditional_frames")
         if self.window_size and self.window_range and self.window_range[1] - self.window_range[0] < self.window_size:
             raise ValueError(
                 f"window_range = {list(self.window_range)} has no room for window_size = {self.window_size}"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.values import Completions, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -30,8 +30,7 @@ class RewardFunctionConfig(Table):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.clip_min > self.clip_max:
-            raise ValueError(f"clip_min = {self.clip_min} must not be above clip_max = {self.clip_max}")
+        check_order(self, "clip_min", "clip_max")
         return self
 
     def clipped(self, score: float) -> float:
@@ -79,10 +78,7 @@ class RemoteRewardConfig(Table):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.reward_clip_min > self.reward_clip_max:
-            raise ValueError(
-                f"reward_clip_min = {self.reward_clip_min} must not be above reward_clip_max = {self.reward_clip_max}"
-            )
+        check_order(self, "reward_clip_min", "reward_clip_max")
         return self
 
     @property

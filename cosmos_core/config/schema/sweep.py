@@ -1,12 +1,11 @@
 """`[pipeline.stages.sweep]`: a stage once for each point of a grid of settings, and the choice of the best."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NoResult
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import Table, flat_keys
 from cosmos_core.config.schema.values import Names, PositiveInt
 
 _MOST_BRANCHES = 256
@@ -55,11 +54,3 @@ class SweepConfig(Table):
         if number > _MOST_BRANCHES:
             raise ValueError(f"grid: {number} combinations; at most {_MOST_BRANCHES} make a sweep")
         return flat
-
-
-def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return tables in tables as one with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

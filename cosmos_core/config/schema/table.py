@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
@@ -185,6 +185,25 @@ def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
         elif where and isinstance(value, dict):
             changed[name] = {placed(where, key): item for key, item in value.items()}
     return table.derived(**changed) if changed else table
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return tables in tables as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def check_order(table: Table, low: str, high: str) -> None:
+    """Refuse a table whose field `low` is above its field `high`.
+
+    Raises:
+        ValueError: it is.
+    """
+    least, most = getattr(table, low), getattr(table, high)
+    if least > most:
+        raise ValueError(f"{low} = {least} must not be above {high} = {most}")
 
 
 def as_toml(value: object) -> str:

@@ -54,5 +54,13 @@ Names = Annotated[
     tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
 ]
 """One string or a list of strings."""
+
+
+def _train_if_empty(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name) or ("train",)
+
+
+Splits = Annotated[Names, AfterValidator(_train_if_empty)]
+"""Splits of a data set; empty: `train`."""
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A list of strings."""
