@@ -207,8 +207,8 @@ class Fleet:
         for member, reply in zip(members, replies, strict=True):
             try:
                 self._members.awaited(reply, member)
-            except ConnectionError:
-                self._members.lose(member)
+            except ConnectionError as error:
+                self._members.lose(member, error)
                 continue
             alive.append(member)
         return alive
@@ -232,8 +232,8 @@ class Fleet:
             for member, description, reply in asked:
                 try:
                     loaded: Loaded = self._members.awaited(reply, member)
-                except ConnectionError:
-                    self._members.lose(member)
+                except ConnectionError as error:
+                    self._members.lose(member, error)
                     continue
                 if loaded != Loaded(version, num_sent):
                     raise StageFailed(

@@ -64,6 +64,14 @@ class _Request:
     version: int | None = None
     """Of the weights that alone may generate it; None: any."""
 
+    def is_answered_by(self, prompt: Prompt, step: int, num_completions: int) -> bool:
+        """Return whether such a group is one for this request; an engine has no two such requests at a time."""
+        return (self.step, self.sampling.num_completions, self.prompt) == (step, num_completions, prompt)
+
+    def is_like(self, others: Sequence[_Request]) -> bool:
+        """Return whether a group for this request could be taken for one that others wait for, with other seeds."""
+        return any(other.is_answered_by(self.prompt, self.step, self.sampling.num_completions) for other in others)
+
 
 @dataclass
 class Member:
@@ -81,8 +89,8 @@ class Member:
     """Of the question that it is asked now: what it is, or what is done; None: it is on its way, and asked later."""
     died: float = -math.inf
     """When it was last found dead."""
-    is_lost: bool = False
-    """Somebody else has found it dead; it is not used until it is open again."""
+    lost: ConnectionError | None = None
+    """By which somebody else has found it dead; it is not used until it is open again."""
     passes: int = 0
     moved: float = 0.0
     """When it was last seen to do something."""
@@ -141,17 +149,17 @@ class Members:
     def opened(self) -> list[Member]:
         """Return those that are open."""
         with self.lock:
-            return [member for member in self.known.values() if member.description and not member.is_lost]
+            return [member for member in self.known.values() if member.description and not member.lost]
 
     def ready(self) -> list[Member]:
         """Return those that have weights."""
         with self.lock:
-            return [member for member in self.known.values() if member.version is not None and not member.is_lost]
+            return [member for member in self.known.values() if member.version is not None and not member.lost]
 
-    def lose(self, member: Member) -> None:
+    def lose(self, member: Member, error: ConnectionError) -> None:
         """Do not use a member that was found dead by a reply to somebody else, before this thread finds it too."""
         with self.lock:
-            member.is_lost = member.description is not None
+            member.lost = error if member.description is not None else None
 
     def awaited(self, reply: Future[Any], member: Member | None = None) -> Any:
         """Return the reply, saying meanwhile that we are alive; a member that neither replies nor makes a pass is
@@ -201,7 +209,7 @@ class Members:
             self._put_back(self.known.pop(handle))
 
     def _open(self, member: Member) -> None:
-        member.description, member.version, member.passes, member.is_lost = None, None, 0, False
+        member.description, member.version, member.passes, member.lost = None, None, 0, None
         member.moved = time.monotonic()
         member.reply = member.handle.ask("begin", self._session)
 
@@ -232,15 +240,7 @@ class Members:
             if is_on_its_way and (now - member.died < _OPEN_SECONDS or self.opened()):
                 member.reply, member.moved = None, now
                 return
-            member.died = now
-            self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
-            if member.num_deaths > _MOST_DEATHS:
-                raise StageFailed(
-                    f"an engine died {member.num_deaths} times and gave nothing: {_one_line(error)}"
-                ) from error
-            logger.warning("an engine died (%s); its %d groups go to others", _one_line(error), len(member.in_flight))
-            self._put_back(member)
-            self._open(member)
+            self._replace(member, error)
             return
         if member.description is None:
             member.description, member.moved = found, now
@@ -253,16 +253,30 @@ class Members:
                 member.handle.kill()
             for group in groups:
                 self._deliver(member, group)
-            if member.is_lost:
-                self._put_back(member)
-                self._open(member)
+            if member.lost is not None:
+                self._replace(member, member.lost)
                 return
         member.reply = member.handle.ask("completed", self._session, POLL_SECONDS)
 
+    def _replace(self, member: Member, error: ConnectionError) -> None:
+        """Go on with the process that takes the place of a dead one.
+
+        Raises:
+            StageFailed: too many have died one after the other.
+        """
+        member.died = time.monotonic()
+        self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
+        if member.num_deaths > _MOST_DEATHS:
+            raise StageFailed(
+                f"an engine died {member.num_deaths} times and gave nothing: {_one_line(error)}"
+            ) from error
+        logger.warning("an engine died (%s); its %d groups go to others", _one_line(error), len(member.in_flight))
+        self._put_back(member)
+        self._open(member)
+
     def _deliver(self, member: Member, group: Group) -> None:
         for i, request in enumerate(member.in_flight):
-            is_it = (request.step, request.prompt) == (group.step, group.prompt)
-            if is_it and request.sampling.num_completions == len(group.completions):
+            if request.is_answered_by(group.prompt, group.step, len(group.completions)):
                 del member.in_flight[i]
                 member.num_deaths = 0
                 request.group.set_result(group)
@@ -284,11 +298,12 @@ class Members:
 
     def _hand_to(self, ready: Sequence[Member], queue: deque[_Request]) -> None:
         while queue and ready:
-            member = min(ready, key=lambda member: len(member.in_flight))
-            if len(member.in_flight) >= self._most_groups:
+            able = [member for member in ready if not queue[0].is_like(member.in_flight)]
+            member = min(able, key=lambda member: len(member.in_flight), default=None)
+            if member is None or len(member.in_flight) >= self._most_groups:
                 return
             most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))
-            batch = _batch(queue, most)
+            batch = _batch(queue, most, member.in_flight)
             if not member.in_flight:
                 member.moved = time.monotonic()
             member.in_flight += batch
@@ -297,12 +312,13 @@ class Members:
             refused.add_done_callback(partial(_refuse, batch))
 
 
-def _batch(queue: deque[_Request], most: int) -> list[_Request]:
+def _batch(queue: deque[_Request], most: int, in_flight: Sequence[_Request]) -> list[_Request]:
     """Take requests that can be submitted together: some engines generate together what they get together."""
     batch = [queue.popleft()]
     while queue and len(batch) < most:
         following = queue[0]
-        if (following.step, following.sampling) != (batch[0].step, batch[0].sampling):
+        is_other = (following.step, following.sampling) != (batch[0].step, batch[0].sampling)
+        if is_other or following.is_like([*in_flight, *batch]):
             break
         batch.append(queue.popleft())
     return batch

@@ -25,6 +25,17 @@ from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 
 REWARD = f"{Path(__file__).with_name('reward.py')}:variety"
+HELD = """
+import time
+from pathlib import Path
+
+def variety(completion, reference):
+    while not Path(__file__).with_suffix(".released").exists():
+        time.sleep(0.02)
+    time.sleep(0.05)
+    return len(set(completion)) / 5
+"""
+"""The same reward, but slow, and the training waits for it while a file is not there."""
 STEPS = 6
 SECONDS = 240
 
@@ -93,7 +104,10 @@ def worker(stage: Stage, disturb: Mapping[int, Callable[[psutil.Process], None]]
     """Run the stage's worker and disturb it once a step is done; return its log. Nothing may be left of it."""
     with open(stage.path / "log", "w") as log:
         command = [sys.executable, "-m", "cosmos_core.worker", str(stage.path)]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2],
+            env={**os.environ, "RAY_DEDUP_LOGS": "0"},
+        )  # fmt: skip
     tree = psutil.Process(process.pid)
     left, deadline, family = dict(disturb), time.monotonic() + SECONDS, set[psutil.Process]()
     while process.poll() is None and time.monotonic() < deadline:
@@ -113,6 +127,13 @@ def worker(stage: Stage, disturb: Mapping[int, Callable[[psutil.Process], None]]
     psutil.wait_procs(list(family), timeout=20)
     assert [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
     return text
+
+
+def until(holds: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, problem
+        time.sleep(0.05)
 
 
 def metrics(stage: Stage) -> list[dict[str, Any]]:
@@ -147,21 +168,32 @@ def trained(stage: Stage) -> dict[str, Any]:
 def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_with_the_engine_inside(
     task: Path, alone: Stage, tmp_path: Path
 ) -> None:
-    stage = rl(task, tmp_path / "rl", recipe(2))
-    engines: list[int] = []
+    held = tmp_path / "held.py"
+    held.write_text(HELD)
+    released = held.with_suffix(".released")
+    stage = rl(task, tmp_path / "rl", recipe(2, reward_function=f"{held}:variety"))
 
-    def kill_rank(tree: psutil.Process) -> None:
-        engines.extend(each.pid for each in actors(tree, "RolloutEngine"))
+    def told(text: str, times: int = 1) -> None:
+        until(lambda: (stage.path / "log").read_text().count(text) == times, f"not said {times} times: {text}")
+
+    def kill_engine(tree: psutil.Process) -> None:
+        told("is open", 2)
+        kill("RolloutEngine")(tree)
+        told("an engine died")
+        released.touch()
+
+    def kill_rank_and_end_an_engine(tree: psutil.Process) -> None:
+        released.unlink()
+        told("is open", 3)
+        engines = {each.pid for each in actors(tree, "RolloutEngine")}
         kill("Rank")(tree)
-
-    def end_engines(tree: psutil.Process) -> None:
-        assert {each.pid for each in actors(tree, "RolloutEngine")} & set(engines), (
-            "the engines did not outlive the rank"
-        )
+        told("is open", 5)
+        assert {each.pid for each in actors(tree, "RolloutEngine")} == engines, "the engines did not outlive the rank"
         write_json(stage.path / ENGINES, 1)
+        released.touch()
 
-    log = worker(stage, {1: kill("RolloutEngine"), 3: kill_rank, 4: end_engines})
-    assert "an engine died" in log and "the ranks start again from their newest checkpoint" in log
+    log = worker(stage, {0: kill_engine, 2: kill_rank_and_end_an_engine})
+    assert "the ranks start again from their newest checkpoint" in log
     expected, found = trained(alone), trained(stage)
     assert all((expected[name] == found[name]).all() for name in expected)
     same = ("step", "loss", "reward/mean", "tokens")

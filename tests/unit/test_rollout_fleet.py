@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.members import LostWeights
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import Replica, packed, unpacked
-from cosmos_core.types import Group, Prompt
+from cosmos_core.types import Completion, Group, Prompt, Segment
 from tests.unit.replicas import (
     PROMPTS,
     SAMPLING,
@@ -349,3 +350,39 @@ def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the
         replica.bucket(packed(bucket))
     assert replica.end_load(2, background=background, waits=False) == Loaded(2, 2)
     assert replica.logprobs(2, [1, 2]) == [2.0]
+
+
+def test_two_requests_that_differ_in_their_seeds_alone_are_each_given_their_own_group() -> None:
+    """As a validation of the training's own rows is, and a prompt that a step draws a second time."""
+
+    class Backwards(Drawing):
+        """Ends what was submitted last before what was submitted first, and takes the seed for the token."""
+
+        def step(self) -> list[Group]:
+            time.sleep(0.1)  # in which more is submitted
+            *self.waiting, (prompt, sampling, step) = self.waiting
+            segment = Segment((sampling.seed,), True, (-1.0,), 0)
+            return [Group(prompt, (Completion((segment,), "stop", ""),) * sampling.num_completions, step)]
+
+    handle = Threaded(Backwards)
+    with fleet_of(handle, most_groups=8) as fleet:
+        fleet.load_weights(1, weights(1))
+        samplings = [replace(SAMPLING, seed=seed) for seed in (3, 4, 5)]
+        with fleet._members.lock:  # all of them wait before the first is handed out
+            asked = [fleet.request(PROMPTS[i], sampling, 1) for i in (0, 1) for sampling in samplings]
+        found = [group.result(timeout=20) for group in asked]
+    assert [group.prompt.id for group in found] == [0, 0, 0, 1, 1, 1]
+    assert [group.completions[0].segments[0].token_ids for group in found] == [(3,), (4,), (5,)] * 2
+
+
+def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The reply to the thread that talks to it had left before it died."""
+    handle = Threaded()
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(1, weights(1))
+        (member,) = fleet._members.opened()
+        fleet._members.lose(member, ConnectionError("the actor died"))
+        while member.lost or not fleet._members.opened():
+            time.sleep(0.01)
+        assert fleet.is_stale and fleet.num_restarts == 1
+    assert "an engine died (the actor died)" in caplog.text
