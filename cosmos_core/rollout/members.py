@@ -64,13 +64,13 @@ class _Request:
     version: int | None = None
     """Of the weights that alone may generate it; None: any."""
 
-    def is_answered_by(self, prompt: Prompt, step: int, num_completions: int) -> bool:
+    def matches(self, prompt: Prompt, step: int, num_completions: int) -> bool:
         """Return whether such a group is one for this request; an engine has no two such requests at a time."""
         return (self.step, self.sampling.num_completions, self.prompt) == (step, num_completions, prompt)
 
     def is_like(self, others: Sequence[_Request]) -> bool:
         """Return whether a group for this request could be taken for one that others wait for, with other seeds."""
-        return any(other.is_answered_by(self.prompt, self.step, self.sampling.num_completions) for other in others)
+        return any(other.matches(self.prompt, self.step, self.sampling.num_completions) for other in others)
 
 
 @dataclass
@@ -276,7 +276,7 @@ class Members:
 
     def _deliver(self, member: Member, group: Group) -> None:
         for i, request in enumerate(member.in_flight):
-            if request.is_answered_by(group.prompt, group.step, len(group.completions)):
+            if request.matches(group.prompt, group.step, len(group.completions)):
                 del member.in_flight[i]
                 member.num_deaths = 0
                 request.group.set_result(group)
