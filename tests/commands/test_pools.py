@@ -200,7 +200,7 @@ def pids_of(flow_run: str) -> list[int]:
 def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_its_child_again(
     orchestra: Orchestra, place: Workspace
 ) -> None:
-    parent = place.start("run", write(place, 150), "--run-id", "orphans")
+    parent = place.start("run", write(place, 250), "--run-id", "orphans")
     run = place.path / "outputs" / "orphans"
     wait_until(lambda: step(run) > 3, 120, "the first stage trains")
     cancelled = child(run, "first")
