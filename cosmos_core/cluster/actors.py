@@ -76,7 +76,7 @@ class ActorHandle:
             if error is None:
                 reply.set_result(done.result())
             elif isinstance(error, RayTaskError):
-                error.cause.add_note(error.traceback_str)  # where in the other process it was raised
+                error.cause.add_note(str(error))  # where in the other process it was raised
                 reply.set_exception(error.cause)
             elif isinstance(error, RayError):  # also that its memory was taken, or its reply lost with a machine
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError

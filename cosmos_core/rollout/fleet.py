@@ -11,16 +11,33 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
 from cosmos_core.rollout.members import POLL_SECONDS, Handle, Member, Members
-from cosmos_core.rollout.replica import packed
+from cosmos_core.rollout.replica import Description, packed
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
+
+
+class _Process(NamedTuple):
+    """The process of a member that a load began with."""
+
+    member: Member
+    description: Description | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether no other has taken its place."""
+        return self.member.description is self.description
+
+
+class _Reply(NamedTuple):
+    process: _Process
+    value: Any
 
 
 class Fleet:
@@ -114,12 +131,12 @@ class Fleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`: every engine that is open takes them. One that dies meanwhile is left out."""
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
-        has_new = any(member.version is None for member in loads)
+        has_new = any(process.member.version is None for process in loads)
         for bucket in buckets:
             num_sent += len(bucket)
             if loads:
-                value = loads[0].handle.put(packed(bucket))
-                loads = self._replied(loads, [member.handle.ask("bucket", shared=value) for member in loads])
+                value = loads[0].member.handle.put(packed(bucket))
+                loads = [reply.process for reply in self._ask(loads, "bucket", shared=value)]
         if is_first():
             self._end_load(version, loads, num_sent)
         versions = [member.version for member in self._members.ready() if member.version is not None]
@@ -186,8 +203,7 @@ class Fleet:
     def _tell_all(self, method: str) -> None:
         if not (self._takes_turns and is_first()):
             return
-        members = self._members.ready()
-        self._replied(members, [member.handle.ask(method) for member in members])
+        self._ask([_Process(member, member.description) for member in self._members.ready()], method)
 
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return name and format of the first engine that is open; or what went wrong."""
@@ -201,48 +217,36 @@ class Fleet:
         assert opened[0].description is not None
         return opened[0].description.name, opened[0].description.weight_format, None
 
-    def _replied(self, members: list[Member], replies: list[Future[Any]]) -> list[Member]:
-        """Return the members that have replied; those that died are left to the thread that talks to them."""
-        alive = []
-        for member, reply in zip(members, replies, strict=True):
+    def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
+        """Return the replies of those that are alive; those that died are left to the thread that talks to them."""
+        asked = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
+        replies = []
+        for process, reply in asked:
             try:
-                self._members.awaited(reply, member)
+                replies.append(_Reply(process, self._members.awaited(reply, process.member)))
             except ConnectionError as error:
-                self._members.lose(member, error)
-                continue
-            alive.append(member)
-        return alive
+                self._members.lose(*process, error)
+        return replies
 
-    def _begin_load(self, version: int) -> list[Member]:
+    def _begin_load(self, version: int) -> list[_Process]:
         self._members.is_loading = True
         members = [m for m in self._members.opened() if m.version is None or not self._only_new]
-        background = self._swap != "disabled"
-        return self._replied(
-            members,
-            [
-                member.handle.ask("begin_load", version, background=background, patience=self._members.patience)
-                for member in members
-            ],
-        )
+        processes = [_Process(member, member.description) for member in members]
+        keywords = {"background": self._swap != "disabled", "patience": self._members.patience}
+        return [reply.process for reply in self._ask(processes, "begin_load", version, **keywords)]
 
-    def _end_load(self, version: int, members: list[Member], num_sent: int) -> None:
+    def _end_load(self, version: int, processes: Sequence[_Process], num_sent: int) -> None:
         keywords = {"background": self._swap != "disabled", "waits": self._swap == "generation"}
         try:
-            asked = [(m, m.description, m.handle.ask("end_load", version, **keywords)) for m in members]
-            for member, description, reply in asked:
-                try:
-                    loaded: Loaded = self._members.awaited(reply, member)
-                except ConnectionError as error:
-                    self._members.lose(member, error)
-                    continue
+            for process, loaded in self._ask(processes, "end_load", version, **keywords):
                 if loaded != Loaded(version, num_sent):
                     raise StageFailed(
                         f"weight sync: an engine acknowledges {loaded.num_tensors} tensors of version "
                         f"{loaded.version}, not {num_sent} of version {version}"
                     )
                 with self._members.lock:
-                    if member.description is description:  # it has not died since
-                        member.version, member.moved = version, time.monotonic()
+                    if process.is_alive:
+                        process.member.version, process.member.moved = version, time.monotonic()
         finally:
             with self._members.lock:
                 self._members.is_loading = False

@@ -156,10 +156,12 @@ class Members:
         with self.lock:
             return [member for member in self.known.values() if member.version is not None and not member.lost]
 
-    def lose(self, member: Member, error: ConnectionError) -> None:
-        """Do not use a member that was found dead by a reply to somebody else, before this thread finds it too."""
+    def lose(self, member: Member, description: Description | None, error: ConnectionError) -> None:
+        """Do not use a member that was found dead by a reply to somebody else, before this thread finds it too;
+        `description`: the member's when it was asked, since another process may have taken its place."""
         with self.lock:
-            member.lost = error if member.description is not None else None
+            if member.description is description and description is not None:
+                member.lost = error
 
     def awaited(self, reply: Future[Any], member: Member | None = None) -> Any:
         """Return the reply, saying meanwhile that we are alive; a member that neither replies nor makes a pass is

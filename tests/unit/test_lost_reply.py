@@ -11,6 +11,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryEr
 
 from cosmos_core.cluster import group
 from cosmos_core.cluster.actors import ActorHandle
+from cosmos_core.errors import ConfigError
 
 
 class GetTimeoutError(Exception):
@@ -58,7 +59,8 @@ def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         (OutOfMemoryError("the node is running low on memory"), ConnectionError),
         (ObjectLostError("00", None, ""), ConnectionError),
         (ActorUnavailableError("it restarts", b"0" * 16), ConnectionRefusedError),
-        (RayTaskError("call", "", ValueError("no prompt")), ValueError),
+        (RayTaskError("call", "in engine.py", ValueError("no prompt")).as_instanceof_cause(), ValueError),
+        (RayTaskError("call", "in engine.py", ConfigError("no head")).as_instanceof_cause(), ConfigError),
     ],
 )
 def test_an_engine_that_lost_its_memory_or_its_reply_has_died_and_one_that_refuses_has_not(
@@ -69,3 +71,5 @@ def test_an_engine_that_lost_its_memory_or_its_reply_has_died_and_one_that_refus
     call = SimpleNamespace(remote=lambda *asked: SimpleNamespace(future=lambda: reply))
     found = ActorHandle(SimpleNamespace(call=call)).ask("completed").exception(1)
     assert type(found) is told
+    if isinstance(error, RayTaskError):
+        assert "in engine.py" in found.__notes__[0], "where in the other process it was raised"
