@@ -228,7 +228,7 @@ def _ray_ranks(
         for number in range(_MOST_RESTARTS + 1):
             members, calls = start(program)
             try:
-                return _followed(ray, members, calls, should_stop, actors)
+                return _followed(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
             except RankFailed as error:
                 is_wanted = isinstance(error, RanksAgain) or _has_died(ray, calls)
                 if actors is None or number == _MOST_RESTARTS or not is_wanted:
@@ -343,8 +343,21 @@ def _keep_ray_to_ourselves() -> None:
 
 
 def _followed(
-    ray: Any, members: list[Any], calls: list[Any], should_stop: Callable[[], bool], actors: Any | None
+    ray: Any,
+    members: list[Any],
+    calls: list[Any],
+    should_stop: Callable[[], bool],
+    actors: Any | None,
+    *,
+    is_embedded: bool,
 ) -> Any:
+    """Return what the first rank returns, once all have ended.
+
+    Raises:
+        CosmosError: the first that any rank raised.
+        RankFailed: a rank died.
+        StageFailed: the embedded cluster has died, in which nothing can be started again.
+    """
     waiting, asked, first, looked = list(calls), False, None, time.monotonic()
     if actors is not None:
         members[0].have.remote(actors.handles)
@@ -358,6 +371,8 @@ def _followed(
         done, _ = ray.wait(waiting, timeout=_POLL_SECONDS)
         found = {call: call for call in done}
         if not done and time.monotonic() - looked > _REPLY_SECONDS:
+            if is_embedded and not any(node["Alive"] for node in ray.nodes()):
+                raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
             found = {call: members[calls.index(call)].ended.remote() for call in waiting}
             looked = time.monotonic()
         for call, reply in found.items():

@@ -43,6 +43,17 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
 
 
 @contextmanager
+def telling_of_full_disk(where: Path) -> Iterator[None]:
+    """Raise a `DiskFull` in place of an error of the block that means it."""
+    try:
+        yield
+    except OSError as error:
+        if full := disk_full(error, where):
+            raise full from error
+        raise
+
+
+@contextmanager
 def room_may_be_missing(what: str) -> Iterator[None]:
     """Go on, with one line in the log, when the block cannot write: what it notes is known from other files too."""
     try:

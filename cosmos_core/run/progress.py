@@ -132,6 +132,11 @@ class Metrics:
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
+def has_step(line: dict[str, Any]) -> bool:
+    """Return whether a line of a log says which step it is about."""
+    return isinstance(line.get("step"), int)
+
+
 class MetricsReader:
     """The lines of a `metrics.jsonl` that grows, each read once."""
 
@@ -144,7 +149,7 @@ class MetricsReader:
         new = self._tail.lines()
         if self._tail.was_replaced:  # cut back when a checkpoint was resumed
             self.lines = []
-        self.lines += [line for line in json_objects(new) if "step" in line]
+        self.lines += [line for line in json_objects(new) if has_step(line)]
         return self.lines
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -42,7 +41,8 @@ from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, turn_metrics
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
+from cosmos_core.run.progress import Progress, has_step
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
 from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
@@ -189,7 +189,8 @@ class Completions:
     def told(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return metrics of scored groups; the first rank adds some of them to `samples.jsonl`."""
         if is_first():
-            add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
+            with telling_of_full_disk(self._stage.path):
+                add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
         if isinstance(self._prompts, Prompts):
             return completion_metrics(groups, self._full)
         told = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
@@ -200,7 +201,8 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
     """Put the first completion of each group under `step`, in place of what an interrupted run wrote from there on."""
     kept = []
     if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
+        lines = json_objects(path.read_text(encoding="utf-8", errors="replace").splitlines())
+        kept = [json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step]
     drawn = add_drawings(path.parent, step, groups, is_scored=is_scored)
     for index, group in enumerate(groups):
         completion, score = group.group.completions[0], group.scores[0]
@@ -218,9 +220,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
         kept.append(json.dumps(record, ensure_ascii=False))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, "".join(line + "\n" for line in kept))
 
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:

@@ -30,7 +30,7 @@ from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
 from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
-from cosmos_core.run.files import disk_full, write_json
+from cosmos_core.run.files import telling_of_full_disk, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
@@ -50,15 +50,15 @@ def main() -> int:
     configure()
     hide()
     try:
-        stage = load_stage(path)
-        hide(stage.config.env)
-        _listen_for_stop(stage)
-        run_program(stage)
+        with telling_of_full_disk(path):
+            stage = load_stage(path)
+            hide(stage.config.env)
+            _listen_for_stop(stage)
+            run_program(stage)
     except CosmosError as error:
         return _give_up(path, error)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a line and an exit code
-        full = disk_full(error, path) if isinstance(error, OSError) else None
-        return _give_up(path, full) if full else _crash(path, error)
+        return _crash(path, error)
     return EXIT_OK
 
 
@@ -123,8 +123,9 @@ def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
     stage.engines = told.actors
     facts = all_gather_object(asdict(measure(LIBRARIES)))
     if is_first():
-        _introduce(stage, [Facts(**each) for each in facts])
-        return _run(stage, program)
+        with telling_of_full_disk(path):
+            _introduce(stage, [Facts(**each) for each in facts])
+            return _run(stage, program)
     with tempfile.TemporaryDirectory() as scratch:
         stage.progress = Progress(Path(scratch) / "progress.json")
         stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")

@@ -15,11 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.cluster.rank import Told
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DiskFull
 from cosmos_core.run.files import disk_full, room_may_be_missing
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
+from cosmos_core.types import Outcome
+from cosmos_core.worker.program import run_rank
+from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import Workspace, wait_until
@@ -168,6 +175,20 @@ def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_a
         perform(run, "s")
     assert not should_retry(run, "s", caught.value)
     assert perform(run, "s")[1] is False
+
+
+def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path) -> None:
+    kind = all_kinds()["custom"]
+    stage = Stage(
+        tmp_path, StageConfig(name="s", kind="custom", entry="m:f"), Recipe(), "", None, {}, "f" * 64, kind=kind
+    )
+    stage.save()
+
+    def fill(stage: Stage) -> Outcome:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DiskFull, match=f"^disk full: No space left on device: {stage.path}; free space and resume$"):
+        run_rank(stage.path, fill, Told())
 
 
 def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:

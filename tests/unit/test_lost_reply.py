@@ -25,6 +25,10 @@ class Ray:
 
     def __init__(self) -> None:
         self.asked: list[object] = []
+        self.has_died = False
+
+    def nodes(self) -> list[dict[str, bool]]:
+        return [{"Alive": False}, {"Alive": not self.has_died}]
 
     def wait(self, calls: list[object], timeout: float) -> tuple[list[object], list[object]]:
         return [], calls
@@ -41,7 +45,7 @@ def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest
     outcomes: list[tuple[bool, Any]] = [(True, "of the first"), (True, "of the second")]
     members = [SimpleNamespace(ended=SimpleNamespace(remote=lambda outcome=outcome: outcome)) for outcome in outcomes]
     ray = Ray()
-    assert group._followed(ray, members, ["call 0", "call 1"], lambda: False, None) == "of the first"
+    assert group._followed(ray, members, ["call 0", "call 1"], lambda: False, None, is_embedded=True) == "of the first"
     assert sorted(ray.asked) == sorted(outcomes * 2)
 
 
@@ -50,7 +54,23 @@ def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = (False, group.StageFailed("no room"))
     member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: outcome))
     with pytest.raises(group.StageFailed, match="no room"):
-        group._followed(Ray(), [member], ["call"], lambda: False, None)
+        group._followed(Ray(), [member], ["call"], lambda: False, None, is_embedded=True)
+
+
+@pytest.mark.parametrize("is_embedded", [True, False])
+def test_a_cluster_of_the_stages_own_that_has_died_ends_it_and_another_is_waited_for(
+    is_embedded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are asked of a cluster without a machine would be waited for without end."""
+    monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
+    ray = Ray()
+    ray.has_died = True
+    member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: (True, "done")))
+    if is_embedded:
+        with pytest.raises(group.StageFailed, match="a retry starts another one"):
+            group._followed(ray, [member], ["call"], lambda: False, None, is_embedded=True)
+    else:
+        assert group._followed(ray, [member], ["call"], lambda: False, None, is_embedded=False) == "done"
 
 
 @pytest.mark.parametrize(

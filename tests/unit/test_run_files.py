@@ -89,7 +89,7 @@ def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_
         opened.write('no json\n{"step": 4, "lo')
     assert [line["step"] for line in reader.update()] == [1, 2, 3]
     with open(file, "a") as opened:
-        opened.write('ss": 4.0}\n[5]\n')
+        opened.write('ss": 4.0}\n[5]\n{"step": null}\n{"step": "x"}\n')
     again = reader.update()
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert again[0] is first[0], "it was not read again"
