@@ -51,7 +51,7 @@ class Ahead:
     """Called with the step while it waits; may raise to stop."""
     beyond: int = 0
     """Prompts that engines get beyond those of the allowed steps, so that they do not wait; of those that turn out too
-    old the groups are generated again."""
+    old the groups are generated again. With a filter no more of them than it will drop, as it did in recent steps."""
     most_steps: int | None = None
     """Train steps of prompts in flight and waiting together; None: no bound of its own."""
     filter: Filter | None = None
@@ -73,6 +73,10 @@ class Ahead:
     _is_awaited: bool = False
     """The training waits for groups."""
     _num_outdated: int = 0
+    _told: tuple[int, int] = (0, 0)
+    """Outdated groups and restarts that metrics have told of."""
+    _sampled_per_kept: float = 1.0
+    """Of recent steps."""
 
     @property
     def is_over(self) -> bool:
@@ -81,7 +85,7 @@ class Ahead:
 
     def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, and wait for them if they are not there yet."""
-        began, outdated, restarts = time.perf_counter(), self._num_outdated, self.fleet.num_restarts
+        began = time.perf_counter()
         with self._ready:
             self._step = step
             if self.filter is None:
@@ -109,13 +113,15 @@ class Ahead:
             self._position, self._step = self._position + len(sampled), step + 1
         if not sampled:
             return [], {}
+        self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept))) / 2
+        before, self._told = self._told, (self._num_outdated, self.fleet.num_restarts)
         return kept, {
             **group_metrics(sampled),
             **(filtered_metrics(self.filter, sampled) if self.filter else {}),
             "time/wait": time.perf_counter() - began,
             **lag_metrics(kept or sampled, step),
-            "rollout/outdated": float(self._num_outdated - outdated),
-            "rollout/restarts": float(self.fleet.num_restarts - restarts),
+            "rollout/outdated": float(self._told[0] - before[0]),
+            "rollout/restarts": float(self._told[1] - before[1]),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -202,23 +208,29 @@ class Ahead:
                 self._ready.notify_all()
 
     def _hand_out(self) -> None:
-        """Give the engines all prompts that their weights are new enough for; each group that is dropped makes room for
-        another one, without which its step would never be whole."""
+        """Give the engines all prompts that their weights are new enough for."""
         with self._ready:
             if self.takes_turns and not self._is_awaited:
                 return
-            newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
-            num_groups = (newest_step - self._step + 1) * self.num_groups + self.beyond
-            if self.most_steps is not None:
-                num_groups = min(num_groups, self.most_steps * self.num_groups)
-            if self.filter is not None and num_groups > 0:
-                num_groups += sum(not self.filter.keeps(scored) for scored in self._scored.values())
-                most = self.filter.most_sampled(self.num_groups) * (self.most_steps or math.inf)
-                num_groups = int(min(num_groups, most))
-            end = self._position + num_groups
+            end = self._position + self._num_ahead()
             for prompt in self.take(self._next, max(0, end - self._next)):
                 self._pending[self._next] = self._asked(self._next, prompt)
                 self._next += 1
+
+    def _num_ahead(self) -> int:
+        """Return how many prompts from the first on that no step has taken engines may have by now."""
+        newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
+        num_kept = (newest_step - self._step + 1) * self.num_groups
+        most = math.inf if self.most_steps is None else self.most_steps * self.num_groups
+        if self.filter is None:
+            return int(min(num_kept + self.beyond, most))
+        if num_kept <= 0:
+            return 0
+        # Each group that is dropped makes room for another one, without which its step would never be whole.
+        num_dropped = sum(not self.filter.keeps(scored) for scored in self._scored.values())
+        num_expected = min(self.beyond, num_kept * (self._sampled_per_kept - 1))
+        most_sampled = self.filter.most_sampled(self.num_groups) * (self.most_steps or math.inf)
+        return int(min(min(num_kept, most) + max(num_dropped, num_expected), most_sampled))
 
     def _score_done(self) -> None:
         """Score what has come from the engines, as soon as anything has."""

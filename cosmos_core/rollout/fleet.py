@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
@@ -153,11 +153,10 @@ class Fleet:
         if is_first():
             asked = [member for member in self._members.ready() if version in {None, member.version}]
             replies = [member.handle.ask("logprobs", member.version, token_ids) for member in asked]
-            for member, reply in zip(asked, replies, strict=True):
-                try:
-                    found.append(self._members.awaited(reply, member))
-                except ConnectionError:
-                    continue  # the thread that talks to it sees that too
+            self._members.await_all(list(zip(asked, replies, strict=True)))
+            for reply in replies:
+                with suppress(ConnectionError):  # the thread that talks to it sees that too
+                    found.append(reply.result())
         return broadcast_object(found)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
@@ -220,10 +219,11 @@ class Fleet:
     def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
         """Return the replies of those that are alive; those that died are left to the thread that talks to them."""
         asked = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
+        self._members.await_all([(process.member, reply) for process, reply in asked])
         replies = []
         for process, reply in asked:
             try:
-                replies.append(_Reply(process, self._members.awaited(reply, process.member)))
+                replies.append(_Reply(process, reply.result()))
             except ConnectionError as error:
                 self._members.lose(*process, error)
         return replies

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -163,24 +163,24 @@ class Members:
             if member.description is description and description is not None:
                 member.lost = error
 
-    def awaited(self, reply: Future[Any], member: Member | None = None) -> Any:
-        """Return the reply, saying meanwhile that we are alive; a member that neither replies nor makes a pass is
-        ended."""
-        deadline, passes = time.monotonic() + self.patience, member.passes if member else 0
-        while True:
+    def await_all(self, asked: Sequence[tuple[Member, Future[Any]]]) -> None:
+        """Wait until each has replied or failed, saying meanwhile that we are alive; a member that neither replies nor
+        makes a pass for as long as we have patience is ended."""
+        began = time.monotonic()
+        moved = {id(member): (began, member.passes) for member, _ in asked}
+        while waiting := [(member, reply) for member, reply in asked if not reply.done()]:
             self.check()
-            try:
-                return reply.result(timeout=POLL_SECONDS)
-            except TimeoutError:
-                if reply.done():
-                    return reply.result()
-                self._beat()
-            if member is not None and member.passes != passes:
-                deadline, passes = time.monotonic() + self.patience, member.passes
-            if member is not None and time.monotonic() > deadline:
-                logger.warning("an engine did not reply for %.0f s; it is ended and started again", self.patience)
-                member.handle.kill()
-                deadline = time.monotonic() + self.patience
+            wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
+            self._beat()
+            now = time.monotonic()
+            for member, reply in waiting:
+                since, passes = moved[id(member)]
+                if member.passes != passes:
+                    moved[id(member)] = now, member.passes
+                elif now - since > self.patience and not reply.done():
+                    logger.warning("an engine did not reply for %.0f s; it is ended and started again", self.patience)
+                    member.handle.kill()
+                    moved[id(member)] = now, passes
 
     def _run(self) -> None:
         try:
@@ -311,7 +311,19 @@ class Members:
             member.in_flight += batch
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
             refused = member.handle.ask("submit", self._session, prompts, sampling, step)
-            refused.add_done_callback(partial(_refuse, batch))
+            refused.add_done_callback(partial(self._refuse, member, member.description, batch))
+
+    def _refuse(
+        self, member: Member, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
+    ) -> None:
+        """Tell of requests that an engine does not take; from any thread."""
+        error = reply.exception()
+        if isinstance(error, ConnectionError):
+            self.lose(member, description, error)
+        elif error is not None:
+            for request in batch:
+                if not request.group.done():
+                    request.group.set_exception(error)
 
 
 def _batch(queue: deque[_Request], most: int, in_flight: Sequence[_Request]) -> list[_Request]:
@@ -324,13 +336,6 @@ def _batch(queue: deque[_Request], most: int, in_flight: Sequence[_Request]) -> 
             break
         batch.append(queue.popleft())
     return batch
-
-
-def _refuse(batch: Sequence[_Request], reply: Future[Any]) -> None:
-    error = reply.exception()
-    for request in batch if error is not None and not isinstance(error, ConnectionError) else ():
-        if not request.group.done():
-            request.group.set_exception(error)
 
 
 def _one_line(error: Exception) -> str:

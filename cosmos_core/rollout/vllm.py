@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.imports import without_collection
@@ -54,7 +55,6 @@ _CPU_ENVIRONMENT = {
 }
 _CPU_PASS_TOKENS = 4096
 """Most of one forward pass."""
-_TEMPERATURES = (0.01, 2.0)  # below, vLLM samples at 0.01 without an error; above, it raises one of its own
 
 
 @dataclass
@@ -249,7 +249,7 @@ class VllmEngine:
         return self._vllm.TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        low, high = _TEMPERATURES
+        low, high = VLLM_TEMPERATURES
         if sampling.temperature != 0 and not low <= sampling.temperature <= high:
             raise ConfigError(
                 f"temperature = {sampling.temperature}: vLLM samples between {low} and {high} and takes 0 for greedy; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,42 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
         before = len(begun)
         time.sleep(0.3)
         assert len(begun) == before
+
+
+def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_path: Path) -> None:
+    """Groups that engines make beyond that are too old when their step comes, and all are made twice."""
+
+    def take(start: int, count: int) -> list[Prompt]:
+        return prompts[start : start + count]
+
+    prompts = [replace(PROMPTS[i % 2], id=i) for i in range(400)]  # every second group is dropped
+    handle, outdated = Threaded(), []
+    with fleet_of(handle, most_groups=40) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, take=take, filter=Filter(), beyond=128)
+        for step in range(20):
+            groups, metrics = source.next(step)
+            assert len(groups) == 4
+            outdated.append(metrics["rollout/outdated"])
+            time.sleep(0.05)
+            assert len(handle.engine.seen) - sum(outdated) <= source._position + 3 * 8
+            fleet.load_weights(step + 1, weights(step + 1))
+        source.close()
+    assert sum(outdated[5:]) <= 4
+
+
+def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_the_next_step(tmp_path: Path) -> None:
+    handle = Threaded()
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
+        assert source.next(0)[1]["rollout/restarts"] == 0
+        handle.kill()
+        while fleet.num_restarts == 0 or not fleet.is_stale:
+            time.sleep(0.01)
+        fleet.load_weights(1, weights(1))
+        assert [source.next(step)[1]["rollout/restarts"] for step in (1, 2)] == [1, 0]
+        source.close()
 
 
 @pytest.mark.parametrize(

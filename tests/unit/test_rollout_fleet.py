@@ -373,36 +373,3 @@ def test_two_requests_that_differ_in_their_seeds_alone_are_each_given_their_own_
         found = [group.result(timeout=20) for group in asked]
     assert [group.prompt.id for group in found] == [0, 0, 0, 1, 1, 1]
     assert [group.completions[0].segments[0].token_ids for group in found] == [(3,), (4,), (5,)] * 2
-
-
-def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The reply to the thread that talks to it had left before it died."""
-    handle = Threaded()
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(1, weights(1))
-        (member,) = fleet._members.opened()
-        fleet._members.lose(member, member.description, ConnectionError("the actor died"))
-        while member.lost or not fleet._members.opened():
-            time.sleep(0.01)
-        assert fleet.is_stale and fleet.num_restarts == 1
-    assert "an engine died (the actor died)" in caplog.text
-
-
-def test_a_death_during_a_load_is_one_death_though_another_process_is_there_before_the_next_bucket() -> None:
-    handles = [Threaded(), Threaded()]
-    with fleet_of(*handles) as fleet:
-        while len(fleet._members.opened()) < 2:
-            time.sleep(0.01)
-        description = fleet._members.known[handles[1]].description
-
-        def buckets() -> Iterator[Bucket]:
-            yield weights(1)[0]
-            handles[1].kill()
-            while (now := fleet._members.known[handles[1]].description) is None or now is description:
-                time.sleep(0.01)
-            yield weights(1)[1]
-
-        assert fleet.load_weights(1, buckets()) == Loaded(1, 2)
-        with fleet.only_new():
-            assert fleet.load_weights(1, weights(1)) == Loaded(1, 2)
-        assert fleet.num_restarts == 1 and not fleet.is_stale

@@ -1,0 +1,93 @@
+"""Engines that die or hang where it is easily missed: between two replies, in a load, several at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from cosmos_core.rollout.base import Bucket, Loaded
+from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Threaded, fleet_of, weights
+
+
+def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The reply to the thread that talks to it had left before it died."""
+    handle = Threaded()
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(1, weights(1))
+        (member,) = fleet._members.opened()
+        fleet._members.lose(member, member.description, ConnectionError("the actor died"))
+        while member.lost or not fleet._members.opened():
+            time.sleep(0.01)
+        assert fleet.is_stale and fleet.num_restarts == 1
+    assert "an engine died (the actor died)" in caplog.text
+
+
+def test_a_death_during_a_load_is_one_death_though_another_process_is_there_before_the_next_bucket() -> None:
+    handles = [Threaded(), Threaded()]
+    with fleet_of(*handles) as fleet:
+        while len(fleet._members.opened()) < 2:
+            time.sleep(0.01)
+        description = fleet._members.known[handles[1]].description
+
+        def buckets() -> Iterator[Bucket]:
+            yield weights(1)[0]
+            handles[1].kill()
+            while (now := fleet._members.known[handles[1]].description) is None or now is description:
+                time.sleep(0.01)
+            yield weights(1)[1]
+
+        assert fleet.load_weights(1, buckets()) == Loaded(1, 2)
+        with fleet.only_new():
+            assert fleet.load_weights(1, weights(1)) == Loaded(1, 2)
+        assert fleet.num_restarts == 1 and not fleet.is_stale
+
+
+def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
+    """All ranks wait meanwhile, in a collective that has a deadline of its own."""
+
+    class Stuck(Drawing):
+        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+            while self.hangs.is_set():
+                time.sleep(0.01)
+            return super().load_weights(version, buckets)
+
+    handles = [Threaded(Stuck) for _ in range(4)]
+    with fleet_of(*handles, patience=2.0) as fleet:
+        while len(fleet._members.opened()) < 4:
+            time.sleep(0.01)
+        for handle in handles:
+            handle.engine.hangs.set()
+        began = time.monotonic()
+        fleet.load_weights(1, weights(1) + [[(str(i), weights(1)[0][0][1])] for i in range(4)])
+        assert [handle.deaths for handle in handles] == [1] * 4
+        assert time.monotonic() - began < 3 * 2.0, "one after the other they take four times the patience"
+
+
+def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> None:
+    class Deaf(Threaded):
+        is_deaf = False
+
+        def ask(self, method: str, *arguments: Any, **keywords: Any) -> Future[Any]:
+            if method == "submit" and self.is_deaf:
+                self.is_deaf = False
+                lost: Future[Any] = Future()
+                lost.set_exception(ConnectionRefusedError("the connection was lost"))
+                return lost
+            return super().ask(method, *arguments, **keywords)
+
+    handle = Deaf()
+    with fleet_of(handle, patience=600.0) as fleet:
+        fleet.load_weights(1, weights(1))
+        handle.is_deaf = True
+        asked = fleet.request(PROMPTS[0], SAMPLING, 1)
+        while not fleet.num_restarts:
+            time.sleep(0.01)
+        with fleet.only_new():
+            while not fleet.is_stale:
+                time.sleep(0.01)
+            fleet.load_weights(1, weights(1))
+        assert asked.result(timeout=20).prompt == PROMPTS[0] and handle.deaths == 0
