@@ -12,7 +12,7 @@ from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage, Table, as_toml, live_tables, set_fields, status
+from cosmos_core.config.schema.table import InStage, Table, as_toml, live_tables, set_fields, status, switched_off
 from cosmos_core.errors import ConfigError
 
 
@@ -66,6 +66,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         found = status(field)
         if is_set and found.name == "no effect":
             yield f"{key} = {as_toml(value)} has no effect here: {found.note}"
+    for key, value, switch in switched_off(recipe):
+        yield f"{key} = {as_toml(value)} has no effect here: {switch} is not set"
 
 
 def _of_light_stages(pipeline: Pipeline) -> Iterator[str]:

@@ -43,9 +43,9 @@ class Agreement:
         is_wrong = not difference <= most  # written so that NaN is wrong too
         if is_wrong and not self._is_told:
             logger.warning(
-                "step %d: engines and trainer differ by %.3g nats per token on the same weights, more than %g; see "
-                "rollout/logprob_difference in metrics.jsonl",
-                step, difference, most,
+                "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "
+                "%g; see rollout/logprob_difference in metrics.jsonl",
+                step, difference, metrics.get(_LAG, 0.0), most,
             )  # fmt: skip
         self._is_told = is_wrong
         return {"watch/alarm": float(is_wrong)}

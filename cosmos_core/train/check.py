@@ -15,6 +15,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
@@ -131,7 +132,7 @@ def _look_at_service(stage: Stage, names: list[str]) -> str:
 
 def _rewards(stage: Stage) -> list[Rewards]:
     """Return the rewards of a stage: the local ones of training and validation together, and what services score."""
-    is_measured = stage.kind.scores and (stage.kind.makes == "metrics" or stage.recipe.validation.enable)
+    is_measured = InStage(stage.recipe, stage.kind).measures
     asked = [trained_rewards(stage.recipe)] if stage.kind.feed == "rollouts" else []
     asked += [reward_weights(stage.recipe)] if is_measured else []
     local = {name: weight for each in asked if isinstance(each, dict) for name, weight in each.items()}

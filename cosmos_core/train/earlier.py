@@ -1,13 +1,13 @@
 """Go on where another run stopped: `train.resume`.
 
 True takes over what an interrupted stage with the same fingerprint left, so that the result is that of a run that was
-never interrupted; or, where there is none, of a stage that differs in its mesh alone, whose result is the same but for
-the order of sums. A path starts from that state whatever it was trained with; its digest is in the fingerprint.
+never interrupted; or, where there is none, of a stage that differs in its mesh or engines alone, whose result is the
+same but for the order of sums. A path starts from that state whatever it was trained with; its digest is in the
+fingerprint.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
 from collections.abc import Iterator
@@ -25,13 +25,18 @@ from cosmos_core.checkpoint.resume import (
     step_folder,
 )
 from cosmos_core.config.compose import source_of
+from cosmos_core.config.schema.table import flat_keys
 from cosmos_core.errors import ModelError
 from cosmos_core.run.files import link_or_copy, read_json, replaced_folder, write_json
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import SAMPLES
+from cosmos_core.types import is_below
 
 logger = logging.getLogger(__name__)
+
+_MESH = ("world_size", "config.policy.parallelism", "config.rollout.parallelism")
+"""Ingredients that change no more of the result than the order of sums."""
 
 
 def take_over(stage: Stage) -> None:
@@ -100,14 +105,10 @@ def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tu
 
 
 def _without_mesh(fingerprint: Any) -> dict[str, Any]:
-    """The ingredients but for the mesh; empty: unknown."""
+    """The ingredients but for the mesh of ranks and engines, as dotted keys; empty: unknown."""
     if not isinstance(fingerprint, dict):
         return {}
-    ingredients = copy.deepcopy(fingerprint["ingredients"])
-    ingredients.pop("world_size")
-    ingredients["config"].get("policy", {}).pop("parallelism", None)
-    found: dict[str, Any] = ingredients
-    return found
+    return {key: value for key, value in flat_keys(fingerprint["ingredients"]).items() if not is_below(key, _MESH)}
 
 
 def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:

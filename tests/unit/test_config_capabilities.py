@@ -12,6 +12,7 @@ from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
 from tests.unit.test_config_load import GRPO, SFT, load, refused
 
+VLLM = "vLLM samples between 0.01 and 2.0, and takes 0 for greedy; or set rollout.backend = 'hf'"
 GREEDY = (
     "rollout.sampling_config.{} takes the likeliest token: the completions of a prompt are the same, and nothing is "
     "learned of their differences; raise it"
@@ -34,6 +35,12 @@ GREEDY = (
         ("grpo.rollout.sampling_config.top_k=1", f"stage 'grpo': {GREEDY.format('top_k = 1')}"),
         ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
          "prompt in policy.model_max_length = 2048; lower it"),
+        ("grpo.validation.enable=true; grpo.validation.max_response_length=4096", "stage 'grpo': validation."
+         "max_response_length = 4096 leaves no room for a prompt in policy.model_max_length = 4096; lower it"),
+        ("grpo.rollout.sampling_config.temperature=2.5; grpo.train.train_policy.temperature=2.5",
+         f"stage 'grpo': rollout.sampling_config.temperature = 2.5: {VLLM}"),
+        ("grpo.validation.enable=true; grpo.validation.temperature=0.005",
+         f"stage 'grpo': validation.temperature = 0.005: {VLLM}"),
     ],
 )  # fmt: skip
 def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_before_a_run(
@@ -48,6 +55,55 @@ def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_befor
 @pytest.mark.parametrize("setting", ["algo='reinforce++'", "bypass_reward=true"])
 def test_a_group_may_be_one_completion_where_nothing_is_compared_inside_it(setting: str, tmp_path: Path) -> None:
     check_capabilities(load(tmp_path, GRPO, "rollout.n_generation=1", f"train.train_policy.{setting}"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rollout.backend=hf", "rollout.sampling_config.temperature=2.5", "train.train_policy.temperature=2.5"),
+        ("validation.temperature=3.0", "validation.top_k=-1"),
+        ("validation.enable=true", "validation.temperature=0"),
+    ],
+)
+def test_temperatures_that_are_sampled_or_not_used_are_accepted(settings: tuple[str, ...], tmp_path: Path) -> None:
+    check_capabilities(load(tmp_path, GRPO, *settings))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "switch"),
+    [
+        ("ratio_cap=2.0", "ratio_cap has no effect here: it is for variant = 'cispo'", "variant='cispo'"),
+        ("max_retry_for_on_policy=3", "max_retry_for_on_policy has no effect here: it is for variant = 'dapo'",
+         "variant='dapo'"),
+        ("unbiased_kl_estimate=true", "unbiased_kl_estimate = true has no effect here: kl_beta is not set",
+         "kl_beta=0.1"),
+        ("advantage_high=2.0", "advantage_high has no effect here: it bounds advantages of diffusion models", ""),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_algorithm_is_told(setting: str, said: str, switch: str, tmp_path: Path) -> None:
+    key = "train.train_policy"
+    assert notices_of(load(tmp_path, GRPO, f"{key}.{setting}")) == [f"{key}.{said}"]
+    if switch:
+        assert not any(said in line for line in notices_of(load(tmp_path, GRPO, f"{key}.{setting}", f"{key}.{switch}")))
+
+
+def test_settings_of_engines_apart_are_told_where_engines_are_inside(tmp_path: Path) -> None:
+    settings = ("rollout.parallelism.n_init_replicas=4", "rollout.mode=async", "rollout.async_r2r_sync=generation",
+                "train.train_policy.outdated_rollout_fetch_batch_size=8")  # fmt: skip
+    inside = notices_of(load(tmp_path, GRPO, *settings))
+    assert [line.partition(" ")[0] for line in inside] == [
+        "rollout.mode", "rollout.async_r2r_sync", "rollout.parallelism.n_init_replicas",
+        "train.train_policy.outdated_rollout_fetch_batch_size",
+    ]  # fmt: skip
+    assert all("has no effect here: with mode = 'colocated' each rank has an engine inside" in line for line in inside)
+    assert not any("no effect" in line for line in notices_of(load(tmp_path, GRPO, *settings, "mode=disaggregated")))
+
+
+def test_rewards_without_a_weight_are_told(tmp_path: Path) -> None:
+    settings = "train.train_policy.reward_function={exact_match = 0.0}"
+    assert notices_of(load(tmp_path, GRPO, settings)) == [
+        "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
+    ]
 
 
 def test_the_whole_world_on_one_rank_is_one_rank(tmp_path: Path) -> None:

@@ -262,8 +262,10 @@ def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_ha
 
 def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: Path) -> None:
     def prints(value: str, size: int, rate: float = 1e-3) -> dict[str, Any]:
-        policy = {"model_max_length": 32, "parallelism": {"dp_shard_size": size}}
-        config = {"policy": policy, "train": {"optm_lr": rate}}
+        config = {
+            "policy.model_max_length": 32, "policy.parallelism.dp_shard_size": size, "train.optm_lr": rate,
+            "rollout.parallelism.n_init_replicas": 3 - size,
+        }  # fmt: skip
         return {"value": value, "ingredients": {"config": config, "world_size": size, "model": "m"}}
 
     earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 3)

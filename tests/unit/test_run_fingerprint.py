@@ -10,6 +10,7 @@ import pytest
 from cosmos_core import facts
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs, reward_service_parts
+from cosmos_core.train.earlier import _without_mesh
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
@@ -348,3 +349,13 @@ def test_images_beside_prompts_are_other_rows(folder: Path) -> None:
     learns = (*nft, "train.train_policy.learns_data=true", "policy.diffusers.flow_rl.data_beta=0.1")
     before, after = (load_recipe(folder, *settings, kind="grpo") for settings in (nft, learns))
     assert fingerprint_of(before, "prepare").value != fingerprint_of(after, "prepare").value
+
+
+def test_a_stage_that_differs_in_its_mesh_and_engines_alone_is_known_by_its_real_fingerprint(folder: Path) -> None:
+    mesh = ("policy.parallelism.dp_shard_size=2", "rollout.parallelism.n_init_replicas=3")
+
+    def without_mesh(*overrides: str) -> object:
+        found = fingerprint_of(load_recipe(folder, *overrides), "sft")
+        return _without_mesh({"value": found.value, "ingredients": found.ingredients})
+
+    assert without_mesh() == without_mesh(*mesh) != without_mesh(*mesh, "train.seed=1")

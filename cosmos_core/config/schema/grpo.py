@@ -31,9 +31,9 @@ class GrpoConfig(RlConfig):
     epsilon_high: float = 0.2
     """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip."""
     advantage_low: float = -5.0
-    """Lowest advantage in DiffusionNFT."""
+    """Lowest advantage, of a diffusion model."""
     advantage_high: float = 5.0
-    """Highest advantage in DiffusionNFT, and its scale."""
+    """Highest advantage, of a diffusion model, and its scale in DiffusionNFT."""
     positive_nll_coef: NonNegativeFloat | None = None
     """Weight of an extra log-likelihood term on completions with a positive reward; None: off."""
     lower_bound_ratio: float = 3.0
@@ -55,7 +55,7 @@ class GrpoConfig(RlConfig):
     kl_in_reward: Annotated[bool, Needs("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
-    unbiased_kl_estimate: bool = False
+    unbiased_kl_estimate: Annotated[bool, Needs("kl_beta")] = False
     """Multiply the k3 estimator by the ratio, which makes its gradient that of the reverse KL (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
     """How the KL is estimated (joschu.net/blog/kl-approx.html): the gradient of `k2` is that of the reverse KL, that of
@@ -100,6 +100,15 @@ class GrpoConfig(RlConfig):
 
     data_term: DataTermConfig = DataTermConfig()
     """Rows that are learned beside rollouts."""
+
+    def notices(self, stage: InStage) -> Iterator[str]:
+        """See `Table.notices`."""
+        yield from super().notices(stage)
+        if self.variant != "cispo" and self.is_given("ratio_cap"):
+            yield "train.train_policy.ratio_cap has no effect here: it is for variant = 'cispo'"
+        for name in ("advantage_low", "advantage_high"):
+            if not stage.recipe.policy.is_diffusers and self.is_given(name):
+                yield f"train.train_policy.{name} has no effect here: it bounds advantages of diffusion models"
 
     @field_validator("lower_bound_ratio")
     @classmethod

@@ -55,6 +55,12 @@ class Recipe(Table):
     """Addresses of the controller, separated by `;`."""
 
     @property
+    def completes_held_out(self) -> bool:
+        """Return whether held-out rows are prompts that the model completes, rather than texts that it learns."""
+        judged = self.validation.reward_function or self.validation.remote_rewards
+        return self.train.train_policy.has_rollouts or bool(judged)
+
+    @property
     def engines_apart(self) -> int:
         """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0

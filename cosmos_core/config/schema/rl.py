@@ -68,8 +68,8 @@ class RlConfig(AlgorithmConfig):
     """Rollouts go straight to the trainer."""
     outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
     """With mode = 'disaggregated': prompts that engines get beyond those of `allowed_outdated_steps`; a group that is
-    too old when its step comes is generated again, and counted (`rollout/outdated`). 0: none (DAPO: 128, because of
-    the groups that will be dropped)."""
+    too old when its step comes is generated again, and counted (`rollout/outdated`). 0: none. DAPO gives as many as
+    recent steps have dropped, and at most this (0: 128)."""
     max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
     """Most prompts in flight and waiting, in train steps; None: unlimited."""
     max_retry_for_on_policy: int = -1
@@ -150,6 +150,11 @@ class RlConfig(AlgorithmConfig):
                 f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
                 f"{temperature} differ: log-probabilities are compared that are not of one distribution"
             )
+        if not any(self.reward_function.values()) and not stage.recipe.distillation.enable and stage.kind.trains:
+            yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
+        for name in ("filter_reward_metric", "max_retry_for_on_policy"):
+            if self.variant != "dapo" and self.is_given(name):
+                yield f"train.train_policy.{name} has no effect here: it is for variant = 'dapo'"
 
     @field_validator("reward_function")
     @classmethod

@@ -21,6 +21,8 @@ from cosmos_core.config.schema.values import (
     TopK,
 )
 
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""Below, vLLM samples at 0.01 without an error; above, it raises one of its own."""
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
@@ -122,8 +124,21 @@ class RolloutConfig(Table):
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
 
+    def _notices_inside(self, stage: InStage) -> Iterator[str]:
+        """Yield settings of engines in processes of their own, where there are none."""
+        if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
+            return
+        given = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_given(name)]
+        if self.parallelism.is_given("n_init_replicas"):
+            given.append("rollout.parallelism.n_init_replicas")
+        if stage.recipe.train.train_policy.is_given("outdated_rollout_fetch_batch_size"):
+            given.append("train.train_policy.outdated_rollout_fetch_batch_size")
+        for key in given:
+            yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
+
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
+        yield from self._refused_temperatures(stage)
         train, policy = stage.recipe.train, stage.recipe.policy
         if stage.kind.feed == "rollouts":
             if self.n_generation < 2 and train.train_policy.compares_groups:
@@ -157,6 +172,23 @@ class RolloutConfig(Table):
         elif self.parallelism.tp_size > 1 and self.backend == "hf":
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
+    def _refused_temperatures(self, stage: InStage) -> Iterator[str]:
+        """Yield temperatures that vLLM does not sample at."""
+        asked = {}
+        if stage.kind.feed == "rollouts":
+            asked["rollout.sampling_config.temperature"] = self.sampling_config.temperature
+        if stage.measures and stage.recipe.completes_held_out:
+            asked["validation.temperature"] = stage.recipe.validation.temperature
+        low, high = VLLM_TEMPERATURES
+        for key, temperature in (
+            asked.items() if self.backend == "vllm" and not stage.recipe.policy.is_diffusers else ()
+        ):
+            if temperature != 0 and not low <= temperature <= high:
+                yield (
+                    f"{key} = {temperature}: vLLM samples between {low} and {high}, and takes 0 for greedy; or set "
+                    f"rollout.backend = 'hf'"
+                )
+
     def _refusals_apart(self, stage: InStage) -> Iterator[str]:
         """Yield what engines in processes of their own cannot do."""
         mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
@@ -185,7 +217,8 @@ class RolloutConfig(Table):
                 )
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """Yield what rollouts are that are not drawn from the policy."""
+        """See `Table.notices`; what rollouts are that are not drawn from the policy, for one."""
+        yield from self._notices_inside(stage)
         if not stage.recipe.train.train_policy.has_rollouts or not self.changes_distribution:
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)

@@ -45,6 +45,11 @@ class InStage:
     recipe: Recipe
     kind: StageKind
 
+    @property
+    def measures(self) -> bool:
+        """Return whether the stage measures a model on held-out rows."""
+        return self.kind.scores and (self.kind.makes == "metrics" or self.recipe.validation.enable)
+
 
 class Table(BaseModel):
     """One TOML table: unknown keys refused, values immutable, types not coerced."""
@@ -78,6 +83,10 @@ class Table(BaseModel):
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield what a user would expect otherwise of what is accepted; keys are in full."""
         yield from ()
+
+    def is_given(self, name: str) -> bool:
+        """Return whether a field was set to another value than its default."""
+        return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].get_default()
 
     def derived(self, **values: Any) -> Self:
         """Return a copy with values that a rule derives; they are not validated and do not count as given."""
@@ -139,6 +148,20 @@ def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
         needs: Needs | None = mark(field, Needs)
         if not (needs and not getattr(table, needs.switch)) and (not is_off or name == table.switch):
             yield name, field, getattr(table, name)
+
+
+def switched_off(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield every key that was given and has no meaning, because the field that it `Needs` is off, as (dotted path,
+    value, name of that field)."""
+    if table.switch and not getattr(table, table.switch):
+        return
+    for name, field in type(table).model_fields.items():
+        value, needs = getattr(table, name), mark(field, Needs)
+        if needs and not getattr(table, needs.switch):
+            if table.is_given(name) and not isinstance(value, Table):
+                yield f"{prefix}{name}", value, needs.switch
+        elif isinstance(value, Table):
+            yield from switched_off(value, f"{prefix}{name}.")
 
 
 def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:

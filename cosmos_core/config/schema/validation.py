@@ -72,6 +72,15 @@ class ValidationConfig(Table):
                 "likely token; set validation.top_k = -1 to draw")  # fmt: skip
         return self
 
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        most, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
+        if stage.measures and stage.recipe.completes_held_out and most >= length:
+            yield (
+                f"validation.max_response_length = {most} leaves no room for a prompt in policy.model_max_length = "
+                f"{length}; lower it"
+            )
+
     def notices(self, stage: InStage) -> Iterator[str]:
         """See `Table.notices`: several completions of text that cannot differ."""
         is_greedy = self.temperature == 0 or self.top_k == 1
