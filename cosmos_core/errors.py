@@ -115,3 +115,8 @@ def by_name(error: Exception) -> tuple[str, str]:
     if isinstance(error, CosmosError):
         return next(cls.__name__ for cls in type(error).mro() if cls.__name__ in BY_NAME), str(error)
     return StageFailed.__name__, f"{type(error).__name__}: {error}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

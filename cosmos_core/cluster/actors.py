@@ -14,6 +14,8 @@ import ray
 import torch
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from cosmos_core.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 SHARED = 0.5
@@ -80,7 +82,7 @@ class ActorHandle:
                 reply.set_exception(error.cause)
             elif isinstance(error, RayError):  # also that its memory was taken, or its reply lost with a machine
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
-                reply.set_exception(kind(str(error).strip().splitlines()[0]))
+                reply.set_exception(kind(first_line(error)))
             else:
                 reply.set_exception(error)
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
-from cosmos_core.errors import ConfigError, CosmosError, Preempted, StageFailed
+from cosmos_core.errors import ConfigError, CosmosError, Preempted, StageFailed, first_line
 
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
@@ -381,7 +381,7 @@ def _followed(
             except ray.exceptions.GetTimeoutError:
                 continue
             except ray.exceptions.RayActorError as error:
-                raise RankFailed(f"rank {calls.index(call)} died: {str(error).splitlines()[0]}") from error
+                raise RankFailed(f"rank {calls.index(call)} died: {first_line(error)}") from error
             if outcome is not None:
                 waiting.remove(call)
                 value = _value(outcome)

@@ -12,8 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cosmos_core.data.formats import first_line
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 from cosmos_core.passing import is_of_machine
 
 _ALLOWED = {

@@ -24,7 +24,7 @@ import pyarrow.parquet
 
 from cosmos_core.data.messages import Row
 from cosmos_core.data.tool_calls import without_nulls
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 from cosmos_core.passing import is_of_machine
 
 _BLOCK = 1 << 20  # characters
@@ -283,11 +283,6 @@ def refused(what: str) -> Iterator[None]:
         if is_of_machine(error):  # not the file's doing
             raise
         raise DataError(f"{what}: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, or its class."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 READERS: dict[str, Callable[[Path], Part]] = {

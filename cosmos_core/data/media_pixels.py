@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_core.data.formats import first_line
 from cosmos_core.data.media_source import Content
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 from cosmos_core.passing import may_pass
 
 if TYPE_CHECKING:

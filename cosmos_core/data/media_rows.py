@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cosmos_core.data.lazy import LazySequence
 from cosmos_core.data.prepared import open_table
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 
 TENSORS = "tensors"
 """The folder of the shards, beside the tables."""
@@ -90,8 +90,7 @@ class _Media(LazySequence[RowT]):
             return {name: shard.get_tensor(f"{at['entry']}.{name}") for name in names[at["entry"]]}
         except (OSError, KeyError, SafetensorError) as error:
             raise DataError(
-                f"{path} is missing or damaged ({str(error).splitlines()[0]}); delete its folder and run the prepare "
-                "stage again"
+                f"{path} is missing or damaged ({first_line(error)}); delete its folder and run the prepare stage again"
             ) from error
 
 

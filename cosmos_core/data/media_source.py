@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 
 from cosmos_core.config.prompt_sets import metadata_of, named_set, prompt_files
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.formats import Located, first_line
+from cosmos_core.data.formats import Located
 from cosmos_core.data.rows import load_rows
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi")

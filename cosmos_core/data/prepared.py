@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cosmos_core.data.lazy import LazySequence
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import ImageRef, Prompt
 
 RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
@@ -232,7 +232,7 @@ def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run the prepare stage that should have written this split") from None
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from error
+        raise _damaged(path, first_line(error)) from error
 
 
 def _kind_of(schema: pa.Schema) -> str:

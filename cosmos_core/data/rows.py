@@ -18,10 +18,10 @@ import numpy as np
 from huggingface_hub import constants
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.formats import READERS, Located, Part, dataset_part, first_line, refused
+from cosmos_core.data.formats import READERS, Located, Part, dataset_part, refused
 from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.source import hub_is_reachable
 from cosmos_core.passing import is_of_machine, is_of_network
 from cosmos_core.registry import is_code

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import StageFailed, first_line
 from cosmos_core.rollout.replica import Description
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -270,9 +270,9 @@ class Members:
         self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
         if member.num_deaths > _MOST_DEATHS:
             raise StageFailed(
-                f"an engine died {member.num_deaths} times and gave nothing: {_one_line(error)}"
+                f"an engine died {member.num_deaths} times and gave nothing: {first_line(error)}"
             ) from error
-        logger.warning("an engine died (%s); its %d groups go to others", _one_line(error), len(member.in_flight))
+        logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(member.in_flight))
         self._put_back(member)
         self._open(member)
 
@@ -336,7 +336,3 @@ def _batch(queue: deque[_Request], most: int, in_flight: Sequence[_Request]) -> 
             break
         batch.append(queue.popleft())
     return batch
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

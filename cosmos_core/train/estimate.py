@@ -23,6 +23,7 @@ from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.prepared import Pairs, Sequences, open_pairs, open_sequences
 from cosmos_core.data.rows import load_rows, split_rows
+from cosmos_core.errors import first_line
 from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import model_without_weights
@@ -217,7 +218,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
         except Exception as error:
             # A model's code may do anything to tensors without data; then its memory is unknown, the rest is not.
             logger.info("the step cannot be traced", exc_info=True)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
             return built, sharded(_as_held(held_memory(built, len(named)), built, train), recipe), [unknown]
     return built, sharded(_as_held(memory, built, train), recipe), []
