@@ -371,7 +371,7 @@ def _followed(
         done, _ = ray.wait(waiting, timeout=_POLL_SECONDS)
         found = {call: call for call in done}
         if not done and time.monotonic() - looked > _REPLY_SECONDS:
-            if is_embedded and not any(node["Alive"] for node in ray.nodes()):
+            if is_embedded and _is_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
             found = {call: members[calls.index(call)].ended.remote() for call in waiting}
             looked = time.monotonic()
@@ -387,6 +387,15 @@ def _followed(
                 value = _value(outcome)
                 first = value if call is calls[0] else first
     return first
+
+
+def _is_dead(ray: Any) -> bool:
+    """Return whether the cluster says that none of its machines is alive; it may say nothing."""
+    nodes: list[Any] = []
+    thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # it waits without end
+    thread.start()
+    thread.join(_REPLY_SECONDS)
+    return bool(nodes) and not any(node["Alive"] for node in nodes)
 
 
 def _has_died(ray: Any, calls: list[Any]) -> bool:

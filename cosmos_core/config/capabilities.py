@@ -45,7 +45,11 @@ def _check_store(pipeline: Pipeline) -> None:
 def notices_of(pipeline: Pipeline) -> list[str]:
     """Return what is accepted but not taken as it stands, once each."""
     stages = [InStage(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
-    found = [line for stage in stages for line in (*_without_effect(stage.recipe), *_of_local_data(stage.recipe))]
+    found = [
+        line
+        for stage in stages
+        for line in (*_without_effect(stage.recipe), *_of_local_data(stage.recipe), *_switched_off(stage))
+    ]
     found += [line for stage in stages for table in live_tables(stage.recipe) for line in table.notices(stage)]
     return list(dict.fromkeys((*pipeline.notices, *found, *_of_light_stages(pipeline))))
 
@@ -66,8 +70,12 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         found = status(field)
         if is_set and found.name == "no effect":
             yield f"{key} = {as_toml(value)} has no effect here: {found.note}"
-    for key, value, switch in switched_off(recipe):
-        yield f"{key} = {as_toml(value)} has no effect here: {switch} is not set"
+
+
+def _switched_off(stage: InStage) -> Iterator[str]:
+    for key, value, switch in switched_off(stage.recipe):
+        if stage.kind.reads(key):
+            yield f"{key} = {as_toml(value)} has no effect here: {switch} is off"
 
 
 def _of_light_stages(pipeline: Pipeline) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import threading
 import time
 import uuid
@@ -113,6 +114,8 @@ class Members:
         self._waiting: deque[_Request] = deque()
         self._pinned: deque[_Request] = deque()
         """Requests for one version of the weights, behind all others."""
+        self._unheard: queue.SimpleQueue[tuple[Member, Description | None, ConnectionError]] = queue.SimpleQueue()
+        """Of members that did not get what was submitted."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
         self.known: dict[Handle, Member] = {}
@@ -186,6 +189,8 @@ class Members:
         try:
             while not self.is_closed:
                 with self.lock:
+                    while not self._unheard.empty():
+                        self.lose(*self._unheard.get())
                     self._adopt()
                     for member in list(self.known.values()):
                         self._listen(member)
@@ -316,10 +321,10 @@ class Members:
     def _refuse(
         self, member: Member, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
-        """Tell of requests that an engine does not take; from any thread."""
+        """Tell of requests that an engine does not take; in a thread of Ray's that `kill` waits for in our lock."""
         error = reply.exception()
         if isinstance(error, ConnectionError):
-            self.lose(member, description, error)
+            self._unheard.put((member, description, error))
         elif error is not None:
             for request in batch:
                 if not request.group.done():

@@ -201,7 +201,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
     """Put the first completion of each group under `step`, in place of what an interrupted run wrote from there on."""
     kept = []
     if path.exists():
-        lines = json_objects(path.read_text(encoding="utf-8", errors="replace").splitlines())
+        lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
         kept = [json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step]
     drawn = add_drawings(path.parent, step, groups, is_scored=is_scored)
     for index, group in enumerate(groups):

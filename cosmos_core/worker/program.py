@@ -122,14 +122,14 @@ def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
     threading.Thread(target=listen, daemon=True).start()
     stage.engines = told.actors
     facts = all_gather_object(asdict(measure(LIBRARIES)))
-    if is_first():
-        with telling_of_full_disk(path):
+    with telling_of_full_disk(path):
+        if is_first():
             _introduce(stage, [Facts(**each) for each in facts])
             return _run(stage, program)
-    with tempfile.TemporaryDirectory() as scratch:
-        stage.progress = Progress(Path(scratch) / "progress.json")
-        stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")
-        return program(stage, **stage.config.arguments)
+        with tempfile.TemporaryDirectory() as scratch:
+            stage.progress = Progress(Path(scratch) / "progress.json")
+            stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")
+            return program(stage, **stage.config.arguments)
 
 
 def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:

@@ -129,10 +129,11 @@ def worker(stage: Stage, disturb: Mapping[int, Callable[[psutil.Process], None]]
     return text
 
 
-def until(holds: Callable[[], bool], problem: str) -> None:
+def told(stage: Stage, tree: psutil.Process, text: str, times: int) -> None:
+    """Wait until the log says something so many times."""
     deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, problem
+    while (log := (stage.path / "log").read_text()).count(text) < times:
+        assert tree.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline, log[-6000:]
         time.sleep(0.05)
 
 
@@ -171,23 +172,20 @@ def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_w
     held = tmp_path / "held.py"
     held.write_text(HELD)
     released = held.with_suffix(".released")
-    stage = rl(task, tmp_path / "rl", recipe(2, reward_function=f"{held}:variety"))
-
-    def told(text: str, times: int = 1) -> None:
-        until(lambda: (stage.path / "log").read_text().count(text) == times, f"not said {times} times: {text}")
+    stage = rl(task, tmp_path / "rl", recipe(2, reward_function=f"{held}:variety", reward_timeout_seconds=SECONDS))
 
     def kill_engine(tree: psutil.Process) -> None:
-        told("is open", 2)
+        told(stage, tree, "is open", 2)
         kill("RolloutEngine")(tree)
-        told("an engine died")
+        told(stage, tree, "an engine died", 1)
         released.touch()
 
     def kill_rank_and_end_an_engine(tree: psutil.Process) -> None:
         released.unlink()
-        told("is open", 3)
+        told(stage, tree, "is open", 3)
         engines = {each.pid for each in actors(tree, "RolloutEngine")}
         kill("Rank")(tree)
-        told("is open", 5)
+        told(stage, tree, "is open", 5)
         assert {each.pid for each in actors(tree, "RolloutEngine")} == engines, "the engines did not outlive the rank"
         write_json(stage.path / ENGINES, 1)
         released.touch()

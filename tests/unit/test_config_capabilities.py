@@ -75,7 +75,7 @@ def test_temperatures_that_are_sampled_or_not_used_are_accepted(settings: tuple[
         ("ratio_cap=2.0", "ratio_cap has no effect here: it is for variant = 'cispo'", "variant='cispo'"),
         ("max_retry_for_on_policy=3", "max_retry_for_on_policy has no effect here: it is for variant = 'dapo'",
          "variant='dapo'"),
-        ("unbiased_kl_estimate=true", "unbiased_kl_estimate = true has no effect here: kl_beta is not set",
+        ("unbiased_kl_estimate=true", "unbiased_kl_estimate = true has no effect here: kl_beta is off",
          "kl_beta=0.1"),
         ("advantage_high=2.0", "advantage_high has no effect here: it bounds advantages of diffusion models", ""),
     ],

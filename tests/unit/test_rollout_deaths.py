@@ -56,7 +56,7 @@ def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
             return super().load_weights(version, buckets)
 
     handles = [Threaded(Stuck) for _ in range(4)]
-    with fleet_of(*handles, patience=2.0) as fleet:
+    with fleet_of(*handles, patience=3.0) as fleet:
         while len(fleet._members.opened()) < 4:
             time.sleep(0.01)
         for handle in handles:
@@ -64,7 +64,7 @@ def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
         began = time.monotonic()
         fleet.load_weights(1, weights(1) + [[(str(i), weights(1)[0][0][1])] for i in range(4)])
         assert [handle.deaths for handle in handles] == [1] * 4
-        assert time.monotonic() - began < 3 * 2.0, "one after the other they take four times the patience"
+        assert time.monotonic() - began < 3 * 3.0, "one after the other they take four times the patience"
 
 
 def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> None:

@@ -203,9 +203,6 @@ class GrpoConfig(RlConfig):
                 info,
                 f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is set",
             )
-        if self.kl_in_reward and not self.kl_beta:
-            say(info, "train.train_policy.kl_in_reward has no effect, because kl_beta = 0: rewards are whitened over "
-                "completions, not over their tokens")  # fmt: skip
         return self
 
     @model_validator(mode="after")

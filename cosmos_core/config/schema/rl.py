@@ -150,7 +150,12 @@ class RlConfig(AlgorithmConfig):
                 f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
                 f"{temperature} differ: log-probabilities are compared that are not of one distribution"
             )
-        if not any(self.reward_function.values()) and not stage.recipe.distillation.enable and stage.kind.trains:
+        if (
+            self.rewards
+            and not any(self.rewards.values())
+            and not stage.recipe.distillation.enable
+            and stage.kind.trains
+        ):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
         for name in ("filter_reward_metric", "max_retry_for_on_policy"):
             if self.variant != "dapo" and self.is_given(name):

@@ -131,7 +131,8 @@ class RolloutConfig(Table):
         given = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_given(name)]
         if self.parallelism.is_given("n_init_replicas"):
             given.append("rollout.parallelism.n_init_replicas")
-        if stage.recipe.train.train_policy.is_given("outdated_rollout_fetch_batch_size"):
+        algorithm = stage.recipe.train.train_policy
+        if algorithm.dynamic_sampling is None and algorithm.is_given("outdated_rollout_fetch_batch_size"):
             given.append("train.train_policy.outdated_rollout_fetch_batch_size")
         for key in given:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"

@@ -75,7 +75,8 @@ class ValidationConfig(Table):
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         most, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
-        if stage.measures and stage.recipe.completes_held_out and most >= length:
+        completes = stage.measures and stage.recipe.completes_held_out and not stage.recipe.policy.is_diffusers
+        if completes and most >= length:
             yield (
                 f"validation.max_response_length = {most} leaves no room for a prompt in policy.model_max_length = "
                 f"{length}; lower it"
