@@ -54,7 +54,7 @@ def test_samples_that_a_kill_or_an_editor_has_damaged_are_passed_over(tmp_path):
     whole = b'{"step": 2, "prompt": "\xc3\xa9\xe2\x80\xa8"}'
     file.write_bytes(whole + b'\n{"step": 3, "pro\n[1]\n\xff\n{"step": "x"}\n{"step": 5}\n{"step": 2')
     add_samples(file, 4, [])
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"step": 2, "prompt": "é\u2028"}]
+    assert [json.loads(line) for line in file.read_text().split("\n")[:-1]] == [{"step": 2, "prompt": "é\u2028"}]
 
 
 def test_a_grid_has_a_row_for_each_prompt_and_a_column_for_each_completion():
