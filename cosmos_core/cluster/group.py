@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
-from cosmos_core.errors import ConfigError, CosmosError, Preempted, StageFailed, first_line
+from cosmos_core.cluster.rooms import bundles, rooms_of
+from cosmos_core.errors import CosmosError, StageFailed, first_line
 
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
@@ -217,8 +218,8 @@ def _ray_ranks(
         )  # fmt: skip
     signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
     try:
-        bundles = _bundles(ray, size, beside, is_embedded=is_embedded)
-        rooms = _rooms(ray, bundles, should_stop, while_waiting)
+        needed = bundles(ray, size, beside, is_embedded=is_embedded)
+        rooms = rooms_of(ray, needed, should_stop, while_waiting)
         start = _starter(ray, rooms[:size], share=0.5 if beside is not None and beside.shares_gpus else 1)
         actors = None
         if beside is not None:
@@ -250,59 +251,6 @@ def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -
     core that such a thread takes. That made a training with ragged completions a fifth faster (docs/benchmarks.md).
     """
     return max(1, cores // max(num_ranks, num_beside)), max(1, cores // max(1, num_beside * (1 + overlaps)))
-
-
-def _bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
-    """Return what each rank needs of the cluster, with the actor that shares its GPU; then what one actor needs that
-    does not: a training that has its ranks and no engine would keep others from theirs and wait for ever.
-
-    Raises:
-        ConfigError: the cluster has not so much, and Ray would wait for more without end.
-    """
-    there = ray.cluster_resources()
-    num_gpus, num_cpus = int(there.get("GPU", 0)), int(there.get("CPU", 0))
-    gpu, beside_gpus, beside_cpus = min(num_gpus, 1), 0, 0
-    if beside is not None:
-        beside_gpus, beside_cpus = beside.processes * gpu, 0 if is_embedded else beside.processes
-    if beside is not None and beside.shares_gpus:
-        bundles = [{"CPU": 1 + beside_cpus * gpu, "GPU": gpu}] * size
-    else:
-        bundles = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": beside_cpus, "GPU": beside_gpus}]
-    bundles = [found for each in bundles if (found := {name: count for name, count in each.items() if count})]
-    needed = {name: sum(each.get(name, 0) for each in bundles) for name in ("CPU", "GPU")}
-    engine = f", and a rollout engine {beside_gpus}" if needed["GPU"] > size else ""
-    if needed["GPU"] > num_gpus:
-        raise ConfigError(
-            f"the mesh takes {size} GPUs{engine}, of {num_gpus} that the Ray cluster has; make policy.parallelism "
-            f"smaller"
-        )
-    if needed["CPU"] > num_cpus:
-        raise ConfigError(
-            f"{size} ranks and what is beside them take {needed['CPU']} CPUs, of {num_cpus} that the Ray cluster has; "
-            f"give it more, or make policy.parallelism smaller"
-        )
-    return bundles
-
-
-def _rooms(
-    ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], while_waiting: Callable[[], None]
-) -> list[Any]:
-    """Return Ray's strategy for each bundle, which are had all at once.
-
-    Raises:
-        Preempted: asked to stop while there is no room.
-    """
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    group = placement_group(bundles, strategy="PACK")
-    ready = group.ready()
-    while not ray.wait([ready], timeout=_POLL_SECONDS)[0]:
-        while_waiting()
-        if should_stop():
-            raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
-    ray.get(ready)
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]
 
 
 def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:

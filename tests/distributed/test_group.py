@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.cluster.actors import ActorGroup, _Host
-from cosmos_core.cluster.group import WorkerGroup, _bundles, threads_of
+from cosmos_core.cluster.group import WorkerGroup, threads_of
+from cosmos_core.cluster.rooms import bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import arithmetic, prepare
@@ -193,9 +194,9 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
     ray, actors = SimpleNamespace(cluster_resources=lambda: there), ActorGroup(dict, lambda: 1, **beside)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
-            _bundles(ray, size, actors if beside else None, is_embedded=False)
+            bundles(ray, size, actors if beside else None, is_embedded=False)
     else:
-        assert _bundles(ray, size, actors if beside else None, is_embedded=False) == found
+        assert bundles(ray, size, actors if beside else None, is_embedded=False) == found
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])

@@ -25,7 +25,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome
-from cosmos_core.worker.program import run_rank
+from cosmos_core.worker import program
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.acceptance.storms.shim import Shim, has_compiler
@@ -177,7 +177,8 @@ def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_a
     assert perform(run, "s")[1] is False
 
 
-def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path) -> None:
+def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "configure", lambda level: None)  # this process has tests of logs too
     kind = all_kinds()["custom"]
     stage = Stage(
         tmp_path, StageConfig(name="s", kind="custom", entry="m:f"), Recipe(), "", None, {}, "f" * 64, kind=kind
@@ -188,7 +189,7 @@ def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path) -> N
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(DiskFull, match=f"^disk full: No space left on device: {stage.path}; free space and resume$"):
-        run_rank(stage.path, fill, Told())
+        program.run_rank(stage.path, fill, Told())
 
 
 def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:
