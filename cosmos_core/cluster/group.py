@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
-from cosmos_core.cluster.rooms import bundles, rooms_of
+from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, rooms_of
 from cosmos_core.errors import CosmosError, StageFailed, first_line
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.2
 _REPLY_SECONDS = 10.0
 """Between questions to ranks whether they have ended: the reply that says so can be lost with a connection."""
 _STORE_BYTES = 1 << 30
@@ -162,7 +161,7 @@ def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -
                 asked = True
                 for pipe in pipes:
                     pipe.send("stop")
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], _POLL_SECONDS)
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], POLL_SECONDS)
             for rank in [rank for rank, pipe in enumerate(pipes) if pipe in ready]:
                 outcomes[rank] = _value(_received(pipes[rank], rank))
         return outcomes[0]
@@ -316,7 +315,7 @@ def _followed(
                 member.stop.remote()
         if actors is not None:
             actors.adjust(lambda handles: ray.wait([members[0].have.remote(handles)], timeout=_REPLY_SECONDS))
-        done, _ = ray.wait(waiting, timeout=_POLL_SECONDS)
+        done, _ = ray.wait(waiting, timeout=POLL_SECONDS)
         found = {call: call for call in done}
         if not done and time.monotonic() - looked > _REPLY_SECONDS:
             if is_embedded and _is_dead(ray):
@@ -350,7 +349,7 @@ def _has_died(ray: Any, calls: list[Any]) -> bool:
     """Return whether a rank is dead, rather than one of them in error."""
     deadline, waiting = time.monotonic() + _DEATH_SECONDS, list(calls)
     while waiting and time.monotonic() < deadline:
-        done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
+        done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)
         for call in done:
             try:
                 ray.get(call)

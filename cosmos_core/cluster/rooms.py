@@ -10,7 +10,7 @@ from cosmos_core.errors import ConfigError, Preempted
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
 
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
@@ -58,7 +58,7 @@ def rooms_of(
 
     group = placement_group(needed, strategy="PACK")
     ready = group.ready()
-    while not ray.wait([ready], timeout=_POLL_SECONDS)[0]:
+    while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
         while_waiting()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")

@@ -65,13 +65,10 @@ class _Request:
     version: int | None = None
     """Of the weights that alone may generate it; None: any."""
 
-    def matches(self, prompt: Prompt, step: int, num_completions: int) -> bool:
-        """Return whether such a group is one for this request; an engine has no two such requests at a time."""
-        return (self.step, self.sampling.num_completions, self.prompt) == (step, num_completions, prompt)
-
-    def is_like(self, others: Sequence[_Request]) -> bool:
-        """Return whether a group for this request could be taken for one that others wait for, with other seeds."""
-        return any(other.matches(self.prompt, self.step, self.sampling.num_completions) for other in others)
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Return what a group says of its request. Requests that differ in their seeds alone have the same."""
+        return self.step, self.prompt.id, self.sampling.num_completions
 
 
 @dataclass
@@ -85,7 +82,8 @@ class Member:
     """Of its weights; None: not one that was sent."""
     num_deaths: int = 0
     """Since it last gave a group."""
-    in_flight: list[_Request] = field(default_factory=list)
+    in_flight: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
+    """By their keys: another one with the same waits."""
     reply: Future[Any] | None = None
     """Of the question that it is asked now: what it is, or what is done; None: it is on its way, and asked later."""
     died: float = -math.inf
@@ -200,7 +198,7 @@ class Members:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
                 self._problem = error
-                in_flight = (request for member in self.known.values() for request in member.in_flight)
+                in_flight = (request for member in self.known.values() for request in member.in_flight.values())
                 for request in (*self._waiting, *self._pinned, *in_flight):
                     if not request.group.done():
                         request.group.set_exception(error)
@@ -222,9 +220,10 @@ class Members:
 
     def _put_back(self, member: Member) -> None:
         """Let others have what a member had in flight, before everything else."""
-        self._waiting.extendleft(each for each in reversed(member.in_flight) if each.version is None)
-        self._pinned.extendleft(each for each in reversed(member.in_flight) if each.version is not None)
-        member.in_flight = []
+        requests = list(reversed(member.in_flight.values()))
+        self._waiting.extendleft(each for each in requests if each.version is None)
+        self._pinned.extendleft(each for each in requests if each.version is not None)
+        member.in_flight = {}
 
     def _listen(self, member: Member) -> None:
         now = time.monotonic()
@@ -282,12 +281,10 @@ class Members:
         self._open(member)
 
     def _deliver(self, member: Member, group: Group) -> None:
-        for i, request in enumerate(member.in_flight):
-            if request.matches(group.prompt, group.step, len(group.completions)):
-                del member.in_flight[i]
-                member.num_deaths = 0
-                request.group.set_result(group)
-                return
+        request = member.in_flight.pop((group.step, group.prompt.id, len(group.completions)), None)
+        if request is not None:
+            member.num_deaths = 0
+            request.group.set_result(group)
 
     def _hand_out(self) -> None:
         """Give waiting prompts to the engines that have least to do."""
@@ -305,15 +302,14 @@ class Members:
 
     def _hand_to(self, ready: Sequence[Member], queue: deque[_Request]) -> None:
         while queue and ready:
-            able = [member for member in ready if not queue[0].is_like(member.in_flight)]
+            able = [member for member in ready if queue[0].key not in member.in_flight]
             member = min(able, key=lambda member: len(member.in_flight), default=None)
             if member is None or len(member.in_flight) >= self._most_groups:
                 return
             most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))
-            batch = _batch(queue, most, member.in_flight)
             if not member.in_flight:
                 member.moved = time.monotonic()
-            member.in_flight += batch
+            batch = _taken(queue, most, member.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
             refused = member.handle.ask("submit", self._session, prompts, sampling, step)
             refused.add_done_callback(partial(self._refuse, member, member.description, batch))
@@ -331,13 +327,16 @@ class Members:
                     request.group.set_exception(error)
 
 
-def _batch(queue: deque[_Request], most: int, in_flight: Sequence[_Request]) -> list[_Request]:
-    """Take requests that can be submitted together: some engines generate together what they get together."""
-    batch = [queue.popleft()]
+def _taken(queue: deque[_Request], most: int, in_flight: dict[tuple[int, int, int], _Request]) -> list[_Request]:
+    """Take requests that can be submitted together, and put them in flight: some engines generate together what they
+    get together."""
+    first = queue[0]
+    batch: list[_Request] = []
     while queue and len(batch) < most:
         following = queue[0]
-        is_other = (following.step, following.sampling) != (batch[0].step, batch[0].sampling)
-        if is_other or following.is_like([*in_flight, *batch]):
+        is_other = (following.step, following.sampling) != (first.step, first.sampling)
+        if is_other or following.key in in_flight:
             break
         batch.append(queue.popleft())
+        in_flight[following.key] = following
     return batch

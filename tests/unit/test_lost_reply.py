@@ -62,7 +62,7 @@ def test_a_cluster_of_the_stages_own_that_has_died_ends_it_and_another_is_waited
     is_embedded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are asked of a cluster without a machine would be waited for without end."""
-    monkeypatch.setattr(group, "_REPLY_SECONDS", 0.1)
+    monkeypatch.setattr(group, "_REPLY_SECONDS", 1.0 if is_embedded else 0.0)
     ray = Ray()
     ray.has_died = True
     member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: (True, "done")))

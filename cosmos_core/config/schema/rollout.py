@@ -175,15 +175,15 @@ class RolloutConfig(Table):
 
     def _refused_temperatures(self, stage: InStage) -> Iterator[str]:
         """Yield temperatures that vLLM does not sample at."""
+        if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
+            return
         asked = {}
         if stage.kind.feed == "rollouts":
             asked["rollout.sampling_config.temperature"] = self.sampling_config.temperature
         if stage.measures and stage.recipe.completes_held_out:
             asked["validation.temperature"] = stage.recipe.validation.temperature
         low, high = VLLM_TEMPERATURES
-        for key, temperature in (
-            asked.items() if self.backend == "vllm" and not stage.recipe.policy.is_diffusers else ()
-        ):
+        for key, temperature in asked.items():
             if temperature != 0 and not low <= temperature <= high:
                 yield (
                     f"{key} = {temperature}: vLLM samples between {low} and {high}, and takes 0 for greedy; or set "

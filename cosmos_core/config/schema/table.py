@@ -86,7 +86,8 @@ class Table(BaseModel):
 
     def is_given(self, name: str) -> bool:
         """Return whether a field was set to another value than its default."""
-        return name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].get_default()
+        default = type(self).model_fields[name].get_default(call_default_factory=True)
+        return name in self.model_fields_set and not _same(getattr(self, name), default)
 
     def derived(self, **values: Any) -> Self:
         """Return a copy with values that a rule derives; they are not validated and do not count as given."""
@@ -171,8 +172,7 @@ def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
         if isinstance(value, Table) and status(field) == _USED:
             yield from set_fields(value, f"{prefix}{name}.")
         else:
-            default = field.get_default(call_default_factory=True)
-            yield prefix + name, field, value, name in table.model_fields_set and not _same(value, default)
+            yield prefix + name, field, value, table.is_given(name)
 
 
 def _same(value: Any, default: Any) -> bool:
