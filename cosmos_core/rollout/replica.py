@@ -106,22 +106,35 @@ class Replica:
         return description
 
     def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`; refused prompts raise here."""
+        """See `Engine.submit`; refused prompts raise here.
+
+        Raises:
+            ConnectionError: see `completed`.
+        """
 
         def submit(engine: Engine) -> None:
             engine.submit(prompts, sampling, step)
             self._in_flight += len(prompts)
 
-        if session == self._session:
-            self._do(submit)
+        self._check(session)
+        self._do(submit)
 
     def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
         """Return the groups that are done, waiting at most so long for one, and the passes that the engine has made,
-        which tell one that works from one that hangs."""
+        which tell one that works from one that hangs.
+
+        Raises:
+            ConnectionError: the session began in another process, which has died between two questions, or has ended.
+        """
         with self._ended:
             self._ended.wait_for(lambda: self._groups or session != self._session, seconds)
-            groups, self._groups = (self._groups, []) if session == self._session else ([], self._groups)
+            self._check(session)
+            groups, self._groups = self._groups, []
         return groups, self._passes
+
+    def _check(self, session: str) -> None:
+        if session != self._session:
+            raise ConnectionError("the process in which the session began has died")
 
     def begin_load(self, version: int, *, background: bool, patience: float) -> None:
         """Expect the buckets of a version; `background`: generate until the last has come, and load them at once.

@@ -13,6 +13,29 @@ from cosmos_core.rollout.base import Bucket, Loaded
 from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Threaded, fleet_of, weights
 
 
+def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -> None:
+    """Which reaches the process that has taken its place, and was never told of the session."""
+
+    class Unnoticed(Threaded):
+        dies = False
+
+        def ask(self, method: str, *arguments: Any, **keywords: Any) -> Future[Any]:
+            if method == "completed" and self.dies:
+                self.dies = False
+                self._start()
+            return super().ask(method, *arguments, **keywords)
+
+    handle = Unnoticed()
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(1, weights(1))
+        handle.dies = True
+        while handle.dies or fleet.num_restarts == 0 or not fleet.is_stale:
+            time.sleep(0.01)
+        fleet.load_weights(2, weights(2))
+        assert fleet.request(PROMPTS[0], SAMPLING, 2).result(timeout=20).version == 2
+        assert fleet.num_restarts == 1
+
+
 def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """The reply to the thread that talks to it had left before it died."""
     handle = Threaded()
