@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import boto3
@@ -52,6 +53,7 @@ class Proxy:
     stall_seconds: float = 2.0
     choose: Choice = lambda request: ""
     requests: list[Request] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)
     server: ThreadingHTTPServer | None = None
 
     @property
@@ -96,6 +98,14 @@ class Proxy:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     owner: Proxy
+
+    def setup(self) -> None:
+        super().setup()
+        self.owner.connections.add(self)
+
+    def finish(self) -> None:
+        super().finish()
+        self.owner.connections.discard(self)
 
     def log_message(self, *arguments: object) -> None:
         pass

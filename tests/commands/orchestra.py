@@ -137,9 +137,12 @@ class Orchestra:
     def wait_for(self, flow_run: str, state: str, seconds: float) -> dict[str, Any]:
         """Wait for a state, failing at once when the run ends in another one."""
         ends = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-        wait_until(
-            lambda: self.flow_run(flow_run)["state_type"] in ends, seconds, f"{state}: {self.flow_run(flow_run)}"
-        )
+
+        def has_ended() -> bool:
+            return self.flow_run(flow_run)["state_type"] in ends
+
+        # Each question is work for the server that the run is waiting for.
+        wait_until(has_ended, seconds, lambda: f"{state}: {self.flow_run(flow_run)}", pause=0.5)
         found = self.flow_run(flow_run)
         assert found["state_type"] == state, found["state"]["message"]
         return found

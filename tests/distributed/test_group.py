@@ -7,7 +7,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
@@ -117,11 +116,9 @@ def test_the_answer_is_that_of_the_first_rank(launcher: Any) -> None:
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> None:
-    began = time.monotonic()
     with pytest.raises(ConfigError) as caught:
-        WorkerGroup(3, launcher).run(members.refuse)
+        WorkerGroup(3, launcher).run(members.refuse)  # a barrier waits half an hour, longer than a test may take
     assert str(caught.value) == "train.optm_lr = -1 must be positive"
-    assert time.monotonic() - began < 900  # a barrier waits half an hour
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
@@ -151,17 +148,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     try:
-        wait_until(lambda: _is_open(port), 60, "the cluster answers")
-        time.sleep(5)  # its node registers after its port is open
+        status = [ray, "status", f"--address=127.0.0.1:{port}"]  # its node registers after its port is open
+        wait_until(lambda: b"2.0 GPU" in subprocess.run(status, capture_output=True).stdout, 300, "the cluster answers")
         yield
     finally:
         head.terminate()
         head.wait(30)
-
-
-def _is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:

@@ -111,7 +111,7 @@ def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace:
     wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
     wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
     flow.send_signal(signal.SIGTERM)
-    assert flow.wait(120) == 75
+    assert flow.wait() == 75
     first = run_of(workspace)
     (saved,) = (int(path.name.removeprefix("step_")) for path in (first / "stages/two/checkpoints").iterdir())
     assert saved >= 3
@@ -120,7 +120,7 @@ def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace:
     flow = workspace.start("run", "p.toml", *smaller)
     wait_until(lambda: run_of(workspace) != first and step_of(workspace, "two") > saved, 240, "one rank")
     os.kill(flow.pid, signal.SIGKILL)
-    flow.wait(10)
+    flow.wait()
     wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
     steps = [line["step"] for line in read_metrics(run_of(workspace) / "stages/two/metrics.jsonl")]
     assert steps[: saved + 1] == list(range(1, saved + 2))
@@ -133,5 +133,5 @@ def test_two_ranks_end_with_their_killed_flow(workspace: Workspace) -> None:
     wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
     wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
     os.kill(flow.pid, signal.SIGKILL)
-    flow.wait(10)
+    flow.wait()
     wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")

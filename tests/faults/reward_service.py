@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import psutil
 import tomli_w
 
 from cosmos_core.rewards.exchange import Service
+from tests.conftest import wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests/programs/served.py")
@@ -38,7 +38,7 @@ class Running:
 
     def post(self, path: str, **content: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}", **content.pop("headers", {})}
-        return httpx.post(f"{self.url}/api/reward/{path}", headers=headers, timeout=20, **content)
+        return httpx.post(f"{self.url}/api/reward/{path}", headers=headers, timeout=None, **content)
 
     def workers(self) -> list[psutil.Process]:
         return [p for p in psutil.Process(self.process.pid).children() if "worker" in " ".join(p.cmdline())]
@@ -46,10 +46,10 @@ class Running:
     def stop(self, sig: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(sig)
-        return self.process.wait(30)
+        return self.process.wait()
 
     def is_alive(self) -> bool:
-        return self.process.poll() is None and httpx.get(f"{self.url}/health", timeout=20).status_code == 200
+        return self.process.poll() is None and httpx.get(f"{self.url}/health", timeout=None).status_code == 200
 
 
 @contextmanager
@@ -64,10 +64,8 @@ def running(folder: Path, config: Mapping[str, Any], token: str = "a secret toke
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 60
-        while not ready.exists():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
+        wait_until(lambda: ready.exists() or process.poll() is not None, 60, log.read_text, pause=0.02)
+        assert process.poll() is None, log.read_text()
         yield Running(process, ready.read_text(), token, log)
     finally:
         process.kill()

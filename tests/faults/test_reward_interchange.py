@@ -77,16 +77,14 @@ def scored(server: Running, fields: dict[str, Any], content: bytes, **headers: s
     key, replica = response.json()["uuid"], response.json().get("replica_id")
     found = {}
     for name in fields["reward_fn"]:
-        deadline = time.monotonic() + 60
         while True:
             pulled = requests.post(
                 f"{server.url}/api/reward/pull", data={"uuid": key, "type": name},
-                headers={**sent, "X-Lepton-Replica-Target": replica}, timeout=10.0,
+                headers={**sent, "X-Lepton-Replica-Target": replica},
             )  # fmt: skip
             if pulled.status_code == 200:
                 break
             assert (pulled.status_code, pulled.json()) == (400, {"message": f"Not found scores for {key}"})
-            assert time.monotonic() < deadline
             time.sleep(0.05)
         assert pulled.headers["Content-Type"] == "application/json"
         found[name] = pulled.json()
@@ -140,7 +138,7 @@ def test_ping_and_latent_attr(server: Running) -> None:
     headers = {"Authorization": f"Bearer {server.token}"}
 
     def post(path: str, **data: str) -> requests.Response:
-        return requests.post(f"{server.url}/api/reward/{path}", data=data, headers=headers, timeout=10)
+        return requests.post(f"{server.url}/api/reward/{path}", data=data, headers=headers)
 
     info = {"media_type": "image", "prompts": ["a"], "reward_fn": {"mean": 1.0}}
     said = post("ping", info_data=json.dumps(info))

@@ -30,6 +30,7 @@ from cosmos_core.rewards.exchange import ping
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.remote import RemoteRewards
+from tests.conftest import wait_until
 from tests.faults.reward_service import PROGRAM, Running, counted, running
 
 REWARDS = [
@@ -66,12 +67,12 @@ def body(*prompts: str, **reward_fn: float) -> bytes:
     )
 
 
-def fetched(server: Running, key: str, name: str, seconds: float = 20) -> httpx.Response:
-    deadline = time.monotonic() + seconds
-    while (response := server.post("pull", data={"uuid": key, "type": name})).status_code == 400:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return response
+def fetched(server: Running, key: str, name: str) -> httpx.Response:
+    def pulled() -> httpx.Response | None:
+        response = server.post("pull", data={"uuid": key, "type": name})
+        return None if response.status_code == 400 else response
+
+    return wait_until(pulled, 20, f"scores of {name}", pause=0.02)  # type: ignore[return-value]
 
 
 def test_requests_and_responses_are_those_of_the_original_service(server: Running) -> None:
@@ -193,7 +194,7 @@ def test_without_the_token_nothing_is_read(server: Running, header: str) -> None
 
 def test_what_is_too_large_is_refused_before_it_is_read(server: Running) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
             f"POST /api/reward/enqueue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
             f"Content-Length: {2**40}\r\n\r\n".encode()
@@ -278,14 +279,12 @@ def test_a_stop_finishes_what_was_accepted_and_takes_nothing_new(tmp_path: Path)
         keys = [server.post("enqueue", content=body(str(i), counted=1.0)).json()["uuid"] for i in range(8)]
         workers = server.workers()
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        wait_until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining", 5, "it takes no more")
         assert server.post("enqueue", content=body("9", counted=1.0)).status_code == 503
-        assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
         found = [fetched(server, key, "counted").json()["scores"]["counted"] for key in keys]
         assert found == [[float(i)] for i in range(8)]
-        assert server.process.wait(20) == 0
-    psutil.wait_procs(workers, timeout=5)
-    assert not any(process.is_running() for process in workers)
+        assert server.process.wait() == 0
+    wait_until(lambda: not any(process.is_running() for process in workers), 5, "rewards end with the service")
 
 
 def test_with_redis_accepted_requests_and_scores_outlive_the_service(tmp_path: Path) -> None:
@@ -302,8 +301,7 @@ def test_with_redis_accepted_requests_and_scores_outlive_the_service(tmp_path: P
             workers = server.workers()
             os.kill(server.process.pid, signal.SIGKILL)
             server.process.wait()
-            psutil.wait_procs(workers, timeout=5)
-            assert not any(process.is_running() for process in workers), "rewards end with the service"
+            wait_until(lambda: not any(process.is_running() for process in workers), 5, "rewards end with the service")
         with running(tmp_path, config) as server:
             found = [fetched(server, key, "counted").json()["scores"]["counted"] for key in keys]
             assert found == [[float(i)] for i in range(20)]

@@ -231,7 +231,7 @@ def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_b
         os.close(held)
         sweep()
         assert not scratch_of(mark).exists()
-        assert stray.wait(timeout=5) == -signal.SIGKILL
+        assert stray.wait() == -signal.SIGKILL
     finally:
         stray.kill()
         stray.wait()

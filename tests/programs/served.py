@@ -30,7 +30,9 @@ class Counted:
         self._file = Path(settings.options["file"])
         self._seconds = settings.options.get("seconds", 0.0)
         self._has_fault = False
-        time.sleep(settings.options.get("load_seconds", 0.0))
+        if "load_seconds" in settings.options:
+            self._file.touch()  # it loads
+            time.sleep(settings.options["load_seconds"])
 
     def score(self, items: Sequence[Item]) -> dict[str, list[float]]:
         prompts = [item.prompt for item in items]

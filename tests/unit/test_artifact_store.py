@@ -303,7 +303,7 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     # Who is gone on the same machine loses it at once, who is silent after a time; and notices.
     successor = take(url, holder(4), gone=(2,))
     successor.acquire(lambda found: None)  # who is said to be gone renews yet, perhaps between its look and its write
-    second._thread.join(10)
+    second._thread.join()
     assert "another machine has taken the work over" in second.loss and not successor.loss
     with pytest.raises(Exception, match="another machine has taken the work over"):
         second.check()

@@ -361,10 +361,8 @@ def test_after_a_kill_at_any_moment_the_newest_and_the_best_checkpoint_have_the_
     for _ in range(3):
         saver = subprocess.Popen([sys.executable, "-c", PROGRAM + call], stderr=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 60
             while not (folder / f"step_{loaded_steps[-1] + 2}").exists():
                 assert saver.poll() is None
-                assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(moments.uniform(0, 0.1))
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import socket
-import time
 
 import datasets
 import pyarrow as pa
@@ -219,7 +218,10 @@ def test_a_missing_file_is_a_data_error_that_names_key_and_path(name, tmp_path, 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told to stay offline", "nobody to ask"])
 def test_a_hub_id_without_a_network_is_a_data_error_at_once(monkeypatch, is_told):
-    def unknown(*_):
+    asked = []
+
+    def unknown(*host):
+        asked.append(host)
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
@@ -227,10 +229,9 @@ def test_a_hub_id_without_a_network_is_a_data_error_at_once(monkeypatch, is_told
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", is_told)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    began = time.monotonic()
     with pytest.raises(DataError, match=r"dataset\.name = 'nobody/nothing' is no local file and could not be had"):
         load_rows(DatasetConfig(name="nobody/nothing"))
-    assert time.monotonic() - began < 3
+    assert len(asked) <= 2, "it looks for a network before and after, and tries nothing again"
     assert constants.HF_HUB_OFFLINE is datasets.config.HF_HUB_OFFLINE is is_told
 
 

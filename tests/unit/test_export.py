@@ -229,7 +229,7 @@ while True:
     finally:
         trainer.kill()
         trainer.wait()
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=300)
     assert alive == []
 
 

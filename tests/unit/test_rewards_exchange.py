@@ -16,6 +16,7 @@ from PIL import Image
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
+from cosmos_core.rewards import exchange
 from cosmos_core.rewards.exchange import Service
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.served import checked
@@ -61,7 +62,7 @@ def raw(pulled: bytes, *, drips: bool = False) -> Iterator[Service]:
                 )
                 return
             self.wfile.write(pulled)
-            for _ in range(60 if drips else 0):
+            while drips:  # until the client has gone
                 self.wfile.write(b" ")
                 time.sleep(0.05)
 
@@ -86,14 +87,13 @@ def ok(content: bytes, headers: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    "refusal", [reply(429, {"Retry-After": "1"}, message="full"), reply(503, {"Retry-After": "2"}), reply(500)]
+    "refusal", [reply(429, {"Retry-After": "30"}, message="full"), reply(503, {"Retry-After": "30"}), reply(500)]
 )
-def test_what_one_replica_does_not_take_another_takes_at_once(refusal: Reply) -> None:
+def test_what_one_replica_does_not_take_another_takes_at_once(refusal: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_AVOID_SECONDS", 30.0)
     with serving(on_enqueue=lambda sent: refusal) as broken, serving() as well:
-        remote = RemoteRewards(config(max_in_flight=2), service(broken, well))
-        began = time.monotonic()
+        remote = RemoteRewards(config(max_in_flight=2, timeout_seconds=25.0), service(broken, well))
         assert [score.value for score in remote.score(images(12))] == [*range(12)]
-    assert time.monotonic() - began < 5, "on a machine that others use too"
     assert len(well.enqueued) == 12 and len(broken.enqueued) <= 4, "it is not asked again while another is free"
     assert remote.counts["missing"] == 0
     assert remote.counts["throttled"] == (len(broken.enqueued) if refusal[0] == 429 else 0)
@@ -131,10 +131,8 @@ def test_the_last_status_is_in_the_reason() -> None:
 
 def test_a_response_that_drips_ends_at_the_deadline() -> None:
     with raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n", drips=True) as found:
-        began = time.monotonic()
-        [score] = RemoteRewards(config(), found).score(images(1))
-    assert re.search(r"/pull gives no whole response within 0\.\d+ s$", score.error)
-    assert time.monotonic() - began < 2
+        [score] = RemoteRewards(config(timeout_seconds=2.0), found).score(images(1))
+    assert re.search(r"/pull gives no whole response within [\d.]+ s$", score.error)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +237,10 @@ def test_the_whole_group_of_a_missing_score_is_dropped() -> None:
 
 @pytest.mark.parametrize("status", [401, 413, 400])
 def test_a_refused_request_ends_the_stage_at_once(status: int) -> None:
-    with serving(on_enqueue=lambda sent: reply(status, message="no")) as server:
-        began = time.monotonic()
-        with pytest.raises(RewardError, match=f"refuses a request: status {status}: no"):
-            values(server, config(), images(1, 2, 3))
-    assert time.monotonic() - began < 5
+    refused = pytest.raises(RewardError, match=f"refuses a request: status {status}: no")
+    with serving(on_enqueue=lambda sent: reply(status, message="no")) as server, refused:
+        values(server, config(timeout_seconds=7200.0), images(1, 2, 3))  # longer than a test may take
+    assert len(server.enqueued) <= 3, "none is asked again"
 
 
 def test_it_beats_while_it_waits_and_stops_when_that_raises() -> None:

@@ -15,6 +15,7 @@ import pytest
 from cosmos_core.errors import RewardError
 from cosmos_core.rollout.groups import Filter
 from cosmos_core.types import Group, Prompt, Score, ScoredGroup
+from tests.conftest import wait_until
 from tests.unit.replicas import (
     PROMPTS,
     SAMPLING,
@@ -26,6 +27,13 @@ from tests.unit.replicas import (
     source_of,
     weights,
 )
+
+
+def look_again(source: Any) -> None:
+    """Wait until the source has looked twice whether engines may get more."""
+    looks, hand_out = list[None](), source._hand_out
+    source._hand_out = lambda: looks.append(hand_out())
+    wait_until(lambda: len(looks) > 1, 5, "it looks")
 
 
 def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -58,7 +66,8 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
             assert sum(histogram.values()) == len(groups) and histogram[int(lags[-1])] > 0
             assert histogram == {k: sum(step - g.group.version == k for g in groups) for k in range(allowed + 1)}
             outdated += metrics["rollout/outdated"]
-            time.sleep(0.05 if step % 2 else 0.0)  # a train step, in which engines go on
+            if step % 2:  # a train step, in which engines go on
+                wait_until(lambda: not source._pending, 5, "all that they may have ahead")
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(40))
         assert max(lags) == allowed and outdated == 0
@@ -75,7 +84,7 @@ def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> No
             assert metrics["rollout/version_lag"] <= 1
             trained += ids(groups)
             outdated += metrics["rollout/outdated"]
-            time.sleep(0.1)
+            wait_until(lambda: not source._pending, 5, "all that they may have ahead")
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(40)) and outdated > 0
         source.close()
@@ -92,7 +101,7 @@ def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: P
     source = source_of(fleet, tmp_path, allowed=1)
     with fleet_of(Threaded()) as real:
         real.load_weights(0, weights(0))
-        groups = [real.request(prompt, SAMPLING, 5).result(20) for prompt in PROMPTS[20:24]]
+        groups = [real.request(prompt, SAMPLING, 5).result() for prompt in PROMPTS[20:24]]
     source._position = 20
     source._scored = dict(zip(range(20, 24), score(groups), strict=True))
     assert source._groups_of(5) is None and asked == [], "the engines have no weights yet that would do"
@@ -108,8 +117,10 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, allowed=1, beyond=30, most_steps=3)
         source.next(0)
-        time.sleep(0.3)
+        wait_until(lambda: len(handle.engine.seen) >= 16 and not source._pending, 5, "all that they may have ahead")
+        look_again(source)
         assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
+        assert not source._pending
         source.close()
 
 
@@ -169,9 +180,7 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
         source.next(0)
         source.close()
         assert sum(begun) <= 1, "more than what was about to begin"
-        before = len(begun)
-        time.sleep(0.3)
-        assert len(begun) == before
+        assert source._thread is not None and not source._thread.is_alive()
 
 
 def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_path: Path) -> None:
@@ -189,7 +198,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
             groups, metrics = source.next(step)
             assert len(groups) == 4
             outdated.append(metrics["rollout/outdated"])
-            time.sleep(0.05)
+            wait_until(lambda: not source._pending, 5, "all that they may have ahead")
             assert len(handle.engine.seen) - sum(outdated) <= source._position + 3 * 8
             fleet.load_weights(step + 1, weights(step + 1))
         source.close()
@@ -242,8 +251,9 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         source = source_of(fleet, tmp_path, allowed=1, most_steps=1, takes_turns=True)
         for step in range(4):
             _, metrics = source.next(step)
-            time.sleep(0.1)
-            assert handle.engine.seen == list(range(4 * (step + 1))), "it got prompts while it sleeps"
+            look_again(source)
+            assert not source._pending, "it got prompts while it sleeps"
+            assert handle.engine.seen == list(range(4 * (step + 1)))
             assert metrics["rollout/version_lag"] == step % 2
             if step % 2:
                 fleet.load_weights(step + 1, weights(step + 1))

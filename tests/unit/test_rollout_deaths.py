@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.rollout.base import Bucket, Loaded
+from tests.conftest import wait_until
 from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Threaded, fleet_of, weights
 
 
@@ -32,7 +33,7 @@ def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -
         while handle.dies or fleet.num_restarts == 0 or not fleet.is_stale:
             time.sleep(0.01)
         fleet.load_weights(2, weights(2))
-        assert fleet.request(PROMPTS[0], SAMPLING, 2).result(timeout=20).version == 2
+        assert fleet.request(PROMPTS[0], SAMPLING, 2).result().version == 2
         assert fleet.num_restarts == 1
 
 
@@ -52,8 +53,7 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
 def test_a_death_during_a_load_is_one_death_though_another_process_is_there_before_the_next_bucket() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
-        while len(fleet._members.opened()) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(fleet._members.opened()) == 2, 5, "all are open")
         description = fleet._members.known[handles[1]].description
 
         def buckets() -> Iterator[Bucket]:
@@ -78,16 +78,22 @@ def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
                 time.sleep(0.01)
             return super().load_weights(version, buckets)
 
-    handles = [Threaded(Stuck) for _ in range(4)]
+    class Together(Threaded):
+        def kill(self) -> None:
+            """Wait for the others: were they ended one after the other, none ever would be."""
+            ended.add(self)
+            if len(ended) == 4:
+                for handle in ended:
+                    Threaded.kill(handle)
+
+    ended: set[Threaded] = set()
+    handles = [Together(Stuck) for _ in range(4)]
     with fleet_of(*handles, patience=3.0) as fleet:
-        while len(fleet._members.opened()) < 4:
-            time.sleep(0.01)
+        wait_until(lambda: len(fleet._members.opened()) == 4, 5, "all are open")
         for handle in handles:
             handle.engine.hangs.set()
-        began = time.monotonic()
         fleet.load_weights(1, weights(1) + [[(str(i), weights(1)[0][0][1])] for i in range(4)])
-        assert [handle.deaths for handle in handles] == [1] * 4
-        assert time.monotonic() - began < 3 * 3.0, "one after the other they take four times the patience"
+        assert len(ended) == 4
 
 
 def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> None:
@@ -107,10 +113,8 @@ def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> N
         fleet.load_weights(1, weights(1))
         handle.is_deaf = True
         asked = fleet.request(PROMPTS[0], SAMPLING, 1)
-        while not fleet.num_restarts:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.num_restarts, 5, "it is found dead")
         with fleet.only_new():
-            while not fleet.is_stale:
-                time.sleep(0.01)
+            wait_until(lambda: fleet.is_stale, 5, "it is back")
             fleet.load_weights(1, weights(1))
-        assert asked.result(timeout=20).prompt == PROMPTS[0] and handle.deaths == 0
+        assert asked.result().prompt == PROMPTS[0] and handle.deaths == 0

@@ -21,6 +21,7 @@ from cosmos_core.rollout.members import LostWeights
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import Replica, packed, unpacked
 from cosmos_core.types import Completion, Group, Prompt, Segment
+from tests.conftest import wait_until
 from tests.unit.replicas import (
     PROMPTS,
     SAMPLING,
@@ -29,6 +30,18 @@ from tests.unit.replicas import (
     fleet_of,
     weights,
 )
+
+
+def all_open(fleet: Fleet) -> None:
+    wait_until(lambda: len(fleet._members.opened()) == len(fleet._members.known), 5, "all engines are open")
+
+
+def kill_four_times(fleet: Fleet, handle: Threaded) -> None:
+    """Each time it is found dead."""
+    while (deaths := fleet.num_restarts) < 4:
+        handle.kill()
+        while fleet.num_restarts == deaths:
+            time.sleep(0.01)
 
 
 def test_a_bucket_travels_as_one_array_with_every_dtype_and_shape() -> None:
@@ -46,9 +59,7 @@ def test_a_bucket_travels_as_one_array_with_every_dtype_and_shape() -> None:
 def test_several_engines_are_one_and_each_gets_the_weights() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
-        while not all(handle.engine for handle in handles) or not fleet.is_stale:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        all_open(fleet)
         assert fleet.load_weights(4, weights(4)) == Loaded(4, 2) and fleet.has_new
         groups = generate(fleet, PROMPTS[:9], SAMPLING, 5)
         assert [(group.prompt.id, group.step, group.version) for group in groups] == [(i, 5, 4) for i in range(9)]
@@ -60,18 +71,15 @@ def test_several_engines_are_one_and_each_gets_the_weights() -> None:
 def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles, most_groups=20) as fleet:
-        while not all(handle.engine for handle in handles):
-            time.sleep(0.01)
-        time.sleep(0.1)
+        all_open(fleet)
         fleet.load_weights(1, weights(1))
         handles[0].engine.hangs.set()
         fleet.submit(PROMPTS[:12], SAMPLING, 1)
-        time.sleep(0.2)
+        wait_until(lambda: fleet._members.known[handles[0]].in_flight, 5, "it has prompts")
         handles[0].kill()
         assert sorted(group.prompt.id for group in fleet.completed()) == list(range(12))
         assert fleet.num_restarts == 1
-        while not fleet.is_stale:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.is_stale, 5, "it is back")
         with fleet.only_new():
             fleet.load_weights(1, weights(1))
         assert fleet.has_new and not fleet.is_stale and handles[0].engine.version == 1
@@ -81,20 +89,17 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
 def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_when_it_is_back(swap: Any) -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles, swap=swap) as fleet:
-        while not all(handle.engine for handle in handles):
-            time.sleep(0.01)
-        time.sleep(0.1)
+        all_open(fleet)
 
         def dying() -> Iterator[Bucket]:
             yield weights(3)[0]
             handles[1].kill()
-            time.sleep(0.1)
+            wait_until(lambda: fleet.num_restarts, 5, "it is found dead")
             yield weights(3)[1]
 
         assert fleet.load_weights(3, dying()) == Loaded(3, 2)
         assert fleet.all_logprobs([1, 2]) == [[3.0]]
-        while not fleet.is_stale:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.is_stale, 5, "it is back")
         with fleet.only_new():
             fleet.load_weights(3, weights(3))
         assert fleet.all_logprobs([1, 2]) == [[3.0], [3.0]]
@@ -109,35 +114,40 @@ def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest
 
     monkeypatch.setattr(replica, "_LOAD_SECONDS", 0.5)  # neither it nor what waits for it gives up before
     handle, other = Threaded(Stuck), Threaded()
-    with fleet_of(handle, other, patience=1.0) as fleet:
-        while not (handle.engine and other.engine):
-            time.sleep(0.01)
-        time.sleep(0.1)
+    with fleet_of(handle, other, patience=3.0) as fleet:
+        all_open(fleet)
         handle.engine.hangs.set()
         many = [[(f"{i}", torch.zeros(2))] for i in range(4)]
         assert fleet.load_weights(1, weights(1) + many) == Loaded(1, 6)
         assert (handle.deaths, other.deaths) == (1, 0)
-        while not fleet.is_stale:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.is_stale, 5, "it is back")
         fleet.load_weights(1, weights(1))
         assert fleet.all_logprobs([1, 2]) == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("swap", ["disabled", "generation"])
-def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(swap: Any) -> None:
-    """It takes bucket after bucket, or ends what it has in flight before that."""
+def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
+    swap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes bucket after bucket, or ends what it has in flight before that; the clock goes on as it does."""
+    passed: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed), sleep=time.sleep)
+    for module in (members, fleet_module):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(members, "POLL_SECONDS", 0.02)
 
     class Slow(Drawing):
         def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
             def slowly() -> Iterator[Bucket]:
                 for bucket in buckets:
-                    time.sleep(0.4 if version == 2 and swap == "disabled" else 0)
+                    passed.append(80.0 if version == 2 and swap == "disabled" else 0.0)
                     yield bucket
 
             return super().load_weights(version, slowly())
 
         def step(self) -> list[Group]:
-            time.sleep(0.4)
+            wait_until(lambda: fleet._members.known[handle].passes >= handle._replica._passes, 5, "they are seen")
+            passed.append(80.0)
             return self.completed() if len(self.seen) or self.passed() else []
 
         def passed(self) -> bool:
@@ -145,26 +155,25 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(swap: A
             return self.passes > 9
 
     handle = Threaded(Slow)
-    with fleet_of(handle, patience=3.0, swap=swap) as fleet:
+    with fleet_of(handle, patience=600.0, swap=swap) as fleet:
         fleet.load_weights(1, weights(1))
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
-        time.sleep(0.2)
+        wait_until(lambda: handle._replica._in_flight, 5, "it has prompts")
         fleet.load_weights(2, weights(2) + [[(f"{i}", torch.zeros(2))] for i in range(8)])
         assert [group.prompt.id for group in fleet.completed()] == [0, 1]
-        assert handle.deaths == 0
+        assert handle.deaths == 0 and sum(passed) > 600.0
 
 
 def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "_OPEN_SECONDS", 0.2)
     monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
-        while len(fleet._members.opened()) < 2:
-            time.sleep(0.01)
+        all_open(fleet)
         fleet.load_weights(1, weights(1))
+        monkeypatch.setattr(members, "_OPEN_SECONDS", 0.0)
         handles[0].refusals = 10**6
         handles[0].kill()
-        time.sleep(1.5)
+        wait_until(lambda: handles[0].refusals < 10**6 - 5, 5, "it is asked again and again")
         fleet.submit(PROMPTS[:3], SAMPLING, 1)
         assert len(fleet.completed()) == 3
         assert fleet.num_restarts == 1
@@ -181,6 +190,8 @@ def test_ranks_meet_again_and_again_while_completions_are_awaited(monkeypatch: p
 
     def broadcast(value: Any) -> Any:
         looks.append(value)
+        if len(looks) > 4:
+            handle.engine.hangs.clear()
         return value
 
     monkeypatch.setattr(fleet_module, "POLL_SECONDS", 0.05)
@@ -189,10 +200,8 @@ def test_ranks_meet_again_and_again_while_completions_are_awaited(monkeypatch: p
         fleet.load_weights(1, weights(1))
         monkeypatch.setattr(fleet_module, "broadcast_object", broadcast)
         handle.engine.hangs.set()
-        threading.Timer(0.5, handle.engine.hangs.clear).start()
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
         assert len(fleet.completed()) == 2
-    assert len(looks) > 4
 
 
 def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
@@ -204,15 +213,13 @@ def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
     with fleet_of(Threaded()) as fleet:
         fleet.load_weights(0, weights(0))
         with pytest.raises(DataError, match="too long"):
-            fleet.request(Prompt(1, (1,), "refused", ""), SAMPLING, 0).result(timeout=20)
+            fleet.request(Prompt(1, (1,), "refused", ""), SAMPLING, 0).result()
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
     handle = Threaded()
     with fleet_of(handle) as fleet:
-        for _ in range(5):
-            time.sleep(0.1)
-            handle.kill()
+        kill_four_times(fleet, handle)
         with pytest.raises(StageFailed, match="died 4 times"):
             fleet.submit(PROMPTS[:1], SAMPLING, 0)
             fleet.completed()
@@ -225,14 +232,12 @@ def test_whoever_waits_for_a_group_hears_that_the_engines_are_given_up() -> None
         fleet.load_weights(1, weights(1))
         handle.engine.hangs.set()
         asked = [fleet.request(prompt, SAMPLING, 0, version=version) for prompt in PROMPTS[:8] for version in (1, None)]
-        for _ in range(5):
-            time.sleep(0.1)
-            handle.kill()
+        kill_four_times(fleet, handle)
         for group in asked:
             with pytest.raises(StageFailed, match="died 4 times"):
-                group.result(timeout=20)
+                group.result()
         with pytest.raises(StageFailed, match="died 4 times"):
-            fleet.request(PROMPTS[0], SAMPLING, 0).result(timeout=20)
+            fleet.request(PROMPTS[0], SAMPLING, 0).result()
 
 
 def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,14 +245,11 @@ def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)
     handle = Threaded()
     with fleet_of(handle) as fleet:
-        while not handle.engine:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        all_open(fleet)
         fleet.load_weights(1, weights(1))
         handle.refusals = 20
         handle.kill()
-        while not fleet.is_stale:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.is_stale, 5, "it is back")
         with fleet.only_new():
             fleet.load_weights(1, weights(1))
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
@@ -258,20 +260,20 @@ def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPa
 def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
     class Slow(Drawing):
         def step(self) -> list[Group]:
-            time.sleep(0.02)
-            return self.completed() if len(self.waiting) % 2 == 0 or self.steps() else []
+            is_over = self.version == 2 or (swap == "generation" and is_loading.is_set())
+            return self.completed() if len(self.seen) < 4 or is_over else []
 
-        def steps(self) -> bool:
-            self.passes = getattr(self, "passes", 0) + 1
-            return self.passes % 5 == 0
+    def loaded() -> Iterator[Bucket]:
+        is_loading.set()
+        yield from weights(2)
 
     for swap, versions in (("disabled", {1, 2}), ("inference", {1, 2}), ("generation", {1})):
-        handle = Threaded(Slow)
+        handle, is_loading = Threaded(Slow), threading.Event()
         with fleet_of(handle, most_groups=20, swap=swap) as fleet:
             fleet.load_weights(1, weights(1))
             fleet.submit(PROMPTS[:8], SAMPLING, 1)
-            time.sleep(0.15)
-            fleet.load_weights(2, weights(2))
+            wait_until(lambda: len(handle.engine.seen) == 4, 5, "half of them are there")  # noqa: B023
+            fleet.load_weights(2, loaded())
             assert {group.version for group in fleet.completed()} == versions, swap
             assert handle.engine.version == 2
 
@@ -279,20 +281,18 @@ def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
 def test_requests_for_one_version_come_behind_all_others_and_are_made_by_engines_that_have_it() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles, most_groups=1) as fleet:
-        while not all(handle.engine for handle in handles) or len(fleet._members.opened()) < 2:
-            time.sleep(0.01)
+        all_open(fleet)
         fleet.load_weights(3, weights(3))
         handles[1].engine.hangs.set()
         held_out = [fleet.request(prompt, SAMPLING, 0, version=3) for prompt in PROMPTS[:4]]
         others = [fleet.request(prompt, SAMPLING, 5) for prompt in PROMPTS[10:14]]
         handles[1].kill()  # what it had goes to the other, which alone has these weights
-        while not fleet.is_stale:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.is_stale, 5, "it is back")
         with fleet.only_new():
             fleet.load_weights(4, weights(4))
         assert fleet.version == 3, "prompts are given to engines that are old enough for them"
-        assert [group.result(20).version for group in held_out] == [3] * 4
-        assert {group.result(20).version for group in others} <= {3, 4}
+        assert [group.result().version for group in held_out] == [3] * 4
+        assert {group.result().version for group in others} <= {3, 4}
 
 
 def test_a_request_for_weights_that_no_engine_has_any_more_is_told_so() -> None:
@@ -300,23 +300,26 @@ def test_a_request_for_weights_that_no_engine_has_any_more_is_told_so() -> None:
         fleet.load_weights(1, weights(1))
         fleet.load_weights(2, weights(2))
         with pytest.raises(LostWeights, match="the engines with the weights of step 1 have died"):
-            fleet.request(PROMPTS[0], SAMPLING, 0, version=1).result(20)
-        assert fleet.request(PROMPTS[0], SAMPLING, 0, version=2).result(20).version == 2
+            fleet.request(PROMPTS[0], SAMPLING, 0, version=1).result()
+        assert fleet.request(PROMPTS[0], SAMPLING, 0, version=2).result().version == 2
 
 
 def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_again() -> None:
     handle = Threaded()
 
+    def die() -> None:
+        if handle.engine is not None and handle.engine.hangs.is_set():
+            handle.kill()
+
     def resync() -> None:
         with fleet.only_new():
             fleet.load_weights(7, weights(7))
 
-    with fleet_of(handle) as fleet:
+    with fleet_of(handle, beat=die) as fleet:
         fleet.load_weights(7, weights(7))
         fleet.resync = resync
         handle.engine.hangs.set()
         fleet.submit(PROMPTS[:4], SAMPLING, 0)
-        threading.Timer(0.3, handle.kill).start()
         assert [(group.prompt.id, group.version) for group in fleet.completed()] == [(i, 7) for i in range(4)]
 
 
@@ -324,12 +327,10 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
     handles = [Threaded(), Threaded()]
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     with fleet_of(*handles) as fleet:
-        while len(fleet._members.opened()) < 2:
-            time.sleep(0.01)
+        all_open(fleet)
         fleet.load_weights(3, weights(3))
         handles[1].kill()
-        while not fleet.is_stale:
-            time.sleep(0.01)
+        wait_until(lambda: fleet.is_stale, 5, "it is back")
         with fleet.only_new():  # two steps later, none of which sent its weights
             fleet.load_weights(5, weights(5))
         model: Any = SimpleNamespace(config=config)
@@ -370,6 +371,6 @@ def test_two_requests_that_differ_in_their_seeds_alone_are_each_given_their_own_
         samplings = [replace(SAMPLING, seed=seed) for seed in (3, 4, 5)]
         with fleet._members.lock:  # all of them wait before the first is handed out
             asked = [fleet.request(PROMPTS[i], sampling, 1) for i in (0, 1) for sampling in samplings]
-        found = [group.result(timeout=20) for group in asked]
+        found = [group.result() for group in asked]
     assert [group.prompt.id for group in found] == [0, 0, 0, 1, 1, 1]
     assert [group.completions[0].segments[0].token_ids for group in found] == [(3,), (4,), (5,)] * 2

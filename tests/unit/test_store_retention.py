@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from cosmos_core.run.files import write_json
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.lease import Holder
 from cosmos_core.upload.store_retention import Retention
+from tests.conftest import next_second
 from tests.store import Proxy
 
 STORE = "s3://models/retention"
@@ -42,7 +42,7 @@ def store(here: Proxy, tmp_path: Path) -> ArtifactStore:
         if run == "a1":
             Bucket("models").write("retention/made/f-a1/checkpoints/content/00/0", b"checkpoint")
             found.put_outputs(folder, made(folder, {"forgotten": "never named"}, ""))
-            time.sleep(1.1)  # the clock of the store knows seconds alone
+            next_second()  # as the clock of the store knows it
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,9 +154,7 @@ def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> No
         ToolCall("add", {"a": 1}),
         ToolCall("add", {"a": 1, "b": 1}),
     ]
-    began = time.monotonic()
     texts = [result.text for result in runner.results(calls)]
-    assert time.monotonic() - began < 30
     assert texts[:5] == [
         "Error: not done in 0.6 s",
         "Error: KeyError: 'no such\\nthing'",

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -231,12 +230,13 @@ def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target:
     folder, record = model(tmp_path / "m", size=9 * PART + 100)
     arguments = [str(folder), f"models/{target.prefix}", str(tmp_path), json.dumps(record)]
     proxy.reset(lambda request: "slow" if request.part else "")
+    own = set(proxy.connections)
     process = subprocess.Popen([sys.executable, "-c", PUBLISH, *arguments], cwd=Path(__file__).parents[2])
     wait_until(lambda: process.poll() is not None or proxied(proxy) >= 3, 60, "some parts are sent")
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it was killed in the middle"
+    wait_until(lambda: proxy.connections <= own, 5, "all that it sent has arrived")
     assert target.history() == [], "nothing is published half"
-    time.sleep(0.5)
     before = Counter(request.part for request in proxy.requests if request.part)
     assert 3 <= len(before) < 10
     proxy.reset()

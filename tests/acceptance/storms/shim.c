@@ -1,5 +1,5 @@
 // Loaded into every process of a storm (LD_PRELOAD): a clock that can be set, and a folder that can be full or read-only.
-// What holds is read from a file of three numbers that all processes map, so a change is seen everywhere at once.
+// What holds is read from a file of four numbers that all processes map, so a change is seen everywhere at once.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -23,18 +23,19 @@ struct control {
     int64_t clock_offset_seconds;
     int64_t is_full;
     int64_t is_read_only;
+    int64_t num_refused;  // writes
 };
 
-static const struct control calm;
-static volatile const struct control *control = &calm;
+static struct control calm;
+static volatile struct control *control = &calm;
 static const char *folder;
 
 __attribute__((constructor)) static void attach(void) {
     const char *path = getenv("COSMOS_STORM_CONTROL");
     folder = getenv("COSMOS_STORM_FOLDER");
-    int file = path && folder ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0) : -1;
+    int file = path && folder ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC, 0) : -1;
     if (file < 0) return;
-    void *found = mmap(NULL, sizeof(struct control), PROT_READ, MAP_SHARED, file, 0);
+    void *found = mmap(NULL, sizeof(struct control), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (found != MAP_FAILED) control = found;
     close(file);
 }
@@ -65,6 +66,7 @@ static int is_file_below(int file) {
 static int refuses_write(int file) {
     int error = control->is_read_only ? EROFS : control->is_full ? ENOSPC : 0;
     if (!error || !is_file_below(file)) return 0;
+    __sync_fetch_and_add(&control->num_refused, 1);
     errno = error;
     return 1;
 }

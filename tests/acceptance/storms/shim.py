@@ -1,4 +1,4 @@
-"""The switches of `shim.c`: one map of three numbers, shared by every process that was started with its variables."""
+"""The switches of `shim.c`: one map of four numbers, shared by every process that was started with its variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_FIELDS = ("clock_offset_seconds", "is_full", "is_read_only")
+_FIELDS = ("clock_offset_seconds", "is_full", "is_read_only", "num_refused")
 
 
 def has_compiler() -> bool:
@@ -46,6 +46,10 @@ class Shim:
             "COSMOS_STORM_CONTROL": str(control),
             "COSMOS_STORM_FOLDER": f"{folder}/",
         }
+
+    def get(self, field: str) -> int:
+        """Return a switch, or the writes that were refused, `num_refused`."""
+        return struct.unpack_from("q", self._map, 8 * _FIELDS.index(field))[0]
 
     def set(self, field: str, value: int) -> None:
         """Set `clock_offset_seconds`, `is_full` or `is_read_only` for all of them, at once."""
