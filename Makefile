@@ -1,4 +1,4 @@
-# make install | demo | demo-diffusion | test | gpu | lint | docs | acceptance | storm | clean: all but the last set up
+# make install | demo | demo-diffusion | test | test-fast | gpu | lint | docs | acceptance | storm | clean: all but the last set up
 # .venv first, on a machine with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo demo-diffusion test gpu lint docs acceptance storm clean
+.PHONY: install demo demo-diffusion test test-fast gpu lint docs acceptance storm clean
 
 install: $(INSTALLED)
 
@@ -30,10 +30,13 @@ demo: $(INSTALLED)
 demo-diffusion: $(INSTALLED)
 	$(VENV)/bin/cosmos run configs/demo/digits.toml
 
-# Three at a time, since two of them wait for a fifth of the time; tests of one file stay together, because they share
-# servers and engines. In the order of their folders the longest come first, and none of them is alone at the end.
+# Three at a time, since two of them wait for a fifth of the time; tests/schedule.py says which tests stay together, and
+# tests/README.md what is in which ring.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --fast
 
 # On a machine with one GPU: its tests, then tokens/s, share of peak, memory and sync time. GPU_PYTHON: any interpreter
 # with torch, transformers, peft, pydantic and pytest in place of .venv, such as that of a CUDA image; diffusion models
@@ -55,7 +58,8 @@ docs: $(INSTALLED)
 
 # The full matrices of the suite, then the long proofs that docs/acceptance.md reports.
 acceptance: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m full
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m full
+	COSMOS_MUTATIONS=2000 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 tests/unit/test_config_mutations.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance
 
 # Random pipelines under random disturbances, for MINUTES; a failure prints what replays it.

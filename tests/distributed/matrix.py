@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
-from cosmos_core.parallel.mesh import is_first, open_mesh
+from cosmos_core.parallel.mesh import Mesh, is_first, open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import likelihood, score_in, trainer_of
@@ -121,11 +122,17 @@ def recipe(case: Case) -> Recipe:
     return found.derived(train=found.train.derived(fsdp_reduce_dtype=case.dtype))  # which no recipe may ask of float64
 
 
+@cache
+def mesh_of(sizes: tuple[tuple[str, int | str], ...]) -> Mesh | None:
+    """Return a mesh, whose process groups take longer to open than a case to compute."""
+    return open_mesh(ParallelismConfig.model_validate(dict(sizes)), "cpu")
+
+
 def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     """Figures of the last update and every gradient, on the first rank."""
     torch.manual_seed(0)
     config = recipe(case).train
-    mesh = open_mesh(ParallelismConfig.model_validate(dict(case.mesh)), "cpu")
+    mesh = mesh_of(case.mesh)
     trained = PolicyConfig.model_validate(TRAINED[case.trained])
     load = init_on_meta if mesh and not reads_base(trained.lora) else load_model
     loaded = load(
@@ -173,18 +180,24 @@ def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: Train
     rank.add_model("teacher", teacher)
 
 
-def cells(cases: Sequence[Case]) -> list[Any]:
-    """Return the parameters of a test: the index of each case. The suite takes cases until each value of each setting
-    was there, and each mesh with each algorithm; the others are `full`."""
-    seen: set[tuple[str, Any]] = set()
-    found = []
-    for index, case in enumerate(cases):
-        values = {(field.name, getattr(case, field.name)) for field in fields(case) if field.name != "mini_batch"}
-        values.add(("mesh and algorithm", (case.mesh, case.algorithm)))
-        marks = pytest.mark.full if values <= seen else ()
-        found.append(pytest.param(index, marks=marks, id=case.name))
-        seen |= values
-    return found
+def cells(cases: Sequence[Case], *, pairs: bool = False) -> list[Any]:
+    """Return the parameters of a test: the index of each case. The suite takes as few cases as have each value of each
+    setting and, with `pairs`, each algorithm with each kind of mesh; the others are `full`."""
+    values = [_values(case, pairs) for case in cases]
+    missing, taken = set[tuple[str, Any]]().union(*values), set[int]()
+    while missing:
+        taken.add(best := max(range(len(cases)), key=lambda index: (len(values[index] & missing), -index)))
+        missing -= values[best]
+    return [
+        pytest.param(index, marks=() if index in taken else pytest.mark.full, id=case.name)
+        for index, case in enumerate(cases)
+    ]
+
+
+def _values(case: Case, pairs: bool) -> set[tuple[str, Any]]:
+    found = {(field.name, getattr(case, field.name)) for field in fields(case) if field.name != "mini_batch"}
+    axes = tuple(sorted(axis for axis, size in case.mesh if isinstance(size, int)))
+    return found | ({("mesh and algorithm", (axes, case.algorithm))} if pairs else set())
 
 
 def chosen(request: pytest.FixtureRequest, test: str) -> set[int]:

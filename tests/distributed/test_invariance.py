@@ -175,7 +175,7 @@ def compare(expected: dict[str, Any], found: dict[str, Any], bar: float) -> None
         torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=max(1e-6, 1e3 * bar), msg=name)
 
 
-@pytest.mark.parametrize("index", cells(TWO))
+@pytest.mark.parametrize("index", cells(TWO, pairs=True))
 def test_two_ranks_do_what_one_does(index: int, of_two: dict[int, Path], alone: Any) -> None:
     case = TWO[index]
     compare(alone(case), torch.load(of_two[index]), bar_of(case))
