@@ -10,23 +10,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
+from tests import schedule
+from tests.warm import spawner
 
 Found = TypeVar("Found")
 PROGRAMS = Path(__file__).parent / "programs"
+MOST_SECONDS = 1500.0
+"""Of any wait; a test has a little longer."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    parser.addoption("--fast", action="store_true", help="the ring that takes less than a minute")
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json anew")
+
+
+@pytest.hookimpl(trylast=True)  # folders of tests have to be known
 def pytest_configure(config: pytest.Config) -> None:
-    """Let what libraries leave in the temporary folder (sockets of vLLM, sessions of Ray) go with the run. Folders of
-    tests stay where pytest keeps those of the last runs.
+    """Let what the run leaves in the temporary folder go with it, however it ends. Folders of tests stay where pytest
+    keeps those of the last runs, unless the run is killed.
 
     Behind `&` a script's shell has SIGINT ignored, which a worker of Prefect would inherit and then not end on SIGTERM.
     """
@@ -37,6 +50,78 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="cosmos-")
         # multiprocessing removes a folder of its own there with a priority of -100.
         Finalize(None, shutil.rmtree, args=(tempfile.tempdir,), kwargs={"ignore_errors": True}, exitpriority=-200)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the project again
+        sys.dont_write_bytecode = False
+        if config.getoption("numprocesses", None):
+            _start_reaper(config)
+    if not config.getoption("--fast"):
+        spawner.install()
+
+
+def _start_reaper(config: pytest.Config) -> None:
+    reader, writer = os.pipe()
+    folders = [tempfile.gettempdir(), str(config._tmp_path_factory.getbasetemp())]
+    subprocess.Popen(
+        [sys.executable, "-S", "-E", str(Path(__file__).with_name("reaper.py")), str(reader)], pass_fds=[reader],
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(reader)
+    os.write(writer, "\n".join([*folders, ""]).encode())
+    config.add_cleanup(lambda: (os.write(writer, b"done\n"), os.close(writer)))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal tests by the time they take."""
+    return schedule.Longest(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--fast` leave out the files that take long, unread."""
+    root = Path(__file__).parents[1]
+    is_ours = collection_path.is_relative_to(root) and collection_path.name.startswith("test_")
+    if not config.getoption("--fast") or not is_ours:
+        return None
+    return None if schedule.is_fast(collection_path.relative_to(root).as_posix()) else True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put what takes longest first."""
+    items.sort(key=lambda item: schedule.place_of(item.nodeid))
+
+
+_measured: dict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note what a test took."""
+    _measured[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write down what tests took, if that is asked for."""
+    if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
+        schedule.record(_measured)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Add to the report of a failure what the runs in the test's folder last said of themselves."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and folder is not None:
+        report.sections += [(str(file.relative_to(folder)), _last_lines(file)) for file in _tales(folder)]
+    return report
+
+
+def _tales(folder: Path) -> list[Path]:
+    """Files in which commands, servers and stages say what they do."""
+    patterns = ("*.log", "outputs/*/stages/*/state.json", "outputs/*/stages/*/logs/*.log", "**/log", "**/error.json")
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})[:20]
+
+
+def _last_lines(file: Path) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-30:])
 
 
 def pytest_collection() -> None:
@@ -64,21 +149,31 @@ def processes_below(folder: Path) -> dict[int, str]:
     return found
 
 
-def wait_until(condition: Callable[[], Found], seconds: float, what: str | Callable[[], str]) -> Found:
-    """Poll until there is something, and return it; fail with `what`, as it is by then, when the time is over."""
-    deadline = time.monotonic() + seconds
+def wait_until(
+    condition: Callable[[], Found], seconds: float, what: str | Callable[[], str], pause: float = 0.05
+) -> Found:
+    """Ask every `pause` seconds until there is something, and return it; fail with `what`, as it is by then, after ten
+    times the `seconds` that it takes on a quiet machine."""
+    deadline = time.monotonic() + min(10 * seconds, MOST_SECONDS)
     while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
-        time.sleep(0.05)
+        time.sleep(pause)
     return found
+
+
+def next_second() -> None:
+    """Wait until clocks that know seconds alone have gone on."""
+    now = int(time.time())
+    wait_until(lambda: int(time.time()) > now, 1, "the next second")
 
 
 class Workspace:
     """A folder in which `cosmos` is run as a user runs it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, server: Callable[[], Mapping[str, str]] = dict) -> None:
         self.path = path
+        self._server = server
         # The marker is what `processes_below` finds; the rest keeps the tests from talking to a server of the
         # developer's.
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {
@@ -92,11 +187,13 @@ class Workspace:
         file.write_text(text.replace("PROGRAMS", str(PROGRAMS)))
         return file
 
-    def cosmos(self, *arguments: str, timeout: float = 300, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    def cosmos(
+        self, *arguments: str, timeout: float = MOST_SECONDS, code: int | None = 0
+    ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end and check its exit code."""
         done = subprocess.run(
             [sys.executable, "-m", "cosmos_core", *arguments],
-            cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=timeout,
+            cwd=self.path, env=self._variables(*arguments), capture_output=True, text=True, timeout=timeout,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -108,8 +205,14 @@ class Workspace:
         with open(self.path / "command.log", "a") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "cosmos_core", *arguments],
-                cwd=self.path, env=self.environment, stdout=log, stderr=log, text=True, stdin=subprocess.DEVNULL,
+                cwd=self.path, env=self._variables(*arguments), stdout=log, stderr=log, text=True,
+                stdin=subprocess.DEVNULL,
             )  # fmt: skip
+
+    def _variables(self, command: str = "", *_: str) -> Mapping[str, str]:
+        """The environment of a command; one that runs a flow is told of the server that there is."""
+        is_flow = command in {"run", "resume", "sweep"} and "PREFECT_API_URL" not in self.environment
+        return {**self.environment, **(self._server() if is_flow else {})}
 
     @property
     def run(self) -> Path:
@@ -140,15 +243,42 @@ class Workspace:
         wait_until(lambda: not running(), seconds, lambda: f"still running: {running()}")
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """The variables of one server of Prefect, such as `cosmos run` starts, for all the commands of a test process."""
+    from cosmos_core.launch.server import prefect_server
+
+    before = dict(os.environ)
+    with prefect_server(tmp_path_factory.mktemp("server")) as wait:
+        wait()
+        added = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        for name in added:
+            del os.environ[name]  # nothing in this process talks to it
+        yield added
+
+
 @pytest.fixture
-def workspace(tmp_path: Path) -> Iterator[Workspace]:
+def own_server() -> None:
+    """For a test whose commands start their servers themselves, as a user's do."""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workspace]:
     """A workspace; whatever a failed test left running in it is ended by pid."""
-    yield Workspace(tmp_path)
+    is_shared = "own_server" not in request.fixturenames
+    yield Workspace(tmp_path, partial(request.getfixturevalue, "server") if is_shared else dict)
     for pid in processes_below(tmp_path):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+@pytest.fixture
+def executed() -> Iterator[None]:
+    """For a test whose programs are executed, not forked from one that has imported everything."""
+    with spawner.off():
+        yield
 
 
 @pytest.fixture(scope="session")

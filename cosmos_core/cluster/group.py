@@ -42,7 +42,7 @@ _STORE_BYTES = 1 << 30
 """Of shared memory: for two buckets of weights on their way to engines, and what was not read yet."""
 _MOST_RESTARTS = 3
 """Of ranks, of which one has died, beside actors that live."""
-_SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transformers.modeling_utils", "peft"]
+_SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
 """By the process that plain ranks are forked from, which computes nothing."""
 _DEATH_SECONDS = 10.0
 """Until Ray tells of a dead rank, whose peers may have told of a broken connection before."""

@@ -19,6 +19,8 @@ from tests.faults.test_kill import targets
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("own_server")
+
 # The demo without its measuring stages and with the smallest steps; `rollout.backend` is left at its default, vLLM.
 PIPELINE = """
 [pipeline]
@@ -109,7 +111,7 @@ def kill_after_checkpoint(workspace: Workspace, flow: subprocess.Popen[str], wha
     for pid in targets(workspace, flow, what):
         os.kill(pid, signal.SIGKILL)
     killed = time.time()
-    assert flow.wait(timeout=30) == -signal.SIGKILL
+    assert flow.wait() == -signal.SIGKILL
     workspace.expect_quiet(15)
     assert read_result(workspace.stage(stage)) is None, "the kill came in the middle of the stage"
     return killed

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import Workspace, wait_until
 from tests.faults.test_worker import make_run
 
+pytestmark = pytest.mark.usefixtures("own_server")
 PIPELINE = """
 [pipeline]
 threads = 1
@@ -83,7 +83,7 @@ def test_the_run_fails_with_one_line_and_the_checkpoint_before_is_continued(work
     flow = workspace.start("run", "p.toml")
     wait_until(lambda: workspace.is_past("sft", 120), 180, "training at step 120")
     flow.send_signal(signal.SIGTERM)
-    assert flow.wait(timeout=60) == 75
+    assert flow.wait() == 75
     kept = sorted(path.name for path in (workspace.stage("sft") / "checkpoints").glob("step_*"))
     assert kept
 
@@ -126,9 +126,10 @@ def test_a_full_disk_under_the_server_alone_is_waited_for(workspace: Workspace) 
     wait_until(lambda: workspace.is_past("first", 30), 120, "the first stage at step 30")
     shim.set("is_full", 1)
     wait_until(lambda: workspace.state("first") == "done", 60, "the end of the first stage")
-    time.sleep(2)
+    before = shim.get("num_refused")
+    wait_until(lambda: shim.get("num_refused") > before, 60, "a write of the server that is refused")
     shim.set("is_full", 0)
-    assert flow.wait(timeout=120) == 0
+    assert flow.wait() == 0
     assert workspace.state("second") == "done"
     assert "Traceback" not in (workspace.path / "command.log").read_text()
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.faults.flow_cells import CELLS, Cell, Cells
-from tests.forks import Forks
 
 COVERING = {
     Cell("sd3", "nft+data", "full"), Cell("sana", "flow_grpo", "lora"), Cell("sana_video", "nft", "lora"),
@@ -17,9 +14,8 @@ COVERING = {
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
-    with Forks("tests.faults.flow_cells") as forks:
-        yield Cells(tmp_path_factory.mktemp("cells"), forks)
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    return Cells(tmp_path_factory.mktemp("cells"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cosmos_core.run.state import read_state
 from tests.conftest import Workspace, processes_below, wait_until
 from tests.faults.test_worker import working_in
 
+pytestmark = pytest.mark.usefixtures("own_server")
 PIPELINE = """
 [pipeline]
 name = "toy"
@@ -85,7 +86,7 @@ def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterru
     wait_until(lambda: workspace.is_past("left", 8) and workspace.is_past("right", 8), 90, "both branches at step 8")
     for pid in targets(workspace, flow, what):
         os.kill(pid, signal.SIGKILL)
-    code = flow.wait(timeout=120)
+    code = flow.wait()
     workspace.expect_quiet(15)
     assert not working_in(workspace.stage("left")), "what fell to the command when the supervisor was gone"
     if what in {"worker", "supervisor", "server"}:
@@ -119,7 +120,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_exit_75(
     active = ["first"] if stage == "first" else ["left", "right"]
     wait_until(lambda: all(workspace.is_past(name, step) for name in active), 90, f"{active} at step {step}")
     flow.send_signal(number)
-    assert flow.wait(timeout=30) == 75
+    assert flow.wait() == 75
     workspace.expect_quiet()
     for name in active:
         state = read_state(workspace.stage(name))

@@ -15,6 +15,8 @@ import pytest
 
 from tests.unit import named
 
+pytestmark = pytest.mark.usefixtures("executed")
+
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = ("torch", "transformers", "diffusers", "vllm", "ray", "peft", "accelerate", "datasets")
 FRONT = (

@@ -69,6 +69,7 @@ def test_without_a_stream_lines_follow_sys_stderr(monkeypatch: pytest.MonkeyPatc
     assert late.getvalue().endswith("cosmos_core.x  here\n")
 
 
+@pytest.mark.usefixtures("executed")
 def test_the_lines_survive_the_import_of_prefect() -> None:
     code = (
         "import logging\n"

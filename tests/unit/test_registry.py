@@ -46,6 +46,7 @@ def test_code_that_has_nothing_of_the_name_is_found_without_running_it(tmp_path:
     assert str(caught.value) == f"'{file}:make': {file} {said}"
 
 
+@pytest.mark.usefixtures("executed")
 def test_files_are_looked_into_from_several_threads_at_once() -> None:
     """A collection in the middle of `ast.parse` lets another thread parse, which Python 3.11 does not survive."""
     code = """

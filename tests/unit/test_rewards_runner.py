@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import all_invalid, metric_names
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
+from tests.conftest import wait_until
 
 BEHAVIOURS = '''
 import asyncio, os, resource, subprocess, sys, time
@@ -21,8 +21,8 @@ import asyncio, os, resource, subprocess, sys, time
 def act(to_be_evaluated, reference):
     """Does what the answer says."""
     if to_be_evaluated == "hang":
-        while True:
-            pass
+        reference and open(reference, "w").close()
+        while True: pass
     if to_be_evaluated == "raise":
         raise KeyError("no such\\nthing")
     if to_be_evaluated == "exit":
@@ -106,7 +106,7 @@ def children(pid=None):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_workers):
     answers = ["0.5", "hang", "1", "raise", "2", "exit", "3", "print", "nan", "4", "text", "sys.exit", "kill", "5"]
-    with RewardRunner({act: 1.0}, timeout_seconds=0.3, num_workers=num_workers, retries=0) as runner:
+    with RewardRunner({act: 1.0}, timeout_seconds=1, num_workers=num_workers, retries=0) as runner:
         scores = runner.score(requests(*answers))
         again = runner.score(requests("6", "7"))
     assert [s.value for s in scores] == [0.5, None, 1, None, 2, None, 3, 1, None, 4, None, None, None, 5]
@@ -114,7 +114,7 @@ def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_worke
     file = act.rpartition(":")[0]
     reasons = {a: s.error.removeprefix("act: ") for a, s in zip(answers, scores, strict=True) if s.value is None}
     assert reasons == {
-        "hang": "not done in 0.3 s",
+        "hang": "not done in 1 s",
         "raise": f"KeyError: 'no such\\nthing' ({file}:10)",
         "exit": "its process exited with code 3",
         "nan": f"ValueError: returned nan; the rule is a finite number ({file}:4)",
@@ -135,14 +135,14 @@ def test_a_reward_that_eats_memory_or_is_cancelled_is_invalid_and_the_first_that
 
 def test_a_reward_that_hangs_on_every_completion_is_given_up_and_another_one_is_not(act, tmp_path):
     file = act.rpartition(":")[0]
-    with RewardRunner({act: 1.0, f"{file}:length": 0.0}, timeout_seconds=0.2, num_workers=2, retries=1) as runner:
+    with RewardRunner({act: 1.0, f"{file}:length": 0.0}, timeout_seconds=0.5, num_workers=2, retries=1) as runner:
         scores = runner.score(requests(*["hang"] * 40))
         (again,) = runner.score(requests("3"))
     assert [score.value for score in scores] == [None] * 40 and again.value == 3
     reasons = [score.error for score in scores]
-    assert reasons.count("act: not done in 0.2 s") in range(8, 20), "four for each process, and what had begun"
+    assert reasons.count("act: not done in 0.5 s") in range(8, 20), "four for each process, and what had begun"
     assert set(reasons) == {
-        "act: not done in 0.2 s", "act: given up, because the 8 calls before were not done in 0.2 s",
+        "act: not done in 0.5 s", "act: given up, because the 8 calls before were not done in 0.5 s",
     }  # fmt: skip
     assert all(score.metrics["length"] == 4 for score in scores)
 
@@ -186,12 +186,11 @@ def test_a_completion_that_cost_a_child_is_tried_again(act, tmp_path):
     assert [s.value for s in scores] == [0.25, 1]
 
 
-def test_retries_are_bounded(act):
+def test_retries_are_bounded(act, caplog):
     with RewardRunner({act: 1.0}, timeout_seconds=0.2, retries=2) as runner:
-        start = time.monotonic()
         (score,) = runner.score(requests("hang"))
-        assert score.value is None
-        assert 0.6 <= time.monotonic() - start < 5
+    assert score.value is None
+    assert [record.args[2:] for record in caplog.records] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_the_total_is_the_weighted_sum_and_metrics_are_unweighted(act):
@@ -206,9 +205,9 @@ def test_the_total_is_the_weighted_sum_and_metrics_are_unweighted(act):
 
 def test_a_hanging_second_reward_is_named_and_the_first_ones_value_kept(act):
     length = act.replace(":act", ":length")
-    with RewardRunner({length: 1.0, act: 1.0}, timeout_seconds=0.2, retries=1) as runner:
+    with RewardRunner({length: 1.0, act: 1.0}, timeout_seconds=1, retries=1) as runner:
         bad, good = runner.score(requests("hang", "1"))
-    assert (bad.value, bad.error, bad.metrics["length"]) == (None, "act: not done in 0.2 s", 4)
+    assert (bad.value, bad.error, bad.metrics["length"]) == (None, "act: not done in 1 s", 4)
     assert good.value == 2
 
 
@@ -252,7 +251,7 @@ def test_a_child_that_died_between_two_calls_is_replaced_without_blame(act):
         runner.score(requests("1"))
         (child,) = children()
         child.kill()
-        child.wait(timeout=5)
+        child.wait()
         assert [s.value for s in runner.score(requests("2"))] == [2]
 
 
@@ -280,13 +279,10 @@ def test_a_reward_that_cannot_be_loaded_is_told_on_entering(act, tmp_path):
 
 def test_close_leaves_no_process_not_even_what_a_hanging_reward_started(act, tmp_path):
     pids = tmp_path / "pids"
-    with RewardRunner({act: 1.0}, timeout_seconds=0.5, num_workers=2, retries=0) as runner:
+    with RewardRunner({act: 1.0}, timeout_seconds=3, num_workers=2, retries=0) as runner:
         scores = runner.score(requests("sleep", "sleep", "1", reference=str(pids)))
         assert [s.value for s in scores] == [None, None, 1]
-        deadline = time.monotonic() + 10
-        while len(children()) < 2 and time.monotonic() < deadline:  # both were replaced
-            time.sleep(0.05)
-        assert len(children()) == 2
+        wait_until(lambda: len(children()) == 2, 10, "both were replaced")
     assert children() == []
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2
@@ -300,31 +296,35 @@ def is_running(pid):
         return False
 
 
-def test_children_die_with_a_parent_that_is_killed_while_a_reward_hangs(act):
+@pytest.mark.usefixtures("executed")
+def test_children_die_with_a_parent_that_is_killed_while_a_reward_hangs(act, tmp_path):
     program = (
         "import sys\nfrom cosmos_core.rewards.runner import RewardRunner\n"
         "with RewardRunner({sys.argv[1]: 1.0}, timeout_seconds=1000, num_workers=2) as runner:\n"
         "    print('ready', flush=True)\n"
-        "    runner.score([{'to_be_evaluated': 'hang', 'reference': ''}])\n"
+        "    runner.score([{'to_be_evaluated': 'hang', 'reference': sys.argv[2]}])\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, act], stdout=subprocess.PIPE, text=True)
+    hangs = tmp_path / "hangs"
+    parent = subprocess.Popen([sys.executable, "-c", program, act, str(hangs)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "ready\n"
     found = children(parent.pid)
     assert len(found) == 2
-    time.sleep(0.2)  # one of them is inside the endless loop now
+    wait_until(hangs.exists, 20, "one of them is inside the endless loop")
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    assert psutil.wait_procs(found, timeout=5)[1] == []
+    wait_until(lambda: not any(is_running(child.pid) for child in found), 5, "they end")
 
 
 def test_slow_rewards_run_beside_each_other(tmp_path):
-    file = tmp_path / "slow.py"
-    file.write_text("import time\ndef slow(answer, reference):\n    time.sleep(0.5)\n    return 1.0\n")
-    with RewardRunner({f"{file}:slow": 1.0}, timeout_seconds=5, num_workers=8) as runner:
-        start = time.monotonic()
-        assert [score.value for score in runner.score(requests(*"12345678"))] == [1.0] * 8
-        assert time.monotonic() - start < 2.5
+    file, begun = tmp_path / "slow.py", tmp_path / "begun"
+    begun.mkdir()
+    file.write_text(
+        "import os, time\ndef slow(answer, reference):\n    open(f'{reference}/{answer}', 'w').close()\n"
+        "    while len(os.listdir(reference)) < 8:\n        time.sleep(0.01)\n    return 1.0\n"
+    )  # each waits for the others
+    with RewardRunner({f"{file}:slow": 1.0}, timeout_seconds=7200, num_workers=8) as runner:
+        assert [score.value for score in runner.score(requests(*"12345678", reference=str(begun)))] == [1.0] * 8
 
 
 def test_there_is_a_process_for_every_core(act):
@@ -342,22 +342,19 @@ def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act):
         if stop:
             raise Stop
 
-    with RewardRunner({act: 1.0}, timeout_seconds=1000, num_workers=2, beat=beat) as runner:
+    with RewardRunner({act: 1.0}, timeout_seconds=7200, num_workers=2, beat=beat) as runner:
         stop.append(True)
-        start = time.monotonic()
         with pytest.raises(Stop):
             runner.score(requests(*["hang"] * 2, *["1" * 1000] * 3000))
-        assert time.monotonic() - start < 5 and children() == []
+        assert children() == []
         stop.clear()
         assert [score.value for score in runner.score(requests("1", "2"))] == [1, 2]
 
 
 def test_no_crash_is_lost_however_fast_it_follows_the_request(act):
     answers = ["1", "exit", "2", "kill"] * 6
-    with RewardRunner({act: 1.0}, timeout_seconds=20, num_workers=2, retries=0) as runner:
-        start = time.monotonic()
+    with RewardRunner({act: 1.0}, timeout_seconds=7200, num_workers=2, retries=0) as runner:
         scores = runner.score(requests(*answers))
-        assert time.monotonic() - start < 20
     assert [score.value for score in scores] == [1, None, 2, None] * 6
 
 
@@ -374,6 +371,7 @@ def test_metrics_are_named_by_the_function_and_by_the_file_too_where_two_share_i
     assert metric_names(["pack.one:f", "pack.two:f", "g"]) == {"pack.one:f": "one.f", "pack.two:f": "two.f", "g": "g"}
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_child_imports_no_torch(tmp_path):
     file = tmp_path / "light.py"
     file.write_text("import sys\ndef light(answer, reference):\n    return float('torch' not in sys.modules)\n")

@@ -1,0 +1,133 @@
+"""What the tests stand on: programs that are forked, runs that are killed, reports of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import schedule
+from tests.conftest import wait_until
+from tests.warm import spawner
+
+ROOT = Path(__file__).parents[2]
+LOOK = """
+import json, os, signal, sys  # as cosmos_core does
+print(json.dumps({
+    "argv": sys.argv, "command line": open("/proc/self/cmdline").read(), "path": sys.path[0], "name": __name__,
+    "environment": sorted(filter(None, open("/proc/self/environ").read().split(chr(0)))), "folder": os.getcwd(),
+    "is child": os.getppid() == int(sys.argv[1]), "leads a session": os.getsid(0) == os.getpid(), "mask": os.umask(0),
+    "signals": [int(signal.getsignal(n) or 0) if n != 2 else str(signal.getsignal(n)) for n in range(1, 32)],
+    "kept": os.read(int(sys.argv[2]), 4).decode(), "is forked": "torch" in sys.modules,
+}))
+"""
+
+
+OWN = {"LC_CTYPE", "COLUMNS", "LINES"}
+
+
+def look(folder: Path, **settings: Any) -> dict[str, Any]:
+    """What a program sees of itself."""
+    reader, writer = os.pipe()
+    os.write(writer, b"kept")
+    command = [sys.executable, "-c", LOOK, str(os.getpid()), str(reader)]
+    done = subprocess.run(command, cwd=folder, pass_fds=[reader], capture_output=True, text=True, **settings)
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("settings", [{}, {"start_new_session": True, "umask": 0o27}, {"env": {"A": "b=c", "D": ""}}])
+def test_a_forked_program_sees_what_an_executed_one_sees(tmp_path: Path, settings: dict[str, Any]) -> None:
+    forked = look(tmp_path, **settings)
+    with spawner.off():
+        executed = look(tmp_path, **settings)
+    assert (forked.pop("is forked"), executed.pop("is forked")) == (True, False)
+    for seen in (forked, executed):  # Python and readline add some of their own
+        seen["environment"] = [line for line in seen["environment"] if line.split("=")[0] not in OWN]
+        seen.pop("argv")[2], seen["command line"] = "", seen["command line"].rpartition("\0")[0].rpartition("\0")[0]
+    assert forked == executed
+
+
+@pytest.mark.parametrize(
+    ("code", "returned", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no room')", 1, "no room\n"),
+        ("sys.exit()", 0, ""),
+        ("raise ValueError('odd')", 1, "ValueError: odd\n"),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+        ("raise KeyboardInterrupt", -2, ""),
+        ("import atexit; atexit.register(print, 'last', file=sys.stderr)", 0, "last\n"),
+    ],
+)
+def test_a_forked_program_ends_as_an_executed_one(code: str, returned: int, said: str) -> None:
+    command = [sys.executable, "-c", f"import os, sys  # cosmos_core\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == returned and done.stderr.endswith(said)
+
+
+def inner(folder: Path, code: str, *arguments: str) -> list[str]:
+    """The command that runs a test in a suite of its own."""
+    (folder / "test_inner.py").write_text(code)
+    options = ["-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--fast"]
+    return [sys.executable, "-m", "pytest", *options, *arguments, str(folder / "test_inner.py")]
+
+
+STAYS = """
+import os, subprocess, sys, tempfile, time
+from pathlib import Path
+
+def test_it(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    told = Path(TOLD)
+    told.with_suffix(".new").write_text(f"{child.pid} {os.getpid()} {tempfile.gettempdir()} {tmp_path}")
+    told.with_suffix(".new").rename(told)
+    time.sleep(3600)
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    run = subprocess.Popen(
+        inner(tmp_path, STAYS.replace("TOLD", repr(str(told))), "-n", "1"), cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_until(told.exists, 120, "the inner test runs")
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    child, worker, scratch, folder = told.read_text().split()
+    left = [scratch, folder]
+    wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in (child, worker)), 30, "its processes are gone")
+    wait_until(lambda: not any(Path(each).exists() for each in left), 30, "its folders are gone")
+
+
+FAILS = """
+def test_it(tmp_path):
+    log = tmp_path / "outputs/1/stages/sft/logs/attempt_1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("the loss was nan\\n")
+    (log.parents[1] / "state.json").write_text('{"state": "failed"}')
+    assert False
+"""
+
+
+def test_a_failure_shows_what_the_stages_in_its_folder_said(tmp_path: Path) -> None:
+    done = subprocess.run(inner(tmp_path, FAILS), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "outputs/1/stages/sft/logs/attempt_1.log" in done.stdout and "the loss was nan" in done.stdout
+    assert '{"state": "failed"}' in done.stdout
+
+
+def test_durations_name_files_and_tests_that_there_are() -> None:
+    files = {group.partition("::")[0] for group in schedule.durations()} | schedule.SPLIT
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []

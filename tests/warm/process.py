@@ -1,0 +1,191 @@
+"""What a nursery does: it forks a process and turns it into what was ordered."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NoReturn
+
+from tests.warm.programs import ENVIRONMENT, PROGRAMS, program_of, put_aside
+
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
+READY = 900
+"""A descriptor that no program is given."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_kept: list[Any] = []
+"""What the kernel reads the command line and the environment of this process from, among others."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a nursery is told of the process to fork; descriptors come beside it, in the order of `targets`."""
+
+    argv: list[str]
+    cwd: str
+    environment: dict[str, str]
+    parent: int
+    targets: list[int]
+    """What each descriptor is to be in the process."""
+    ignored: list[int]
+    """Signals that the caller ignores: a process that is executed would go on ignoring them."""
+    new_session: bool
+    process_group: int
+    umask: int
+
+
+def serve(connection: socket.socket) -> NoReturn:
+    """Fork processes until the other side is gone."""
+    while head := _received(connection):
+        length, descriptors = head
+        order = Order(**json.loads(_exactly(connection, length)))
+        (reader, writer), (begun, ready) = os.pipe(), os.pipe()
+        if not (middle := os.fork()):
+            if not (pid := os.fork()):
+                connection.close()
+                become(order, descriptors, None, ready)
+            os.write(writer, pid.to_bytes(8, "little"))
+            os._exit(0)
+        for descriptor in (writer, ready, *descriptors):
+            os.close(descriptor)
+        answer = os.read(reader, 8)
+        os.waitpid(middle, 0)  # from now on the caller is the parent
+        os.read(begun, 1)
+        os.close(reader)
+        os.close(begun)
+        connection.sendall(answer)
+    os._exit(0)
+
+
+def _received(connection: socket.socket) -> tuple[int, list[int]] | None:
+    try:
+        head, descriptors, _, _ = socket.recv_fds(connection, 8, 64)
+    except OSError:
+        return None
+    return (int.from_bytes(head, "little"), descriptors) if len(head) == 8 else None
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    found = b""
+    while len(found) < length:
+        if not (part := connection.recv(length - len(found))):
+            os._exit(0)
+        found += part
+    return found
+
+
+def become(order: Order, descriptors: Sequence[int], prepare: Callable[[], None] | None, ready: int) -> NoReturn:
+    """Turn this process, just forked, into what was ordered; run it, and end as an interpreter does. The descriptor
+    `ready` is closed once others see what they would see of an executed one."""
+    code = 1
+    try:
+        _take(order, [*descriptors, ready])
+        if prepare is not None:
+            prepare()
+        os.close(READY)
+        while prepare is None and os.getppid() != order.parent:  # a caller that was killed meanwhile is never seen
+            time.sleep(0.0005)
+            if os.getppid() == 1:
+                os._exit(1)
+        _tell_libraries(order)
+        program = str(program_of(order.argv))
+        if program in PROGRAMS:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(program, vars(sys.modules["__main__"]))
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if isinstance(ending.code, str):
+            sys.stderr.write(f"{ending.code}\n")
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001 - the edge of a process
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _take(order: Order, descriptors: Sequence[int]) -> None:
+    """Take descriptors, session, folder, signals and names from an order."""
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1000) for each in descriptors]
+    for number in set(map(int, os.listdir("/proc/self/fd"))) - set(high):
+        with suppress(OSError):
+            os.close(number)
+    for each, target in zip(high, [*order.targets, READY], strict=True):
+        os.dup2(each, target, inheritable=True)
+        os.close(each)
+    if order.new_session:
+        os.setsid()
+    if order.process_group >= 0:
+        os.setpgid(0, order.process_group)
+    if order.umask >= 0:
+        os.umask(order.umask)
+    os.chdir(order.cwd)
+    for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in order.ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if signal.SIGINT not in order.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    show(order.argv, order.environment)
+
+
+def show(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Let `/proc/self/cmdline` and `/proc/self/environ` say what they would after an execution; whether they do."""
+    words = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    memory = ctypes.create_string_buffer(words + variables, len(words + variables) + 1)
+    _kept.append(memory)
+    start, middle = ctypes.addressof(memory), ctypes.addressof(memory) + len(words)
+    with open("/proc/self/stat") as file:
+        state = file.read().rpartition(")")[2].split()
+    start_code, end_code, start_stack = map(int, state[23:26])  # numbers 26 to 28 in proc(5)
+    start_data, end_data, start_brk = map(int, state[42:45])
+    _libc.sbrk.restype = ctypes.c_void_p
+    layout = (ctypes.c_uint64 * 13)(
+        start_code, end_code, start_data, end_data, start_brk, _libc.sbrk(0), start_stack, start, middle, middle,
+        middle + len(variables), 0, 0xFFFFFFFF << 32,  # no other auxiliary vector, no other executable
+    )  # fmt: skip
+    return not _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, ctypes.c_ulong(ctypes.sizeof(layout)), ctypes.c_ulong(0))
+
+
+def _tell_libraries(order: Order) -> None:
+    """Let the interpreter and its libraries be as if this command line had started them in this environment."""
+    program = str(program_of(order.argv))
+    is_code, arguments = program not in PROGRAMS, order.argv[order.argv.index(program) :]
+    sys.argv, sys.orig_argv = ["-c", *arguments[1:]] if is_code else arguments, order.argv
+    sys.path[0] = "" if is_code else order.cwd
+    tempfile.tempdir = None
+    time.tzset()
+    importlib.invalidate_caches()
+    threads = order.environment.get("OMP_NUM_THREADS", "")
+    if threads != ENVIRONMENT["OMP_NUM_THREADS"]:
+        sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through="-u" in order.argv or bool(order.environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    if program in put_aside:
+        importlib.import_module(program)
+    importlib.import_module("tests.warm.spawner").renew(program, order.argv)

@@ -1,0 +1,219 @@
+"""Programs that start in a tenth of a second, because a process that has imported everything forks them.
+
+`install` replaces what `subprocess.Popen` calls to start a process. A command `python -m PROGRAM ...` of `PROGRAMS` is
+then forked from a nursery: a child of the calling process that has imported torch, transformers, Prefect and the
+project, and has run nothing. Whatever else is started, or differs in a variable that libraries read while they are
+imported, is executed as usual.
+
+The forked process is what the executed one would be, to itself and to others: a child of the caller (it loses its
+first parent, and the caller adopts it), with the same descriptors, session, signals, working directory, environment and
+command line, in `/proc` too. What it starts is forked from a nursery of its own. Where the kernel does not let a
+process say where its command line is (Linux without CONFIG_CHECKPOINT_RESTORE), every command is executed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.parent import die_with_parent
+from tests.warm.process import Order, become, serve, show
+from tests.warm.programs import ENVIRONMENT, READ, SUPERVISOR, program_of, read_on_import, starts_others
+
+_PR_SET_SUBREAPER, _PR_GET_SUBREAPER = 36, 37  # prctl(2)
+_libc = ctypes.CDLL(None, use_errno=True)
+_EXECUTE = subprocess._fork_exec  # type: ignore[attr-defined]
+_SPAWN = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_started: list[subprocess.Popen[bytes]] = []
+
+
+class Nursery:
+    """The caller's side of a process that forks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def fork(self, order: Order, descriptors: Sequence[int]) -> int | None:
+        """Return the pid of the new child of this process; None: the nursery is gone."""
+        with self._lock, _adopting():
+            try:
+                text = json.dumps(asdict(order)).encode()
+                socket.send_fds(self._connection, [len(text).to_bytes(8, "little")], descriptors)
+                self._connection.sendall(text)
+                answer = self._connection.recv(8)
+            except OSError:
+                return None
+            return int.from_bytes(answer, "little") if len(answer) == 8 else None
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Let this process be the parent of what loses its own below it, within the block."""
+    was = ctypes.c_int()
+    _libc.prctl(_PR_GET_SUBREAPER, ctypes.byref(was), 0, 0, 0)
+    _libc.prctl(_PR_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.prctl(_PR_SET_SUBREAPER, was.value, 0, 0, 0)
+
+
+class Spawner:
+    """Stands in for `_posixsubprocess.fork_exec` in this process."""
+
+    def __init__(self, open_nursery: Callable[[], Nursery | None]) -> None:
+        self._open_nursery = open_nursery
+        self._nursery: Nursery | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *given: Any) -> int:
+        return self.start(given, lambda: int(_EXECUTE(*given)))
+
+    def start(self, given: Sequence[Any], execute: Callable[[], int]) -> int:
+        """Return the pid of a process that is started as `fork_exec` was asked to; `execute` starts it as usual."""
+        close_all, gid, prepare = given[2], given[17], given[21]
+        if program_of(given[0]) is None or not close_all or gid is not None:
+            return execute()
+        order, descriptors = order_of(given)
+        if read_on_import(order.environment) != read_on_import(READ):
+            return execute()
+        if prepare is not None:  # what is called in the child cannot be sent: only a supervisor has such a thing
+            return _fork_here(order, descriptors, prepare) if _is_plain() else execute()
+        with self._lock:
+            self._nursery = self._nursery or self._open_nursery()
+        return (self._nursery and self._nursery.fork(order, descriptors)) or execute()
+
+
+def _is_plain() -> bool:
+    """Whether this process is a supervisor, which has one thread and has run next to nothing."""
+    return program_of(sys.orig_argv) == SUPERVISOR and threading.active_count() == 1
+
+
+def _fork_here(order: Order, descriptors: Sequence[int], prepare: Callable[[], None]) -> int:
+    begun, ready = os.pipe()
+    if not (pid := os.fork()):
+        become(order, descriptors, prepare, ready)
+    os.close(ready)
+    os.read(begun, 1)
+    os.close(begun)
+    return pid
+
+
+def order_of(given: Sequence[Any]) -> tuple[Order, list[int]]:
+    """What `fork_exec` was given, and the descriptors that the child has."""
+    command, _, _, kept, cwd, environment = given[:6]
+    streams = {0: given[6], 1: given[9], 2: given[11]}
+    pairs = {target: number if number >= 0 else target for target, number in streams.items()}
+    pairs |= {number: number for number in kept if number != given[13]}  # that one tells of a failed execution
+    halves = (os.fsdecode(each).partition("=") for each in environment or ())
+    order = Order(
+        argv=[os.fsdecode(word) for word in command], cwd=os.fsdecode(cwd) if cwd else os.getcwd(),
+        environment=dict(os.environ) if environment is None else {name: value for name, _, value in halves},
+        parent=os.getpid(), targets=list(pairs),
+        ignored=[number for number in range(1, 32) if signal.getsignal(number) is signal.SIG_IGN],
+        new_session=bool(given[15]), process_group=int(given[16]), umask=int(given[20]),
+    )  # fmt: skip
+    return order, list(pairs.values())
+
+
+def install() -> Spawner | None:
+    """Let this process start programs so; the nursery is started with the first of them. None: it cannot."""
+    if isinstance(installed := subprocess._fork_exec, Spawner):  # type: ignore[attr-defined]
+        return installed
+    if sys.platform != "linux" or sys.version_info[:2] not in {(3, 11), (3, 12)} or not _can_show():
+        return None
+    READ.update(os.environ)
+    spawner = Spawner(_start_nursery)
+    use(spawner)
+    return spawner
+
+
+def use(spawner: Spawner) -> None:
+    """Let `subprocess` and `multiprocessing` start processes so."""
+
+    def spawn(path: bytes, arguments: Sequence[Any], kept: Sequence[int]) -> int:
+        none = (-1,) * 8
+        given = (arguments, [path], True, kept, None, None, *none, False, False, -1, None, None, None, -1, None, False)
+        return spawner.start(given, lambda: int(_SPAWN(path, arguments, kept)))
+
+    subprocess._fork_exec = spawner  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Let this process execute programs as usual within the block."""
+    used = subprocess._fork_exec, multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+    subprocess._fork_exec, multiprocessing.util.spawnv_passfds = _EXECUTE, _SPAWN  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess._fork_exec, multiprocessing.util.spawnv_passfds = used  # type: ignore[attr-defined]
+
+
+def renew(program: str, argv: Sequence[str]) -> None:
+    """Let this process, just forked, start programs in its turn."""
+    subprocess._fork_exec, multiprocessing.util.spawnv_passfds = _EXECUTE, _SPAWN  # type: ignore[attr-defined]
+    if starts_others(program, argv):
+        spawner = Spawner(lambda: None)
+        spawner._nursery = None if program == SUPERVISOR else split_nursery()
+        use(spawner)
+
+
+def _can_show() -> bool:
+    """Whether the kernel lets a process say where its command line is."""
+    if not (pid := os.fork()):
+        os._exit(0 if show(["x"], {}) else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _start_nursery() -> Nursery | None:
+    """Start one that imports everything by itself."""
+    ours, theirs = socket.socketpair()
+    environment = {k: v for k, v in READ.items() if not k.startswith("PREFECT")} | ENVIRONMENT
+    environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the other one starts a thread
+    command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    _started.append(process)
+    theirs.close()
+    return Nursery(ours) if ours.recv(5) == b"ready" else None
+
+
+def split_nursery() -> Nursery | None:
+    """Fork one off this process, which has run nothing yet. It ends with this process, and nobody takes it for what
+    this process started: its command line and environment are empty."""
+    ours, theirs = socket.socketpair()
+    me = os.getpid()
+    if os.fork():
+        theirs.close()
+        return Nursery(ours)
+    die_with_parent(me)
+    ours.close()
+    connection = os.dup(theirs.fileno())
+    theirs.close()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number < 3:
+            os.dup2(nothing, number)
+        elif number != connection:
+            with suppress(OSError):
+                os.close(number)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    show(["nursery"], {})
+    serve(socket.socket(fileno=connection))
