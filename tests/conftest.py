@@ -32,7 +32,7 @@ MOST_SECONDS = 1500.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
-    parser.addoption("--fast", action="store_true", help="the ring that takes less than a minute")
+    parser.addoption("--fast", action="store_true", help="only files of unit/ and reference/ whose tests are short")
     parser.addoption("--record-durations", action="store_true", help="write tests/durations.json anew")
 
 

@@ -129,16 +129,13 @@ def order_of(given: Sequence[Any]) -> tuple[Order, list[int]]:
     return order, list(pairs.values())
 
 
-def install() -> Spawner | None:
-    """Let this process start programs so; the nursery is started with the first of them. None: it cannot."""
-    if isinstance(installed := subprocess._fork_exec, Spawner):  # type: ignore[attr-defined]
-        return installed
-    if sys.platform != "linux" or sys.version_info[:2] not in {(3, 11), (3, 12)} or not _can_show():
-        return None
-    READ.update(os.environ)
-    spawner = Spawner(_start_nursery)
-    use(spawner)
-    return spawner
+def install() -> None:
+    """Let this process fork programs where it can; the nursery is started with the first of them."""
+    is_installed = isinstance(subprocess._fork_exec, Spawner)  # type: ignore[attr-defined]
+    is_known = sys.platform == "linux" and sys.version_info[:2] in {(3, 11), (3, 12)}
+    if is_known and not is_installed and _can_show():
+        READ.update(os.environ)
+        use(Spawner(_start_nursery))
 
 
 def use(spawner: Spawner) -> None:
