@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from tests import schedule
 from tests.conftest import wait_until
 from tests.warm import spawner
+from tests.warm.programs import read_on_import
 
 ROOT = Path(__file__).parents[2]
 LOOK = """
@@ -30,6 +33,7 @@ print(json.dumps({
 """
 
 
+READ = read_on_import(os.environ)
 OWN = {"LC_CTYPE", "COLUMNS", "LINES"}
 
 
@@ -45,7 +49,9 @@ def look(folder: Path, **settings: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("settings", [{}, {"start_new_session": True, "umask": 0o27}, {"env": {"A": "b=c", "D": ""}}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"start_new_session": True, "umask": 0o27}, {"env": {"A": "b=c", "D": "", **READ}}]
+)
 def test_a_forked_program_sees_what_an_executed_one_sees(tmp_path: Path, settings: dict[str, Any]) -> None:
     forked = look(tmp_path, **settings)
     with spawner.off():
@@ -73,6 +79,25 @@ def test_a_forked_program_ends_as_an_executed_one(code: str, returned: int, said
     command = [sys.executable, "-c", f"import os, sys  # cosmos_core\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == returned and done.stderr.endswith(said)
+
+
+def ask_look(folder: Path, answers: Connection) -> None:
+    """Send what a program sees that this process starts, and then one that a process starts which it has forked."""
+    answers.send(look(folder))
+    if not os.fork():
+        answers.send(look(folder))
+        os._exit(0)
+    os.wait()
+
+
+def test_a_process_that_is_forked_by_others_is_the_parent_of_what_it_starts(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=ask_look, args=(tmp_path, theirs))
+    rank.start()
+    seen = [ours.recv(), ours.recv()]
+    rank.join()
+    assert [(each["is child"], each["is forked"]) for each in seen] == [(True, True), (True, False)]
 
 
 def inner(folder: Path, code: str, *arguments: str) -> list[str]:

@@ -16,6 +16,7 @@ PROGRAMS = (
     "cosmos_core", "cosmos_core.worker", "cosmos_core.launch.supervisor", "cosmos_core.launch.prefect", "prefect",
     "cosmos_core.facts", "cosmos_core.models.check_model",
 )  # fmt: skip
+FORK_SERVER = "from multiprocessing.forkserver"
 _XDIST = "import sys;exec(eval(sys.stdin.readline()))"
 _CODE = (
     _XDIST,
@@ -23,7 +24,7 @@ _CODE = (
     "flows",
     "test_checkpoint",
     "from multiprocessing.spawn",
-    "from multiprocessing.forkserver",
+    FORK_SERVER,
     "from tests.",
 )
 """Parts of code that a command line has."""

@@ -25,12 +25,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.parent import die_with_parent
 from tests.warm.process import Order, become, serve, show
-from tests.warm.programs import ENVIRONMENT, READ, SUPERVISOR, program_of, read_on_import, starts_others
+from tests.warm.programs import ENVIRONMENT, FORK_SERVER, READ, SUPERVISOR, program_of, read_on_import, starts_others
 
 _PR_SET_SUBREAPER, _PR_GET_SUBREAPER = 36, 37  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,6 +78,7 @@ class Spawner:
     def __init__(self, open_nursery: Callable[[], Nursery | None]) -> None:
         self._open_nursery = open_nursery
         self._nursery: Nursery | None = None
+        self._owner = os.getpid()
         self._lock = threading.Lock()
 
     def __call__(self, *given: Any) -> int:
@@ -86,6 +88,8 @@ class Spawner:
         """Return the pid of a process that is started as `fork_exec` was asked to; `execute` starts it as usual."""
         close_all, gid, prepare = given[2], given[17], given[21]
         if program_of(given[0]) is None or not close_all or gid is not None:
+            return execute()
+        if os.getpid() != self._owner:  # forked by something else: what its nursery forks would not be its child
             return execute()
         order, descriptors = order_of(given)
         if read_on_import(order.environment) != read_on_import(READ):
@@ -165,9 +169,21 @@ def renew(program: str, argv: Sequence[str]) -> None:
     """Let this process, just forked, start programs in its turn."""
     subprocess._fork_exec, multiprocessing.util.spawnv_passfds = _EXECUTE, _SPAWN  # type: ignore[attr-defined]
     if starts_others(program, argv):
-        spawner = Spawner(lambda: None)
-        spawner._nursery = None if program == SUPERVISOR else split_nursery()
-        use(spawner)
+        _use_own_nursery(with_nursery=program != SUPERVISOR)
+        if program.startswith(FORK_SERVER):
+            os.register_at_fork(after_in_child=partial(_renew_in_child, os.getpid()))
+
+
+def _use_own_nursery(*, with_nursery: bool = True) -> None:
+    spawner = Spawner(lambda: None)
+    spawner._nursery = split_nursery() if with_nursery else None
+    use(spawner)
+
+
+def _renew_in_child(server: int) -> None:
+    """Let a process that a fork server of multiprocessing has forked start programs in its turn."""
+    if os.getppid() == server:
+        _use_own_nursery()
 
 
 def _can_show() -> bool:
