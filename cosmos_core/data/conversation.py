@@ -24,6 +24,7 @@ from cosmos_core.data.spans import Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.data.tool_calls import in_python, with_texts
 from cosmos_core.errors import DataError, ModelError
 
+NO_ROOM = "with a prompt that leaves no room for a completion in policy.model_max_length"
 _LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
 _LONGEST = 1 << 26  # characters that a template writes: more than any model reads
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -155,7 +156,7 @@ def tokenize_prompt(
     Args:
         tokenizer: of the model.
         messages: turns up to the one to complete.
-        max_length: most tokens: `policy.model_max_length` less the longest completion.
+        max_length: most tokens: `policy.model_max_length` less one for a completion.
         where: location of the row, for messages.
         chat: how it is rendered.
 
@@ -179,7 +180,7 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest completion")
+        raise SkippedRow(where, NO_ROOM)
     return ids, text
 
 

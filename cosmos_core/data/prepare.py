@@ -38,7 +38,7 @@ from cosmos_core.data.records import Job, check_columns, make_chunk, processor_o
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.data.user_dataset import Opener
-from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.models.processor import processor_files
 from cosmos_core.models.source import source_of
@@ -109,7 +109,7 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
     Raises:
         DataError: too many rows cannot be read, or nothing is left to write.
     """
-    counts = Counts(job.kind, job.column)
+    counts = Counts(job.kind, job.column, job.room)
     with pa.ipc.new_file(path, job.schema) as file, closing(_tokenised(stage, job, rows)) as chunks:
         for chunk in chunks:
             if chunk.batch.num_rows:
@@ -195,12 +195,7 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
     longest = recipe.rollout.max_response_length
     if split == _VALIDATION:
         longest = validation.max_response_length or longest
-    if longest >= max_length:
-        raise ConfigError(
-            f"max_response_length = {longest} ({'validation' if split == _VALIDATION else 'rollout'}) leaves no "
-            f"room for a prompt in policy.model_max_length = {max_length}; lower the one or raise the other"
-        )
-    return Job(recipe, kind, max_length - longest, stage.model, root)
+    return Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
 
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:

@@ -77,6 +77,13 @@ class Job:
     """Tokens at which generation stops."""
     chat: Chat = PLAIN
     """How prompts to complete are rendered."""
+    longest_completion: int = 0
+    """Of a prompt, where the sequence has room for it; tokens."""
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Return the longest prompt that leaves room for the longest completion, and that completion; tokens."""
+        return self.max_tokens + 1 - self.longest_completion, self.longest_completion
 
     @property
     def column(self) -> str:

@@ -59,8 +59,9 @@ class _First:
 class Counts:
     """What is said of one split."""
 
-    def __init__(self, kind: RowKind, column: str = "") -> None:
-        """`column`: the one that the recipe names; empty: whichever there is."""
+    def __init__(self, kind: RowKind, column: str = "", room: tuple[int, int] = (0, 0)) -> None:
+        """`column`: the one that the recipe names; empty: whichever there is. `room`: see `Job.room`."""
+        self._room = room
         self._kind = kind
         self._column = column
         self._lengths: list[np.ndarray] = []
@@ -128,6 +129,13 @@ class Counts:
             found.append(
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
                 "response in another column; leave train.train_policy.conversation_column_name out to learn that"
+            )
+        longest_prompt, completion = self._room
+        num_short = sum(int((lengths > longest_prompt).sum()) for lengths in self._lengths)
+        if self._kind == "prompts" and num_short:
+            found.append(
+                f"{num_short} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
+                f"{completion} tokens of max_response_length: their completions end earlier"
             )
         if self._merged.count:
             found.append(

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import ProcessorMixin
 
 from cosmos_core.data.chat import Chat
-from cosmos_core.data.conversation import Tools, cut, inside, learned_spans, render
+from cosmos_core.data.conversation import NO_ROOM, Tools, cut, inside, learned_spans, render
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError, ModelError
@@ -70,7 +70,7 @@ def visual_prompt(
     )  # fmt: skip
     tokens = _expanded(processor, text, [], images, where)
     if len(tokens.ids) > max_length:
-        raise SkippedRow(where, "with a prompt longer than policy.model_max_length less the longest completion")
+        raise SkippedRow(where, NO_ROOM)
     return tokens, text
 
 

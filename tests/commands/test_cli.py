@@ -193,7 +193,7 @@ BAD_ROWS = {
     ),
     "long": (
         rows({"prompt": "9" * 300, "answer": "2"}),
-        "train: 1 of 1 rows skipped: 1 with a prompt longer than policy.model_max_length less the longest completion "
+        "train: 1 of 1 rows skipped: 1 with a prompt that leaves no room for a completion in policy.model_max_length "
         "(first: long.jsonl:1); no row is left, give others",
     ),
 }

@@ -33,10 +33,6 @@ GREEDY = (
          "groups that differ; make it at least 2"),
         ("grpo.rollout.sampling_config.temperature=0", f"stage 'grpo': {GREEDY.format('temperature = 0.0')}"),
         ("grpo.rollout.sampling_config.top_k=1", f"stage 'grpo': {GREEDY.format('top_k = 1')}"),
-        ("grpo.policy.model_max_length=2048", "stage 'grpo': rollout.max_response_length = 2048 leaves no room for a "
-         "prompt in policy.model_max_length = 2048; lower it"),
-        ("grpo.validation.enable=true; grpo.validation.max_response_length=4096", "stage 'grpo': validation."
-         "max_response_length = 4096 leaves no room for a prompt in policy.model_max_length = 4096; lower it"),
         ("grpo.rollout.sampling_config.temperature=2.5; grpo.train.train_policy.temperature=2.5",
          f"stage 'grpo': rollout.sampling_config.temperature = 2.5: {VLLM}"),
         ("grpo.validation.enable=true; grpo.validation.temperature=0.005",
@@ -97,6 +93,21 @@ def test_settings_of_engines_apart_are_told_where_engines_are_inside(tmp_path: P
     ]  # fmt: skip
     assert all("has no effect here: with mode = 'colocated' each rank has an engine inside" in line for line in inside)
     assert not any("no effect" in line for line in notices_of(load(tmp_path, GRPO, *settings, "mode=disaggregated")))
+
+
+@pytest.mark.parametrize(("table", "length"), [("rollout", 2048), ("rollout", 9000), ("validation", 4096)])
+def test_a_completion_may_be_as_long_as_the_sequence_and_gets_what_the_prompt_leaves(
+    table: str, length: int, tmp_path: Path
+) -> None:
+    longest = 4096 if table == "validation" else 2048
+    settings = (f"policy.model_max_length={longest}", f"{table}.max_response_length={length}")
+    others = ("validation.enable=true", "rollout.max_response_length=64") if table == "validation" else ()
+    pipeline = load(tmp_path, GRPO, *others, *settings)
+    check_capabilities(pipeline)
+    assert notices_of(pipeline) == [
+        f"{table}.max_response_length = {length}: a completion gets the tokens that its prompt leaves of "
+        f"policy.model_max_length = {longest}"
+    ]
 
 
 def test_rewards_without_a_weight_are_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
-from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted
+from cosmos_core.errors import DataError, ModelError, Preempted
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -260,18 +260,29 @@ def test_rows_with_nothing_to_learn_are_left_out_and_counted_by_reason(tmp_path,
     assert [text.split("\n")[1].removesuffix("<|im_end|>") for text in texts] == ["What is 299+1?", "0?", "289?"]
 
 
-def test_prompts_too_long_to_answer_are_left_out_and_counted(tmp_path, model):
+@pytest.mark.parametrize("longest", [16, 63, 64, 2048])
+def test_prompts_that_leave_no_token_are_left_out_and_those_that_leave_few_are_counted(tmp_path, model, longest):
     rows = write_rows(tmp_path / "a.jsonl", 2)
+    tokens = len(byte_tokenizer(CHATML)("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
     with open(rows, "a", encoding="utf-8") as file:
-        extra = [{"question": "x" * 60}, {"question": "q", "answer": "\udc00"}, {"question": "last", "answer": "a"}]
+        too_long, full = ({"question": "x" * (64 - tokens + more), "answer": "b"} for more in (0, -1))
+        extra = [too_long, {"question": "q", "answer": "\udc00"}, full, {"question": "last", "answer": "a"}]
         file.writelines(json.dumps(row) + "\n" for row in extra)
-    outcome = run(make_stage(tmp_path / "s", model, grpo(rows)))
+    recipe = {**grpo(rows), "rollout": {"max_response_length": longest}}
+    outcome = run(make_stage(tmp_path / "s", model, recipe))
     assert outcome.metrics["data/train_skipped_rows"] == 2.0
-    assert outcome.info["notices"] == [
-        "train: 2 of 5 rows skipped: 1 with a prompt longer than policy.model_max_length less the longest completion "
+    skipped, short = outcome.info["notices"]
+    assert skipped == (
+        "train: 2 of 6 rows skipped: 1 with a prompt that leaves no room for a completion in policy.model_max_length "
         "(first: a.jsonl:3), 1 with half a character (a lone surrogate) (first: a.jsonl:4)"
-    ]
-    assert [(p.id, p.reference) for p in open_prompts(tmp_path / "s" / "data", "train")][2] == (2, "a")
+    )
+    num_short = 1 if longest == 16 else 4
+    assert short == (
+        f"train: {num_short} of 4 prompts leave less room in policy.model_max_length than the {longest} tokens of "
+        f"max_response_length: their completions end earlier"
+    )
+    prompts = list(open_prompts(tmp_path / "s" / "data", "train"))
+    assert len(prompts[2].token_ids) == 63 and (prompts[3].id, prompts[3].reference) == (3, "a")
 
 
 def test_no_row_left_is_an_error_that_says_why(tmp_path, model):
@@ -314,12 +325,6 @@ def test_turns_that_the_template_refuses_are_put_together_and_said_once(tmp_path
     prompts = open_prompts(tmp_path / "rl" / "data", "train")
     assert prompts[1].text == "<s>[INST] Be brief.\n\nOne?[/INST]"
     assert "put together in 4 of" in asked.info["notices"][-1]
-
-
-def test_answers_that_leave_no_room_for_a_prompt_are_a_configuration_error(tmp_path, model):
-    recipe = {**grpo(write_rows(tmp_path / "a.jsonl", 2)), "rollout": {"max_response_length": 64}}
-    with pytest.raises(ConfigError, match=r"max_response_length = 64 \(rollout\) leaves no room .* = 64"):
-        run(make_stage(tmp_path / "s", model, recipe))
 
 
 def test_a_stop_leaves_nothing_behind(tmp_path, model):

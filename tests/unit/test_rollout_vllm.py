@@ -57,6 +57,13 @@ def test_logprobs_are_of_the_distribution_that_was_drawn_from(found: dict[str, A
     assert found["sampled"]["filtered_least"] > -3.5
 
 
+def test_a_completion_gets_the_room_that_its_prompt_leaves(found: dict[str, Any]) -> None:
+    some, least = found["sampled"]["long"]
+    assert {tuple(end) for end in least} <= {(1, "length"), (1, "stop")}
+    assert all(length <= 56 and (reason == "stop" or length == 56) for length, reason in some)
+    assert "length" in {reason for _, reason in some}
+
+
 def test_an_answer_ends_with_its_end_token_or_at_the_limit(found: dict[str, Any]) -> None:
     eos = 258
     ends = found["sampled"]["ends"]

@@ -99,6 +99,15 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
         "drawn": [tokens(generate(e, PROMPTS, sampling(1.0), 4)) for e in (engine, hf)],
         "filtered": [tokens(generate(e, PROMPTS, filtered, 4)) for e in (engine, hf)],
         "filtered_least": min(min(g.completions[0].logprobs) for g in generate(engine, PROMPTS, filtered, 4)),
+        "long": [
+            [[len(c.token_ids), c.finish_reason] for c in group.completions]
+            for group in generate(
+                engine,
+                [Prompt(91 + n, (7,) * n, "", "") for n in (200, 255)],
+                sampling(1.0, max_tokens=4096, num_completions=8),
+                4,
+            )
+        ],
         "ends": [[list(a.token_ids), a.finish_reason, a.text, len(a.logprobs)] for g in hot for a in g.completions],
         "versions": [group.version for group in groups],
     }

@@ -63,7 +63,8 @@ class RolloutConfig(Table):
     """How many prompts an engine apart from the trainer has at a time: `batch_size`, or with `async`
     `async_config.max_concurrent_requests`. One in the trainer's processes has `batch_size`."""
     max_response_length: Tokens = 2048
-    """Longest completion."""
+    """Longest completion; a prompt that leaves less room in `policy.model_max_length` gets a shorter one, and one that
+    leaves none is left out of the rows."""
     n_generation: Completions = 16
     """Completions per prompt: the group size."""
     n_generation_to_batch: bool = False
@@ -140,7 +141,7 @@ class RolloutConfig(Table):
     def refusals(self, stage: InStage) -> Iterator[str]:
         """See `Table.refusals`."""
         yield from self._refused_temperatures(stage)
-        train, policy = stage.recipe.train, stage.recipe.policy
+        train = stage.recipe.train
         if stage.kind.feed == "rollouts":
             if self.n_generation < 2 and train.train_policy.compares_groups:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
@@ -150,11 +151,6 @@ class RolloutConfig(Table):
                 yield (
                     f"train.train_batch_per_replica = {train.train_batch_per_replica}: this version trains whole "
                     f"groups; make it a multiple of rollout.n_generation = {self.n_generation}"
-                )
-            if self.max_response_length >= policy.model_max_length:
-                yield (
-                    f"rollout.max_response_length = {self.max_response_length} leaves no room for a prompt in "
-                    f"policy.model_max_length = {policy.model_max_length}; lower it"
                 )
             yield from self._refused_greed(stage)
         if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
@@ -166,7 +162,8 @@ class RolloutConfig(Table):
             )
         if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
-        ranks, key = policy.parallelism.world_size, f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
+        ranks = stage.recipe.policy.parallelism.world_size
+        key = f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
         is_apart = stage.kind.feed == "rollouts" and stage.recipe.mode == "disaggregated"
         if ranks % self.parallelism.tp_size and not is_apart:
             yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
@@ -220,6 +217,13 @@ class RolloutConfig(Table):
     def notices(self, stage: InStage) -> Iterator[str]:
         """See `Table.notices`; what rollouts are that are not drawn from the policy, for one."""
         yield from self._notices_inside(stage)
+        policy = stage.recipe.policy
+        length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
+        if has_text and self.max_response_length >= length:
+            yield (
+                f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
+                f"prompt leaves of policy.model_max_length = {length}"
+            )
         if not stage.recipe.train.train_policy.has_rollouts or not self.changes_distribution:
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)

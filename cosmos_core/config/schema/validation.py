@@ -72,18 +72,15 @@ class ValidationConfig(Table):
                 "likely token; set validation.top_k = -1 to draw")  # fmt: skip
         return self
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
+    def notices(self, stage: InStage) -> Iterator[str]:
+        """See `Table.notices`: several completions of text that cannot differ, and long ones."""
         most, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
         completes = stage.measures and stage.recipe.completes_held_out and not stage.recipe.policy.is_diffusers
         if completes and most >= length:
             yield (
-                f"validation.max_response_length = {most} leaves no room for a prompt in policy.model_max_length = "
-                f"{length}; lower it"
+                f"validation.max_response_length = {most}: a completion gets the tokens that its prompt leaves of "
+                f"policy.model_max_length = {length}"
             )
-
-    def notices(self, stage: InStage) -> Iterator[str]:
-        """See `Table.notices`: several completions of text that cannot differ."""
         is_greedy = self.temperature == 0 or self.top_k == 1
         if self.n_generation > 1 and is_greedy and not stage.recipe.policy.is_diffusers:
             yield (
