@@ -141,6 +141,7 @@ def plan(
     from rich.console import Console
     from rich.table import Table
 
+    from cosmos_core.config.mesh import placements
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pinned
     from cosmos_core.run.remote import pinned_urls
@@ -165,6 +166,7 @@ def plan(
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
     choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
     lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
+    lines += placements(pipeline)
     table.caption = "\n".join(lines) or None
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline, existing, source_of
+from cosmos_core.config.placement import is_open, placed, placement, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -66,28 +67,46 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with dp_shard_size = -1 of such stages as a number: what the other sizes leave of
-    `pipeline.gpus`, or of the GPUs where the stages will run; without GPUs it stays, and means 1.
+    `pipeline.gpus`, or of the GPUs where the stages will run; without GPUs it stays, and means 1. Where they decide
+    about `mode` (see `placement`) it is the one that they have room for.
 
     Raises:
         ConfigError: the other sizes do not divide that.
     """
-    gpus = pipeline.config.gpus or _gpus_of_workers(pipeline)
-    recipes = dict(pipeline.recipes)
+    recipes, notices = dict(pipeline.recipes), list(pipeline.notices)
     for stage in pipeline.stages:
-        if pipeline.kind_of(stage).has_mesh:
+        kind, recipe = pipeline.kind_of(stage), recipes[stage.name]
+        if not kind.has_mesh:
+            continue
+        if is_open(recipe, kind):
+            elsewhere = bool(stage.work_pool) and not pipeline.config.gpus
+            recipe, notice = placed(recipe, None if elsewhere else gpus_of_workers(pipeline))
+            notices += [notice] if notice else []
+        elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.is_of_cosmos_rl):
+            recipe, changed = with_engines_in_ranks(recipe)
+            notices += [f"stage {stage.name!r}: {changed}, because its ranks generate"] if changed else []
+        if recipe.policy.parallelism.dp_shard_size == -1:
             try:
-                recipes[stage.name] = filled(recipes[stage.name], gpus)
+                recipe = filled(recipe, gpus_of_workers(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-    return replace(pipeline, recipes=recipes)
+        recipes[stage.name] = recipe
+    return replace(pipeline, recipes=recipes, notices=tuple(dict.fromkeys(notices)))
 
 
-def _gpus_of_workers(pipeline: Pipeline) -> int | None:
-    """Return how many GPUs the machine or cluster has that will run the stages; None: none, or nobody has to know."""
-    meshes = [pipeline.recipes[s.name].policy.parallelism for s in pipeline.stages if pipeline.kind_of(s).has_mesh]
-    if all(mesh.dp_shard_size != -1 for mesh in meshes):
-        return None
-    return len(facts_of_workers(python=pipeline.config.python, is_group=True).gpus) or None
+def gpus_of_workers(pipeline: Pipeline) -> int:
+    """Return the GPUs of `pipeline.gpus`, or how many the machine or cluster has that will run the stages."""
+    return pipeline.config.gpus or len(facts_of_workers(python=pipeline.config.python, is_group=True).gpus)
+
+
+def placements(pipeline: Pipeline) -> list[str]:
+    """Return a line for each stage with a mesh: which GPUs train and which generate."""
+    stages = [stage for stage in pipeline.stages if pipeline.kind_of(stage).has_mesh]
+    has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and gpus_of_workers(pipeline) > 0)
+    return [
+        f"{stage.name}: {placement(pipeline.recipes[stage.name], pipeline.kind_of(stage), has_gpus=has_gpus)}"
+        for stage in stages
+    ]
 
 
 def filled(recipe: Recipe, gpus: int | None) -> Recipe:
@@ -99,7 +118,9 @@ def filled(recipe: Recipe, gpus: int | None) -> Recipe:
     mesh = recipe.policy.parallelism
     if mesh.dp_shard_size != -1 or gpus is None:
         return recipe
-    others, each = _others(mesh), gpus // mesh.n_init_replicas
+    has_rollouts = recipe.train.train_policy.has_rollouts
+    of_engines = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
+    others, each = _others(mesh), (gpus - of_engines) // mesh.n_init_replicas
     size = max(1, each // others)
     if size * others != each:
         raise ConfigError(

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from cosmos_core.config.capabilities import notices_of
+from cosmos_core.config.capabilities import check_capabilities, notices_of
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.mesh import check_mesh, model_facts, on_these_gpus
+from cosmos_core.config.mesh import check_mesh, model_facts, on_these_gpus, placements
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
@@ -154,3 +155,65 @@ def test_a_pipeline_whose_ranks_mostly_wait_is_told(tmp_path: Path) -> None:
         "train.train_policy.mini_batch = 4: rows that go through the pipeline between two waits, fewer than pp_size x "
         "pp_micro_batch_size = 4 x 2; raise it to keep the ranks busy"
     ]
+
+
+OF_COSMOS_RL = """redis = "12800"
+[policy.parallelism]
+dp_shard_size = 2
+[rollout]
+parallelism = { n_init_replicas = 2, tp_size = 4 }
+[train]
+train_batch_per_replica = 32
+train_policy = { type = "grpo" }
+"""
+PLACED = {
+    "8 GPUs short": (8, "", "GPUs 0-1 train and generate in turns (1 engine of 2 in them)"),
+    "room": (10, "", "GPUs 0-1 train, GPUs 2-9 generate (2 engines of 4)"),
+    "no GPU": (0, "", "processes 0-1 train and generate in turns (1 engine of 2 in them)"),
+    "one engine": (8, "rollout.parallelism.n_init_replicas=1", "GPUs 0-1 train, GPUs 2-5 generate (1 engine of 4)"),
+    "both replicas": (10, "redis='';policy.parallelism.n_init_replicas=1",
+                      "GPUs 0-1 train, GPUs 2-9 generate (2 engines of 4)"),
+    "more ranks": (16, "policy.parallelism.n_init_replicas=4",
+                   "GPUs 0-7 train, GPUs 8-15 generate (2 engines of 4)"),
+    "the rest of the GPUs": (16, "policy.parallelism.dp_shard_size=-1",
+                             "GPUs 0-7 train, GPUs 8-15 generate (2 engines of 4)"),
+    "one of ours": (10, "redis='';rollout.parallelism.tp_size=1",
+                    "GPUs 0-1 train and generate in turns (2 engines in them)"),
+    "said": (10, "mode=colocated;rollout.parallelism.tp_size=2",
+             "GPUs 0-1 train and generate in turns (1 engine of 2 in them)"),
+    "said to be separated": (10, "mode=colocated_separated;rollout.parallelism={tp_size=1}",
+                             "GPUs 0-1 train, and generate in turns (2 engines in processes of their own)"),
+}  # fmt: skip
+"""GPUs that there are, settings, and where the stage runs."""
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_a_recipe_of_cosmos_rl_that_leaves_mode_out_runs_as_there_where_the_gpus_are_enough(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, settings, expected = PLACED[case]
+    (tmp_path / "a.toml").write_text(OF_COSMOS_RL)
+    with machine_with(["H100"] * gpus, monkeypatch):
+        pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", settings.split(";") * bool(settings), all_kinds()))
+        assert placements(pipeline) == [f"rl: {expected}"]
+    said = [line for line in pipeline.notices if line.startswith("mode is left out")]
+    assert len(said) == (case in {"8 GPUs short", "no GPU"})
+    assert all(f"takes 10 GPUs, and there are {gpus}: mode = 'colocated' and rollout" in line for line in said)
+    check_capabilities(pipeline)
+    saved = tmp_path / "saved.toml"
+    saved.write_text(tomli_w.dumps(pipeline.as_toml()))
+    again = on_these_gpus(load_pipeline(saved, [], all_kinds()))  # on this machine, which has others
+    assert again.recipes == pipeline.recipes
+
+
+def test_a_stage_elsewhere_is_taken_to_have_the_gpus_and_one_that_measures_generates_in_its_ranks(
+    tmp_path: Path,
+) -> None:
+    stages = '[[pipeline.stages]]\nname = "rl"\nkind = "rl"\nwork_pool = "gpu"\n[[pipeline.stages]]\nname = "judge"\n'
+    (tmp_path / "a.toml").write_text(f'{OF_COSMOS_RL}{stages}kind = "validate"\nmodel = "stage:rl"\nafter = ["rl"]\n')
+    pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", [], all_kinds()))
+    assert placements(pipeline) == [
+        "rl: GPUs 0-1 train, GPUs 2-9 generate (2 engines of 4)", "judge: GPUs 0-1 measure",
+    ]  # fmt: skip
+    assert pipeline.recipes["judge"].rollout.parallelism.tp_size == 2
+    assert "stage 'judge': rollout.parallelism.tp_size = 2, because its ranks generate" in pipeline.notices

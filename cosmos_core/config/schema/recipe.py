@@ -45,14 +45,21 @@ class Recipe(Table):
     the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
     their size."""
     mode: Literal["disaggregated", "colocated", "colocated_separated"] = "colocated"
-    """Where rollout engines run. `colocated`: in the trainer's processes, in turns with it. `disaggregated` (what
-    Cosmos-RL does when it is left out): `rollout.parallelism.n_init_replicas` engines in processes and on GPUs of their
-    own, which generate while the ranks train. `colocated_separated`: in processes of their own on the trainer's GPUs,
-    in turns."""
+    """Where rollout engines run. `colocated`: in the trainer's processes, in turns with it. `disaggregated`:
+    `rollout.parallelism.n_init_replicas` engines in processes and on GPUs of their own, which generate while the ranks
+    train. `colocated_separated`: in processes of their own on the trainer's GPUs, in turns. Left out in a recipe that
+    was written for Cosmos-RL, which has `redis` or `n_init_replicas` of both trainer and rollouts: `disaggregated`, as
+    there, or where the machine has too few GPUs for it `colocated`, with a note."""
     redis: str | int = ""
-    """Port of the controller's Redis."""
+    """Port of the controller's Redis; says that the recipe was written for Cosmos-RL, see `mode`."""
     eth_ips: str = ""
     """Addresses of the controller, separated by `;`."""
+
+    @property
+    def is_of_cosmos_rl(self) -> bool:
+        """Return whether the recipe has the marks of one that was written for Cosmos-RL."""
+        meshes = (self.policy.parallelism, self.rollout.parallelism)
+        return bool(self.redis) or all("n_init_replicas" in mesh.model_fields_set for mesh in meshes)
 
     @property
     def completes_held_out(self) -> bool:

@@ -1,0 +1,69 @@
+"""Which GPUs train and which generate: what a recipe that leaves `mode` out means on a machine, and how it is shown."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.types import StageKind
+
+
+def is_open(recipe: Recipe, kind: StageKind) -> bool:
+    """Return whether the machine decides about `mode`: it is left out in a recipe that was written for Cosmos-RL, where
+    that means `disaggregated`."""
+    has_choice = kind.feed == "rollouts" and not recipe.policy.is_diffusers
+    return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
+
+
+def placed(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
+    """Return a recipe whose `mode` is open with the mode that it has on so many GPUs, and a notice; empty: it has the
+    mode of Cosmos-RL. None: another machine decides how many there are, which is taken to have them.
+
+    In the ranks the engines' `tp_size` becomes a divisor of their number; see `with_engines_in_ranks`.
+    """
+    apart = recipe.derived(mode="disaggregated")
+    needed = apart.num_gpus(has_rollouts=True)
+    if gpus is None or needed <= gpus:
+        return apart, ""
+    fitted, changed = with_engines_in_ranks(recipe)
+    return fitted.derived(mode="colocated"), (
+        f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {needed} GPUs, and there "
+        f"are {gpus}: mode = 'colocated'{changed and f' and {changed}'}, so that ranks train and generate in turns; "
+        f"set mode to choose"
+    )
+
+
+def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe with engines that its ranks have room for, and what that changes; empty: nothing."""
+    ranks, engine = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
+    if ranks % engine.tp_size == 0:
+        return recipe, ""
+    parallelism = engine.derived(tp_size=gcd(ranks, engine.tp_size))
+    rollout = recipe.rollout.derived(parallelism=parallelism)
+    return recipe.derived(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
+
+
+def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
+    """Return which GPUs, or processes where there are none, a stage with a mesh trains and generates on."""
+    unit = "GPU" if has_gpus else "process"
+    mesh, engine, count = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.engines_apart
+    num_ranks = mesh.world_size * mesh.n_init_replicas
+    ranks = _numbered(unit, 0, num_ranks)
+    if kind.feed != "rollouts":
+        return f"{ranks} {'train' if kind.trains else 'measure'}"
+    if recipe.mode == "colocated":
+        return f"{ranks} train and generate in turns ({_engines(num_ranks // engine.tp_size, engine.tp_size)} in them)"
+    engines = _engines(count, engine.tp_size)
+    if recipe.mode == "colocated_separated":
+        return f"{ranks} train, and generate in turns ({engines} in processes of their own)"
+    return f"{ranks} train, {_numbered(unit, num_ranks, count * engine.tp_size)} generate ({engines})"
+
+
+def _numbered(unit: str, first: int, count: int) -> str:
+    if count == 1:
+        return f"{unit} {first}"
+    return f"{unit}{'es' if unit.endswith('s') else 's'} {first}-{first + count - 1}"
+
+
+def _engines(count: int, size: int) -> str:
+    return f"{count} engine{'s' if count > 1 else ''}{f' of {size}' if size > 1 else ''}"
