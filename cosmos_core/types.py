@@ -119,7 +119,7 @@ class Prompt:
     given: Any = None
     """Of a diffusion model of videos, clean latents of a clip whose first frames rollouts may be given; None: none."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What else the row of a prompt for a diffusion model says, for rewards."""
+    """The columns of the prompt's row, for rewards; of text with the prompt, as the row has it, under `prompt`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from tasks.prepare import DECIDE_ROWS
 KIND = StageKind(
     name="validate",
     entry="cosmos_core.train.validate:run",
-    result_version=2,
+    result_version=3,
     makes="metrics",
     has_mesh=True,
     scores=True,

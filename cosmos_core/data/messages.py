@@ -36,6 +36,7 @@ _ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
     "bard": "assistant", "function_call": "assistant", "observation": "tool",
 }  # fmt: skip
+_MEDIA_COLUMNS = ("image", "images", "video", "videos")
 IMAGE_MARK = re.compile("<image>")
 # At either end of a turn, where LLaVA puts it; in the middle of a sentence it is a word like any other.
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
@@ -326,3 +327,22 @@ def columns_of(row: Row) -> str:
     """Return the names of a row's columns for a message."""
     names = [repr(name)[1:-1][:40] for name in row]  # escaped: a name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
+
+
+def columns_for_rewards(row: Row, prompt: list[Message]) -> str:
+    """Return the columns of a row as JSON without bytes, the prompt under `prompt`: a text where a column holds it as
+    one, else the turns."""
+    asked = [turn["content"] for turn in prompt if turn["role"] != "system"]
+    is_text = len(asked) == 1 and isinstance(asked[0], str) and any(asked[0] == value for value in row.values())
+    columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
+    return json.dumps(_plain({**columns, "prompt": asked[0] if is_text else prompt}), default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _shows_image(value):
+            return {"type": "image"}
+        return {str(name): _plain(each) for name, each in value.items() if not isinstance(each, bytes)}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value

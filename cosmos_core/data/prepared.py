@@ -6,6 +6,7 @@ says which of these kinds of rows it holds. Making these files is `prepare.py`; 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +42,10 @@ def _schema(kind: RowKind, columns: dict[str, pa.DataType]) -> pa.Schema:
 SCHEMAS: dict[RowKind, pa.Schema] = {
     "sequences": _schema("sequences", {"input_ids": _IDS, "loss_mask": _MASK}),
     "pairs": _schema("pairs", {"chosen_ids": _IDS, "chosen_mask": _MASK, "rejected_ids": _IDS, "rejected_mask": _MASK}),
-    "prompts": _schema("prompts", {"prompt_ids": _IDS, "prompt_text": pa.string(), "reference": pa.string()}),
+    "prompts": _schema(
+        "prompts",
+        {"prompt_ids": _IDS, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()},
+    ),
     "media": _schema("media", {**_MEDIA, "media": _ENTRY, "shape": pa.list_(pa.int32())}),
     "media_prompts": _schema("media_prompts", _MEDIA),
 }
@@ -50,7 +54,7 @@ _VISUAL: dict[RowKind, pa.Schema] = {
     kind: schema.insert(len(schema) - 1, pa.field("images", pa.list_(_IMAGE))) for kind, schema in SCHEMAS.items()
 }
 _ROOT = b"images below"
-_PROMPT_COLUMNS = ("prompt_ids", "prompt_text", "reference")
+_PROMPT_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
 _NEEDED_FOR = {
     "sequences": "to learn (SFT)",
     "pairs": "to compare (DPO)",
@@ -144,8 +148,8 @@ class Prompts(LazySequence[Prompt]):
 
     def item(self, index: int) -> Prompt:
         """See `LazySequence.item`."""
-        ids, text, reference = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
-        return Prompt(index, tuple(ids), text, reference, self._images[index])
+        ids, text, reference, columns = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
+        return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=json.loads(columns))
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:

@@ -40,6 +40,7 @@ from cosmos_core.data.messages import (
     Row,
     SkippedRow,
     alternating,
+    columns_for_rewards,
     leaves_out_response,
     read_conversation,
     read_held_out,
@@ -318,6 +319,7 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) 
             row, where, policy.conversation_column_name, policy.system_prompt, with_images=has_images
         )
     _check_characters([messages, reference], where)
+    columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED}, messages)
     chat = job.chat
     if tools := read_tools(row, where):
         chat = replace(chat, tools=tuple(tools))
@@ -328,13 +330,14 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) 
             lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed
         )
         counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
-        return _Record((tokens.ids, text, reference, refs, where), is_merged, counts)
+        return _Record((tokens.ids, text, reference, columns, refs, where), is_merged, counts)
     if (rendered := row.get(RENDERED)) is not None:
-        return _Record((*tokenize_text(tokenizer, rendered, job.max_tokens, where), reference, where), False, {})
+        ids, text = tokenize_text(tokenizer, rendered, job.max_tokens, where)
+        return _Record((ids, text, reference, columns, where), False, {})
     (ids, text), is_merged = _accepted(
         lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
     )
-    return _Record((ids, text, reference, where), is_merged, {})
+    return _Record((ids, text, reference, columns, where), is_merged, {})
 
 
 _Turns = TypeVar("_Turns", list[Message], list[Message] | str)

@@ -1,14 +1,14 @@
 """What a reward is: a function of a completion and its reference that returns a number, or a number and metrics.
 
     def gsm8k(to_be_evaluated: str, reference: str) -> float: ...
-    def mine(to_be_evaluated, reference, prompt, num_tokens, **others) -> tuple[float, dict[str, float]]: ...
+    def mine(completion, reference, prompt, num_tokens, difficulty, **others) -> tuple[float, dict[str, float]]: ...
 
-As in Cosmos-RL, beyond the first two a reward is given by keyword those things that it declares (all of them with
-`**kwargs`); `KEYWORDS` lists them. Cosmos-RL's `tokenizer`, `config` and `data_packer` are not offered: rewards run in
-child processes without torch. An exception means *unknown*, never 0. Not here: deadlines and processes (runner.py).
+Arguments are bound by name (`binding.py`): the completion, the reference, `KEYWORDS`, and columns of the row. An
+exception means *unknown*, never 0. Not here: deadlines and processes (runner.py).
 
-A function of a user's own may be `async def`. With `group_reward_calculation` it is called once for all completions of
-a prompt: the first two and what differs between completions are lists, and it returns a list of what it would return.
+A function of a user's own may be `async def`. One that takes `completions`, as TRL's do, or any with
+`group_reward_calculation`, is called once for all completions of a prompt: what differs between rows or completions is
+a list, and it returns a list of what it would return.
 """
 
 from __future__ import annotations
@@ -22,25 +22,12 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
+from cosmos_core.rewards.binding import KEYWORDS as KEYWORDS
+from cosmos_core.rewards.binding import Binding, bind
 from cosmos_core.types import Group, Score
-
-KEYWORDS = {
-    "prompt": "the rendered prompt, a string",
-    "media": "the image (PIL.Image) or video (uint8 array of frames, height, width and 3) that was made; None: text",
-    "metadata": "what the row of the prompt says beside it, a dict",
-    "turns": "the turns behind the prompt, a list of {'role': 'assistant' or 'tool', 'content': text}",
-    "num_tokens": "sampled tokens of the completion, the end token included",
-    "finish_reason": "'stop' or 'length'",
-    "max_tokens": "most tokens that a completion may have",
-    "overlong": "the recipe's table [train.train_policy.overlong_reward]",
-    "custom": "the recipe's [custom] table",
-}
 
 PENALTIES = frozenset({"overlong"})
 """Of the packaged rewards those that are 0 at best; all others may be 1."""
-
-_OF_A_COMPLETION = ("prompt", "media", "turns", "num_tokens", "finish_reason")
-"""Those of them that are lists for a function of a group."""
 
 Scored = tuple[float, dict[str, float]]
 
@@ -50,47 +37,58 @@ _KEY = "train.train_policy.reward_function"
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function and the keywords that it wants."""
+    """A reward function and how it is called."""
 
     name: str
     function: Callable[..., Any]
-    keywords: tuple[str, ...]
+    binding: Binding
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """Return the names of `binding.KEYWORDS` that the function wants."""
+        return self.binding.keywords
 
     def __call__(self, fields: Mapping[str, Any]) -> Scored:
         """Score `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`; a wanted one that is missing is None.
 
         Raises:
             ValueError: the function returned something that is no finite number.
+            TypeError: a parameter cannot be bound.
             Exception: whatever the function raises.
         """
-        return _scored(self._called(fields))
+        if not self.binding.takes_lists:
+            return _scored(self._called(self.binding.arguments(fields)))
+        [scored] = self.of_group([fields])
+        if not isinstance(scored, tuple):
+            raise scored or ValueError("returned None: it does not apply to this row")
+        return scored
 
-    def of_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError]:
-        """Score all completions of a prompt in one call; a value that is no finite number is an error of its own.
+    def of_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError | None]:
+        """Score all completions of a prompt in one call; a value that is no finite number is an error of its own. None:
+        the function says, as TRL's may, that it does not apply to the row.
 
         Raises:
             ValueError: the function returned something else than a list with a value for each.
+            TypeError: a parameter cannot be bound.
             Exception: whatever the function raises.
         """
-        shared = {keyword: value for keyword, value in fields[0].items() if keyword not in _OF_A_COMPLETION}
-        lists = ("to_be_evaluated", "reference", *_OF_A_COMPLETION)
-        results = self._called(shared | {name: [each.get(name) for each in fields] for name in lists})
+        results = self._called(self.binding.list_arguments(fields))
         if hasattr(results, "tolist"):  # numpy and torch
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(fields):
             found = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
             raise ValueError(f"returned {found} for {len(fields)} completions; the rule is a list with one for each")
-        scored: list[Scored | ValueError] = []
+        scored: list[Scored | ValueError | None] = []
         for result in results:
             try:
-                scored.append(_scored(result))
+                scored.append(None if result is None and self.binding.takes_lists else _scored(result))
             except ValueError as error:
                 scored.append(error)
         return scored
 
-    def _called(self, fields: Mapping[str, Any]) -> Any:
-        keywords = {keyword: fields.get(keyword) for keyword in self.keywords}
-        result = self.function(fields["to_be_evaluated"], fields["reference"], **keywords)
+    def _called(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
+        positional, named = arguments
+        result = self.function(*positional, **named)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
@@ -110,6 +108,7 @@ def request_of(group: Group, k: int) -> dict[str, Any]:
         "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
         or [{"role": "assistant", "content": completion.text}],
         "num_tokens": completion.num_sampled,
+        "completion_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }
 
@@ -118,10 +117,13 @@ def load_reward(name: str) -> Reward:
     """Return the reward `cosmos_core/rewards/<name>.py:<name>`, or a user's `module:function` or `file.py:function`.
 
     Raises:
-        RewardError: it does not exist, cannot be imported, or wants a keyword that is not offered.
+        RewardError: it does not exist, cannot be imported, takes no completion or wants what is not offered.
     """
     function = _function(name)
-    return Reward(name, function, _keywords(name, function))
+    try:
+        return Reward(name, function, bind(name, function))
+    except RewardError as error:
+        raise RewardError(f"{_KEY}: {error}") from None
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
@@ -172,23 +174,6 @@ def _function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _keywords(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    signature = inspect.signature(function)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    named = [
-        p.name for p in list(signature.parameters.values())[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    keywords = tuple(keyword for keyword in KEYWORDS if takes_all or keyword in named)
-    try:
-        signature.bind("", "", **dict.fromkeys(keywords))
-    except TypeError as error:
-        raise RewardError(
-            f"{_KEY}: {name!r} cannot be called as f(to_be_evaluated, reference"
-            f"{''.join(f', {k}=' for k in keywords)}): {error}; offered keywords: {', '.join(KEYWORDS)}"
-        ) from error
-    return keywords
-
-
 def plain(value: Any) -> Any:
     """Return a value as JSON has it: numbers of numpy and torch as Python's, and None for what is not finite."""
     if hasattr(value, "tolist"):
@@ -218,6 +203,9 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _scored(result: Any) -> Scored:
+    if isinstance(result, Mapping) and "score" in result:  # as verl's; what is no number there is text to read
+        metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
+        result = (result["score"], metrics)
     value, metrics = result if isinstance(result, tuple) else (result, {})
     return _finite(value, "returned"), {
         str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()

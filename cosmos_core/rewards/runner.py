@@ -42,7 +42,7 @@ _MOST_LATE = 4  # calls of a reward for each process that may overrun, before it
 
 
 class _Result(NamedTuple):
-    """What one reward said of one completion."""
+    """What one reward said of one completion; neither value nor error: it does not apply."""
 
     value: float | None = None
     metrics: Mapping[str, float] = {}
@@ -170,7 +170,7 @@ class RewardRunner(Workers):
             loaded = pool.schedule(_load, args=(names,))
             if not wait_for([loaded], START_SECONDS, self._beat):
                 raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
-            loaded.result()
+            self._take_lists |= loaded.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             self.close()
             may_pass = self._has_loaded or getattr(error, "exitcode", 0) < 0
@@ -223,10 +223,13 @@ class RewardRunner(Workers):
 
     def _total(self, results: Sequence[_Result]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
+        weighted = [result for result, weight in zip(results, self._weights.values(), strict=True) if weight]
+        if weighted and not any(result.value is not None or result.error for result in weighted):
+            return Score(None, error="no reward applies to it: each returned None", is_raised=True)
         for (reward, weight), result in zip(self._weights.items(), results, strict=True):
             name = self._names[reward]
             if result.value is None:
-                if weight:
+                if weight and result.error:
                     errors.append(f"{name}: {result.error}")
                     is_raised |= result.is_raised
                 continue
@@ -253,9 +256,9 @@ def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str
         _load(names)
 
 
-def _load(names: Sequence[str]) -> None:
-    for name in names:
-        _reward(name)
+def _load(names: Sequence[str]) -> set[str]:
+    """Load the rewards, and return those that take lists whatever the recipe says."""
+    return {name for name in names if _reward(name).binding.takes_lists}
 
 
 @cache
@@ -269,7 +272,8 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
     try:
         scored = reward.of_group(fields) if takes_lists else [reward(each) for each in fields]
         return [
-            _raised(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*each) for each in scored
+            _raised(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*(each or ()))
+            for each in scored
         ]
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, and it would be raised in the parent
         is_told = (name, type(error)) in _told

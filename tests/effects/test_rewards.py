@@ -23,16 +23,16 @@ from tests.unit.reward_server import RewardServer, Sent, reply, serving
 PROGRAM = """
 import asyncio, os
 
-def points(answer, reference, custom):
+def points(completion, reference, custom):
     return custom.get("points", 0.0)
 
-def variable(answer, reference):
+def variable(completion, reference):
     return float(os.environ.get("VARIABLE", 0))
 
-def together(answers, references, prompt):
-    return [float(len(answers))] * len(references) if prompt == ["6 * 7 ="] else 0.25
+def together(completion, reference, prompt):
+    return [float(len(completion))] * len(reference) if prompt == ["6 * 7 ="] else 0.25
 
-async def slow(answer, reference):
+async def slow(completion, reference):
     await asyncio.sleep(0.5)
     return 1.0
 """

@@ -65,7 +65,7 @@ def make_inputs(folder: Path) -> None:
     files = {
         "model/config.json": "{}", "model/tokenizer.json": "[]", "model/model.safetensors": "weights",
         "model/README.md": "a card", "rows.jsonl": "{}\n", "held_out/test.jsonl": "{}\n", "held_out/NOTES.txt": "notes",
-        "mine.py": "def score(answer, reference): return 1.0\n",
+        "mine.py": "def score(completion, reference): return 1.0\n",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ TAKING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 EVERY = {**ADAPTERS, **TAKING}
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
-REWARD = "def parity(answer, reference):\n    return sum(map(ord, answer)) % 2\n"
+REWARD = "def parity(completion, reference):\n    return sum(map(ord, completion)) % 2\n"
 
 
 @pytest.fixture(scope="module")

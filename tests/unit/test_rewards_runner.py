@@ -228,7 +228,7 @@ def test_one_request_larger_than_every_pipe_buffer_is_scored():
 def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups_facts(tmp_path):
     file = tmp_path / "facts.py"
     file.write_text(
-        "def facts(answer, reference, prompt, num_tokens, finish_reason, custom):\n"
+        "def facts(completion, reference, prompt, num_tokens, finish_reason, custom):\n"
         "    return num_tokens + 10 * (finish_reason == 'length') + 100 * (prompt == 'ask' + reference)"
         " + 1000 * custom['bonus']\n"
     )
@@ -320,7 +320,7 @@ def test_slow_rewards_run_beside_each_other(tmp_path):
     file, begun = tmp_path / "slow.py", tmp_path / "begun"
     begun.mkdir()
     file.write_text(
-        "import os, time\ndef slow(answer, reference):\n    open(f'{reference}/{answer}', 'w').close()\n"
+        "import os, time\ndef slow(completion, reference):\n    open(f'{reference}/{completion}', 'w').close()\n"
         "    while len(os.listdir(reference)) < 8:\n        time.sleep(0.01)\n    return 1.0\n"
     )  # each waits for the others
     with RewardRunner({f"{file}:slow": 1.0}, timeout_seconds=7200, num_workers=8) as runner:
@@ -361,7 +361,7 @@ def test_no_crash_is_lost_however_fast_it_follows_the_request(act):
 def test_metrics_are_named_by_the_function_and_by_the_file_too_where_two_share_it(act, tmp_path):
     (tmp_path / "other").mkdir()
     for name in ("mine", "other/mine"):
-        (tmp_path / f"{name}.py").write_text("def act(answer, reference):\n    return 3.0, {'x': 1.0}\n")
+        (tmp_path / f"{name}.py").write_text("def act(completion, reference):\n    return 3.0, {'x': 1.0}\n")
     mine, other = f"{tmp_path}/mine.py:act", f"{tmp_path}/other/mine.py:act"
     with RewardRunner({mine: 1.0, "exact_match": 1.0}, timeout_seconds=5, num_workers=1) as runner:
         (score,) = runner.score(requests("3", reference="3"))
@@ -374,7 +374,7 @@ def test_metrics_are_named_by_the_function_and_by_the_file_too_where_two_share_i
 @pytest.mark.usefixtures("executed")
 def test_a_child_imports_no_torch(tmp_path):
     file = tmp_path / "light.py"
-    file.write_text("import sys\ndef light(answer, reference):\n    return float('torch' not in sys.modules)\n")
+    file.write_text("import sys\ndef light(completion, reference):\n    return float('torch' not in sys.modules)\n")
     with RewardRunner({f"{file}:light": 1.0, "boxed_math": 0.0}, timeout_seconds=5) as runner:
         (score,) = runner.score(requests("1", reference="1"))
     assert score.value == 1

@@ -100,8 +100,9 @@ class Recipe(Table):
     @property
     def reward_constants(self) -> dict[str, Any]:
         """Return what every reward of the recipe may ask for by keyword; see `rewards.base.KEYWORDS`."""
-        constants = self.train.train_policy.constants_of_rewards
-        return {"custom": self.custom, "max_tokens": self.rollout.max_response_length, **constants}
+        policy = self.train.train_policy
+        constants = {"custom": self.custom, "max_tokens": self.rollout.max_response_length}
+        return {**constants, "data_source": policy.dataset.name, **policy.constants_of_rewards}
 
     @property
     def reward_env(self) -> tuple[str, ...]:

@@ -1,0 +1,188 @@
+"""Binds the parameters of a reward function by their names, never by position.
+
+Accepted are the names of Cosmos-RL (`to_be_evaluated`, `reference`), of TRL (`prompts`, `completions`,
+`completion_ids`), of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`), those of `base.KEYWORDS`, and
+the columns of the row. A plural of a name that differs between completions means that the function takes lists and is
+called once for all completions of a prompt. What is called is `base.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_core.errors import RewardError
+
+KEYWORDS = {
+    "prompt": "the rendered prompt, a string",
+    "media": "the image (PIL.Image) or video (uint8 array of frames, height, width and 3) that was made; None: text",
+    "metadata": "the columns of the prompt's row, a dict; of text with the prompt as the row has it under `prompt`",
+    "turns": "the turns after the prompt, a list of {'role': 'assistant' or 'tool', 'content': text}",
+    "num_tokens": "sampled tokens of the completion, the end token included",
+    "completion_ids": "the tokens of the completion, a list of integers",
+    "finish_reason": "'stop' or 'length'",
+    "max_tokens": "most tokens that a completion may have",
+    "overlong": "the recipe's table [train.train_policy.overlong_reward]",
+    "custom": "the recipe's [custom] table",
+}
+"""What a reward may declare beside the completion, the reference and columns."""
+
+WANTED = (
+    "def f(completion, reference, **others), def f(prompts, completions, **columns) as in TRL, or "
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None) as in verl"
+)
+
+_COMPLETION = ("to_be_evaluated", "completion", "solution_str")
+_OF_A_COMPLETION = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
+"""What differs between the completions of a prompt; a function without any of it cannot tell them apart."""
+_OF_THE_RECIPE = ("max_tokens", "overlong", "custom", "metadata")
+"""What is no list for a function that takes lists."""
+_PLURALS = {
+    "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",
+    "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
+}  # fmt: skip
+_MEANS_LISTS = {*_PLURALS, "completion_ids"}
+_NOT_OFFERED = {
+    **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
+    **dict.fromkeys(
+        ("trainer_state", "log_extra", "log_metric"), "return (number, {'name': number}) to report metrics"
+    ),
+    "environments": "completions of several turns are `turns`",
+}
+_ANY = inspect.Parameter.empty
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The parameters of a reward function."""
+
+    parameters: tuple[inspect.Parameter, ...]
+
+    @property
+    def takes_lists(self) -> bool:
+        """Return whether a name says that the function takes all completions of a prompt at once."""
+        names = {each.name for each in self.parameters if each.kind is not each.VAR_KEYWORD}
+        return bool(names & _MEANS_LISTS) and not names & {*_COMPLETION}
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """Return the names of `KEYWORDS` that the function is given."""
+        names = {each.name for each in self.parameters}
+        return tuple(name for name in KEYWORDS if self._takes_others or name in names)
+
+    @property
+    def _takes_others(self) -> bool:
+        return any(each.kind is each.VAR_KEYWORD for each in self.parameters)
+
+    def arguments(self, fields: Fields) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments for one completion.
+
+        Raises:
+            TypeError: a parameter is neither a known name nor a column of the row.
+        """
+        return self._bound(lambda name: _value(name, fields), [fields])
+
+    def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments for all completions of a prompt: a list for what differs between rows or completions.
+
+        Raises:
+            TypeError: as `arguments`.
+        """
+        return self._bound(lambda name: _values(name, group), group)
+
+    def _bound(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
+        positional, named = [], {}
+        for each in self.parameters:
+            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+                continue
+            try:
+                value = value_of(each.name)
+            except KeyError:
+                if each.default is _ANY:
+                    raise TypeError(_unbound(each.name, group[0])) from None
+                if each.kind is not each.POSITIONAL_ONLY:
+                    continue
+                value = each.default
+            if each.kind is each.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                named[each.name] = value
+        if self._takes_others:
+            own = {each.name for each in self.parameters}
+            texts = ("prompts", "completions") if self.takes_lists else ("to_be_evaluated", "reference")
+            others = [*texts, *KEYWORDS, *_columns(group[0])]
+            named |= {name: value_of(name) for name in others if name not in own}
+        return positional, named
+
+
+def bind(name: str, function: Callable[..., Any]) -> Binding:
+    """Return how a function is called; `name` is what the recipe calls it.
+
+    Raises:
+        RewardError: its parameters cannot be read, it takes no completion, or wants what no reward is given.
+    """
+    try:
+        binding = Binding(tuple(inspect.signature(function).parameters.values()))
+    except (TypeError, ValueError):
+        raise RewardError(f"{name!r} has no signature to bind by name; write {WANTED}") from None
+    for each in binding.parameters:
+        if each.default is _ANY and each.name in _NOT_OFFERED and each.kind is not each.VAR_KEYWORD:
+            raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {_NOT_OFFERED[each.name]}")
+    known = {_PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL}
+    if not known & {*_OF_A_COMPLETION} and not binding._takes_others:
+        names = ", ".join(each.name for each in binding.parameters) or "nothing"
+        raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
+                          f"so write {WANTED}")  # fmt: skip
+    return binding
+
+
+def _value(name: str, fields: Fields) -> Any:
+    """Return what a name means for one completion; a known name goes before a column.
+
+    Raises:
+        KeyError: it is neither.
+    """
+    columns = _columns(fields)
+    if name in _COMPLETION:
+        return fields["to_be_evaluated"]
+    if name == "reference":
+        return fields["reference"] or columns.get(name, "")
+    if name in KEYWORDS:
+        return fields.get(name)
+    if name in columns:
+        return columns[name]
+    if name == "ground_truth":  # of verl's rows below another column
+        model = columns.get("reward_model")
+        return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else fields["reference"]
+    if name == "extra_info":
+        return {}
+    return {"data_source": fields.get("data_source") or ""}[name]
+
+
+def _values(name: str, group: Sequence[Fields]) -> Any:
+    """Return what a name means for all completions of a prompt."""
+    columns = _columns(group[0])
+    if name in _OF_THE_RECIPE:
+        return _value(name, group[0])
+    if name in _PLURALS and name not in columns:
+        if name == "completions":  # TRL's are messages where the prompt is
+            return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
+                    for fields in group]  # fmt: skip
+        if name == "prompts":
+            return [columns.get("prompt", fields.get("prompt")) for fields in group]
+        name = _PLURALS[name]
+    return [_value(name, fields) for fields in group]
+
+
+def _columns(fields: Fields) -> Mapping[str, Any]:
+    columns: Mapping[str, Any] = fields.get("metadata") or {}
+    return columns
+
+
+def _unbound(name: str, fields: Fields) -> str:
+    columns = ", ".join(_columns(fields)) or "none"
+    return f"nothing is called {name!r} (columns of the row: {columns}); arguments are bound by name, so write {WANTED}"
