@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,13 @@ _NO_TIMEOUT = None
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _INTEGER = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
+_BOX = re.compile(r"\\(?:boxed|fbox)\b(?:\s*(?=\{))?")
+_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
+_WITH_EXPONENT = re.compile(
+    r"(?<![\w.\\])(\d+(?:\.\d+)?)(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d)))"
+)
+_REPEATING = re.compile(r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?")
+_LAST_MARKS = re.compile(r"(?:\\[,;:! ]|[.,;:\s])+(\$*)$")
 _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 
 
@@ -24,14 +32,40 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also when it has none.
 
     The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. Of a solution that ends as those of GSM8K
-    do (`#### 72`) it is what stands behind that mark. One that cannot be read is invalid.
+    do (`#### 72`) it is what stands behind that mark. One that cannot be read is invalid. `\\fbox`, a last full stop or
+    comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are understood in both.
     """
-    reference = require_reference(require_reference(reference).rpartition("####")[2])
-    end = to_be_evaluated[max(0, to_be_evaluated.rfind("\\boxed")) :]  # math-verify would join the boxes to one answer
+    reference = _tidied(require_reference(require_reference(reference).rpartition("####")[2]))
+    end = _tidied(to_be_evaluated)
     if (found := _BOXED_INTEGER.fullmatch(end)) and (wanted := re.fullmatch(_INTEGER, reference)):
         # What most completions end with needs no parser.
         return float(int(found[1].replace(",", "")) == int(wanted[1].replace(",", "")))
     return _judged(end, reference)
+
+
+def _tidied(text: str) -> str:
+    """Return the text from its last box on, because math-verify would join several to one answer, with the box and the
+    numbers in forms that it reads."""
+    boxes = list(_BOX.finditer(text))
+    text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
+    text = _SPACE_IN_NUMBER.sub("", text)
+    text = _WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
+    text = _REPEATING.sub(_fraction, text)
+    if not boxes:
+        return text
+    content, depth = text[len("\\boxed") :], 0
+    for end, character in enumerate(content):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return "\\boxed" + content[:1] + _LAST_MARKS.sub(r"\1", content[1:end]) + content[end:]
+    return text
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction: 0.1666... is (16 - 1) / 90."""
+    whole, once, repeated = found[1] or "0", found[2], found[3] or found[4]
+    over = int(whole + once + repeated) - int(whole + once)
+    return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
 
 
 @lru_cache(maxsize=1024)  # completions of a prompt have one reference, and often one end
@@ -45,8 +79,8 @@ def _judged(end: str, reference: str) -> float:
 
 @lru_cache(maxsize=1024)
 def _expected(reference: str) -> list[Any]:
-    text = reference[max(0, reference.rfind("\\boxed")) :]
-    return _parse(text, LatexExtractionConfig()) or _parse(f"\\boxed{{{reference}}}", LatexExtractionConfig())
+    text = reference if reference.startswith("\\boxed") else _LAST_MARKS.sub(r"\1", reference)
+    return _parse(text, LatexExtractionConfig()) or _parse(f"\\boxed{{{text}}}", LatexExtractionConfig())
 
 
 def _parse(text: str, *targets: Any) -> list[Any]:

@@ -8,8 +8,10 @@ from cosmos_core.rewards.base import require_reference
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-_ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})")
+_ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)")
 """Small letters alone, before a word: `A B` are two choices, and `a b` a product."""
+
+_DOLLAR = re.compile(r"(?<!\\)\$")
 
 # Order matters in all three tables: articles go before blanks do, longer debris before its own parts.
 _REPLACED = (
@@ -45,8 +47,15 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
     return 1.0 if answers and _normalised(answers[-1]) == expected else -1.0
 
 
+def _without_articles(answer: str) -> str:
+    """Return the answer without articles; between dollar signs `a` is a name, as in `$a sin x$`."""
+    parts = _DOLLAR.split(answer)
+    is_opened_before = len(parts) % 2 == 0  # what stood before `=` is gone
+    return "$".join(part if i % 2 != is_opened_before else _ARTICLE.sub("", part) for i, part in enumerate(parts))
+
+
 def _normalised(answer: str) -> str:
-    answer = _ARTICLE.sub("", answer.rpartition("=")[2].strip())
+    answer = _without_articles(answer.rpartition("=")[2].strip())
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
     for debris in _DELETED:

@@ -1,14 +1,15 @@
-"""The number after `#### ` is the reference's, as in the GSM8K data set."""
+"""The number after `####` is the reference's, as in the GSM8K data set."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
-_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"####[\s*\\$]*([-+]?)[\\$]*(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the first `#### number` of both is the same string, thousands separators aside, else 0.
+    """Return 1 if the last `#### number` of both is the same number, else 0; `####42`, `#### $42`, `#### 42.` are 42.
 
     Unlike in Cosmos-RL a reference without `#### number` is invalid; there, a completion without one would be right.
     """
@@ -18,7 +19,6 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
     return float(_number(to_be_evaluated) == expected)
 
 
-def _number(text: str) -> str | None:
-    match = _NUMBER.search(text)
-    number = match.group(1).replace(",", "") if match else ""
-    return number if any(character.isdigit() for character in number) else None
+def _number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text)
+    return Decimal("".join(numbers[-1]).replace(",", "")) if numbers else None
