@@ -61,6 +61,7 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
         data=Path(data) if data else None,
         inputs=inputs,
         fingerprint=expected.value,
+        of_training=expected.of_training,
         kind=run.pipeline.kind_of(stage),
         sources=sources,
         origin=its_origin,
@@ -91,9 +92,9 @@ def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Sourc
 
 
 def make_room(path: Path, expected: Fingerprint) -> None:
-    """Content of another fingerprint is moved aside, and said so: a checkpoint among it will not be continued."""
+    """Content of another training is moved aside, and said so: a checkpoint among it will not be continued."""
     saved = read_object(path / FINGERPRINT)
-    if saved and saved.get("value") != expected.value:
+    if saved and saved.get("of_training") != expected.of_training:
         changed = "; ".join(expected.difference(saved["ingredients"])[:3])
         supersede(path)
         record_event(path, "superseded", changed)

@@ -16,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.dataset import DatasetConfig
@@ -39,9 +39,9 @@ from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, Preempted
+from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.models.processor import processor_files
-from cosmos_core.models.source import source_of
 from cosmos_core.run.files import replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -169,10 +169,8 @@ def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
 
 def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens at which generation stops: the tokenizer's end token and those of generation_config.json."""
-    source, options = source_of(model, revision)
-    listed: Any = None
-    with suppress(OSError):  # many models have none
-        listed = GenerationConfig.from_pretrained(str(source), **options).eos_token_id
+    generation = load_generation_config(model, revision)
+    listed: Any = generation and generation.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
     return tuple(token for token in (tokenizer.eos_token_id, *listed) if token is not None)
 

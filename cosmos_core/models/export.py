@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.models.disk import saving
+from cosmos_core.models.generation_config import default_generation_config, save_generation_config
 from cosmos_core.models.lora import FOLDER, is_adapted, merged, plain_state, save_adapter
 from cosmos_core.run.files import replaced_folder
 
@@ -38,9 +39,10 @@ def export_model(
         StageFailed: the disk is full or broken.
     """
     with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
-        with merged(model):
+        with merged(model), default_generation_config(model):
             model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _exported_config(model, dtype).save_pretrained(building)
+        save_generation_config(model, building)
         tokenizer.save_pretrained(building)
         if is_adapted(model):
             save_adapter(model, building / FOLDER)

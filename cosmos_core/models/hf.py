@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,6 +27,7 @@ from transformers.initialization import meta_device_safe_creation_ops, no_init_w
 from transformers.quantizers.auto import get_hf_quantizer
 
 from cosmos_core.errors import ModelError
+from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merged, plain_state
 from cosmos_core.models.recompute import Recompute, recompute
 from cosmos_core.models.source import KEY, check_weights, read_object, reading, source_of
@@ -100,6 +100,9 @@ def load_model(
     with torch.device("meta"), meta_device_safe_creation_ops():
         _built(config, model, dtype)  # so that a wrong config.json ends here as it does on a mesh
     cls = _model_class(config)
+    generation = load_generation_config(model, revision)
+    if generation is not None:
+        options["generation_config"] = generation
     with reading("weights", model):
         loaded, info = cls.from_pretrained(
             str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
@@ -128,15 +131,6 @@ def model_without_weights(
     built.tie_weights()  # which comes with the initialisation
     recompute(built, gradient_checkpointing)
     return built.eval()
-
-
-def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig:
-    """Load what a model says about generating, such as its end tokens; of one that says nothing, of its config.json."""
-    source, options = source_of(model, revision)
-    try:
-        return GenerationConfig.from_pretrained(str(source), **options)
-    except OSError:
-        return GenerationConfig.from_model_config(load_config(model, revision))
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:

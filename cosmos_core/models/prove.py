@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -276,8 +277,9 @@ def _with_adapter(folder: Path, probe: Probe) -> Any:
     config = cut_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
-        source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention
-    )
+        source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
+        generation_config=GenerationConfig(),  # the base's own may be one that transformers refuses
+    )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()
 
 

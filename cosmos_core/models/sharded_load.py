@@ -13,7 +13,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -42,6 +41,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.errors import ModelError
+from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import audit, load_model, model_without_weights, not_finite
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
@@ -141,7 +141,6 @@ def _start(
     """
     if getattr(built.config, "quantization_config", None):
         return "its weights are quantized"
-    source, options = source_of(model, revision)
     keeps_float32 = _keeps_float32(built, dtype)
     for name, tensor in built.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and keeps_float32(name):
@@ -157,8 +156,8 @@ def _start(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    with reading("generation_config.json", model), suppress(OSError):  # it has one of its config
-        built.generation_config = GenerationConfig.from_pretrained(str(source), **options)
+    if generation := load_generation_config(model, revision):  # else it has one of its config
+        built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _UNREAD[built] = _Unread(model, device, groups)
     return ""

@@ -15,6 +15,22 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.run.files import read_json
 
 _INDEX = ".index.json"
+# What tokenisation depends on; weights are not among it, so rows survive another initialisation.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*processor_config.json",
+    "chat_template.json",
+    "*.model",
+)
+_OF_WEIGHTS = (
+    "*.safetensors", "*model*.bin", "adapter_*", "*.index.json", "config.json", "configuration*", "model_index.json",
+    "scheduler_config.json", "tekken.json", "*.tiktoken", "*.py",
+)  # fmt: skip
 _NOT_ENCODING = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 _WEIGHTS = (".safetensors", ".bin")
 
@@ -49,6 +65,14 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     folders = {index.parent for index in indexes}
     kept = {file for file in files if not (file.parent in folders and is_weights(file)) or file in named}
     return sorted(kept | {file for file in named if file.is_file()})
+
+
+def enters_training(file: Path) -> bool:
+    """Return whether a file of a model's folder is read for its weights, its shape or its tokens.
+
+    The others, such as `generation_config.json` or a licence, change what is exported at most.
+    """
+    return any(fnmatch(file.name, pattern) for pattern in (*TOKENIZER_FILES, *_OF_WEIGHTS))
 
 
 def files_of_encoders(folder: Path) -> list[Path]:

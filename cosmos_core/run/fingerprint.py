@@ -24,8 +24,9 @@ from cosmos_core.config.schema.table import affects_result, flat_keys, result_va
 from cosmos_core.config.target import split_target
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest, is_import_path
-from cosmos_core.run.content import files_of, files_of_encoders, files_of_model
+from cosmos_core.run.content import TOKENIZER_FILES, enters_training, files_of, files_of_encoders, files_of_model
 from cosmos_core.run.digests import Digests
+from cosmos_core.run.files import read_object
 from cosmos_core.run.inputs import (
     adapter_source,
     chat_template_source,
@@ -45,19 +46,9 @@ from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind, is_below
 
-# What tokenisation depends on; weights are not among it, so rows survive another initialisation.
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*processor_config.json",
-    "chat_template.json",
-    "*.model",
-)
 DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv")
+CARRIED = "carried"
+"""Ingredient: the files of a model that no training reads, but exports hand on."""
 _CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read where no user's code is
 IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 
@@ -68,6 +59,11 @@ class Fingerprint:
 
     value: str
     ingredients: dict[str, Any]
+
+    @property
+    def of_training(self) -> str:
+        """Return the hash of what a training depends on: a checkpoint is that of any stage in which it is the same."""
+        return _hashed({name: value for name, value in self.ingredients.items() if name != CARRIED})
 
     def difference(self, older: Mapping[str, Any]) -> list[str]:
         """Return the ingredients that are not as in `older`, as `key: old -> new`."""
@@ -134,8 +130,13 @@ def fingerprint(
     if weights := weights_source(model, recipe, kind):
         ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
     ingredients |= _said_of(stage)
-    text = json.dumps(ingredients, sort_keys=True, default=str)
-    return Fingerprint(hashlib.sha256(text.encode()).hexdigest(), json.loads(text))
+    ingredients |= _generation_of(model, kind, digests, recipe)
+    ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
+    return Fingerprint(_hashed(ingredients), ingredients)
+
+
+def _hashed(ingredients: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
 def _of_service(stage: StageConfig, digests: Digests) -> dict[str, Any]:
@@ -216,10 +217,30 @@ def _model_digest(
         return digests.of_files(model, files_of_encoders(model))
     if isinstance(model, Path):
         patterns = TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",)
-        return digests.of_files(model, files_of_model(model, patterns))
+        files = files_of_model(model, patterns)
+        if not _reads_any_file(kind, recipe):
+            files = [file for file in files if enters_training(file)]
+        return digests.of_files(model, files)
     if model is None or source_of(model) is not None:
         return model  # the digest of that stage is among the inputs
     return remote_digest(model) if is_remote(model) else f"hub:{model}@{revision}"
+
+
+def _reads_any_file(kind: StageKind, recipe: Recipe) -> bool:
+    """Whether code of a user's own reads the model, and may read any file of it."""
+    return not kind.entry or bool(recipe.policy.model_class)
+
+
+def _generation_of(model: Path | str | None, kind: StageKind, digests: Digests, recipe: Recipe) -> dict[str, Any]:
+    """The tokens at which generation ends, which rows and completions depend on, and the files that are handed on."""
+    if not isinstance(model, Path) or _reads_any_file(kind, recipe):
+        return {}
+    said = read_object(model / "generation_config.json")
+    found: dict[str, Any] = {"end_tokens": said["eos_token_id"]} if "eos_token_id" in said else {}
+    if kind.reads_model == "weights":
+        others = [file for file in files_of_model(model) if not enters_training(file)]
+        found[CARRIED] = digests.of_files(model, others)
+    return found
 
 
 def remote_digest(url: str) -> str:

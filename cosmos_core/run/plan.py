@@ -106,7 +106,8 @@ def plan(
 
 def save_fingerprint(stage_path: Path, value: Fingerprint) -> None:
     """Keep what went into the fingerprint, so that a later run can say what changed."""
-    write_json(stage_path / FINGERPRINT, {"value": value.value, "ingredients": value.ingredients})
+    content = {"value": value.value, "of_training": value.of_training, "ingredients": value.ingredients}
+    write_json(stage_path / FINGERPRINT, content)
 
 
 def _finished(output_dir: Path, value: str) -> list[Path]:

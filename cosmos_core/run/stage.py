@@ -47,6 +47,8 @@ class Stage:
     """Of everything that can change the result."""
     kind: StageKind
     """What is declared of its kind."""
+    of_training: str = ""
+    """Fingerprint of what the training depends on, which its checkpoints have; empty: `fingerprint`."""
     sources: tuple[Source, ...] = ()
     """The model and the data that it reads and no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class Stage:
     def entry(self) -> str:
         """Return the import path of the program: that of the kind, or the user's own."""
         return self.kind.entry or self.config.entry
+
+    @property
+    def checkpoint_fingerprint(self) -> str:
+        """Return the fingerprint that its checkpoints have: any stage with the same one may continue from them."""
+        return self.of_training or self.fingerprint
 
     @property
     def run_path(self) -> Path:
@@ -94,6 +101,7 @@ class Stage:
             "model": self.model,
             "data": str(self.data or ""),
             "fingerprint": self.fingerprint,
+            "of_training": self.of_training,
             "kind": asdict(self.kind),
             "stage": self.config.model_dump(),
             "recipe": self.recipe.model_dump(),
@@ -115,6 +123,7 @@ def load_stage(path: Path) -> Stage:
         data=Path(spec["data"]) if spec.get("data") else None,
         inputs=spec.get("inputs", {}),
         fingerprint=spec["fingerprint"],
+        of_training=spec.get("of_training", ""),
         origin=spec.get("origin", {}),
         kind=read_kind(spec["kind"]),
         sources=tuple(map(Source.model_validate, spec.get("sources", ()))),

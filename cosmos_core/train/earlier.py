@@ -28,6 +28,7 @@ from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.table import flat_keys
 from cosmos_core.errors import ModelError
 from cosmos_core.run.files import link_or_copy, read_json, replaced_folder, write_json
+from cosmos_core.run.fingerprint import CARRIED
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import SAMPLES
@@ -35,8 +36,8 @@ from cosmos_core.types import is_below
 
 logger = logging.getLogger(__name__)
 
-_MESH = ("world_size", "config.policy.parallelism", "config.rollout.parallelism")
-"""Ingredients that change no more of the result than the order of sums."""
+_MESH = (CARRIED, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
+"""Ingredients that change no more of the trained weights than the order of sums."""
 
 
 def take_over(stage: Stage) -> None:
@@ -45,11 +46,11 @@ def take_over(stage: Stage) -> None:
     Where the stage has a checkpoint of its own nothing is done; where there is none to take over, that is said.
     """
     own = stage.path / "checkpoints"
-    if newest_whole(own, stage.fingerprint) is not None:
+    if newest_whole(own, stage.checkpoint_fingerprint) is not None:
         return
     folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own]
     found = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    same_mesh = [(step, folder, stage.fingerprint) for step, folder in found]
+    same_mesh = [(step, folder, stage.checkpoint_fingerprint) for step, folder in found]
     passed_over = set()
     for step, folder, fingerprint in (*same_mesh, *_of_another_mesh(stage, found)):
         checkpoint, reason = step_folder(folder, step), problem(folder, step, fingerprint)
@@ -101,7 +102,7 @@ def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tu
     for step, folder in found:
         theirs = read_json(folder.parent / FINGERPRINT)
         if isinstance(theirs, dict) and ours and _without_mesh(theirs) == ours:
-            yield step, folder, theirs["value"]
+            yield step, folder, theirs.get("of_training", theirs["value"])
 
 
 def _without_mesh(fingerprint: Any) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
             manifest = building / "policy" / MANIFEST
             content = read_manifest(manifest.parent)
             manifest.unlink()  # a link: theirs must not change
-            write_json(manifest, {**content, "fingerprint": stage.fingerprint})
+            write_json(manifest, {**content, "fingerprint": stage.checkpoint_fingerprint})
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():
             shutil.copy2(folder.parent / name, stage.path / name)

@@ -19,7 +19,8 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import hide
 from cosmos_core.models.freeze import choose_trained
-from cosmos_core.models.hf import load_generation_config, load_tokenizer, model_without_weights
+from cosmos_core.models.generation_config import load_generation_config
+from cosmos_core.models.hf import load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.open_causal_lm import open_vision
 from cosmos_core.models.processor import Vision
@@ -175,5 +176,6 @@ def _open_apart(path: Path) -> Engine:
         )
     if stage.kind.trains:
         choose_trained(model, policy)  # an engine that has the adapter's shapes gets the adapter alone
-    model.generation_config = load_generation_config(stage.model, policy.model_revision)
+    if generation := load_generation_config(stage.model, policy.model_revision):
+        model.generation_config = generation
     return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

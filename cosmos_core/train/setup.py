@@ -303,7 +303,7 @@ def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
     ckpt = stage.recipe.train.ckpt
     checkpointer = Checkpointer(
         stage.path / "checkpoints",
-        fingerprint=stage.fingerprint,
+        fingerprint=stage.checkpoint_fingerprint,
         max_keep=ckpt.max_keep,
         asynchronous=ckpt.save_mode == "async",
         on_saved=stage.progress.saved,

@@ -10,8 +10,10 @@ import pytest
 from cosmos_core import facts
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs, reward_service_parts
+from cosmos_core.run.plan import save_fingerprint
 from cosmos_core.train.earlier import _without_mesh
 from tasks.kinds import all_kinds
+from tasks.layout import make_room
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
@@ -138,6 +140,29 @@ def test_code_of_a_reward_counts_for_reinforcement_learning_too(folder: Path) ->
 def test_a_file_more_counts(folder: Path) -> None:
     assert changed_by(folder, "model/adapter.safetensors") == {"sft"}
     assert changed_by(folder, "held_out/more.jsonl") == {"prepare"}
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "LICENSE", "training_args.bin", "notes/results.json"])
+def test_a_file_that_enters_no_weight_changes_the_export_and_leaves_every_checkpoint(folder: Path, file: str) -> None:
+    (folder / "model/notes").mkdir()
+    (folder / "model" / file).write_text('{"eos_token_id": 3, "temperature": 0.6}')
+    pipeline = load_recipe(folder)
+    before = fingerprint_of(pipeline, "sft")
+    assert changed_by(folder, f"model/{file}", '{"eos_token_id": 3}') == {"sft"}
+    after = fingerprint_of(pipeline, "sft")
+    assert after.of_training == before.of_training != before.value
+
+    stage = folder / "stages/sft"
+    (stage / "checkpoints/step_3").mkdir(parents=True)
+    save_fingerprint(stage, before)
+    make_room(stage, after)
+    assert (stage / "checkpoints/step_3").exists()
+    make_room(stage, fingerprint_of(load_recipe(folder, "train.seed=1"), "sft"))
+    assert not (stage / "checkpoints").exists()
+
+
+def test_the_tokens_that_end_a_completion_count_for_rows_and_training(folder: Path) -> None:
+    assert changed_by(folder, "model/generation_config.json", '{"eos_token_id": [3, 4]}') == {"prepare", "sft"}
 
 
 def test_the_same_content_at_another_place_is_the_same(tmp_path: Path) -> None:

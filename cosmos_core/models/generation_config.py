@@ -1,0 +1,82 @@
+"""`generation_config.json` of a model: read whatever is in it, and write what was read.
+
+It enters no weight, so that nothing in it may stop a training or an export. transformers refuses to load some of its
+values and to save others, sampling parameters without `do_sample` for example, which many published models have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from cosmos_core.models.source import read_object, reading, source_of
+
+FILE = "generation_config.json"
+_FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
+"""Settings that decide whether others are valid."""
+
+logger = logging.getLogger(__name__)
+
+
+def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig | None:
+    """Load what a model says about generating, such as its end tokens; None: it has no such file.
+
+    Settings that transformers refuses to load are left out, and named in a warning.
+
+    Raises:
+        ModelError: the file is no JSON object, or the Hub id cannot be had.
+    """
+    source, options = source_of(model, revision)
+    options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    with reading(FILE, model):
+        file = cached_file(str(source), FILE, **options)
+    if file is None:
+        return None
+    found, refused = _usable(read_object(Path(file), model))
+    if refused:
+        logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused))
+    return found
+
+
+def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the generation config of a model, also one that transformers would refuse to save: it loads it again."""
+    model.generation_config.to_json_file(folder / FILE, keys_to_pop=["compile_config"])
+
+
+@contextmanager
+def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model have transformers' default generation config inside the block, which can always be saved."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _usable(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
+    """Return the generation config of as many settings as transformers loads, and the names of the others."""
+    if whole := _built(content):
+        return whole, []
+    kept: dict[str, Any] = {}
+    for key in sorted(content, key=lambda key: (key not in _FIRST, key)):
+        if _built({**kept, key: content[key]}):
+            kept[key] = content[key]
+    return GenerationConfig.from_dict(dict(kept)), sorted(content.keys() - kept.keys())
+
+
+def _built(content: Mapping[str, Any]) -> GenerationConfig | None:
+    """Return the generation config of these settings; None where transformers refuses them, or could not write them."""
+    try:
+        found = GenerationConfig.from_dict(dict(content))
+        GenerationConfig.from_dict(found.to_dict())  # which it does with the config of a model that it loads
+        found.to_json_string()
+        ids = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id or 0]
+    except Exception:  # noqa: BLE001 - whatever a value of the wrong type leads to
+        return None
+    return found if all(isinstance(token, int) for token in ids) else None
