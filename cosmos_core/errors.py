@@ -8,6 +8,7 @@
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
     │   └── Cancelled    by a person, so nothing starts it again but one             exit 75
     ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
+    │   ├── ProgramError  its program raised an error that may not pass by itself     exit 1
     │   ├── GateFailed   a condition of a gate does not hold                          exit 65
     │   └── DiskFull     there is no room to write                                    exit 1
     └── UploadError      a target refused or lost what was sent                      exit 1
@@ -70,6 +71,11 @@ class StageFailed(CosmosError, RuntimeError):
     """A stage ended without a result although its configuration was accepted."""
 
 
+class ProgramError(StageFailed):
+    """The program of a stage raised an error that is not of machine or network: the same one at the same step again
+    would come a third time."""
+
+
 class GateFailed(StageFailed):
     """The model is not good enough; trying again cannot help."""
 
@@ -98,6 +104,7 @@ BY_NAME: dict[str, type[CosmosError]] = {
         Preempted,
         Cancelled,
         StageFailed,
+        ProgramError,
         GateFailed,
         DiskFull,
         UploadError,

@@ -47,7 +47,7 @@ from cosmos_core.run.lock import Lock, stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import Decision, decide, fingerprint_folder, register, save_fingerprint
 from cosmos_core.run.progress import Position
-from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
 from cosmos_core.upload.saves import saves_url, sending
 from tasks import events
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
@@ -140,15 +140,16 @@ def stage_task(run: Run, name: str, *, is_here: bool = False, slot: threading.Se
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """Decide about a retry: never of a user's mistake or what a person cancelled, always of a preemption, of a crash
-    until `retries` in a row brought no progress."""
+    """Decide about a retry: never of a user's mistake, of what a person cancelled or of the same error at the same step
+    again, always of a preemption, of a crash until `retries` in a row brought no progress."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
     if isinstance(error, (Cancelled, DiskFull)):  # a failure that cannot be written cannot be counted either
         return False
     if isinstance(error, Preempted):
         return True
-    return read_state(run.stage_path(name)).failures <= run.pipeline.stage(name).retries
+    state = read_state(run.stage_path(name))
+    return not state.is_repeated and state.failures <= run.pipeline.stage(name).retries
 
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
@@ -175,7 +176,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
     except Exception as error:
         failure = _failure(error, path)
         if read_state(path).state not in {"failed", "stopped"}:
-            _record_failure(path, failure)
+            record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_death(path))
             if not should_retry(run, name, failure):  # what the child could say it has said
@@ -218,7 +219,7 @@ def perform(
             return _made_once(run, stage, expected, lock, on_progress, on_line)
         except Exception as error:
             failure = _failure(error, path)
-            _record_failure(path, failure)
+            record_failure(path, failure)
             stored.send_record()
             if failure is error:
                 raise
@@ -351,20 +352,6 @@ def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
         record_event(path, "done")
 
 
-def _record_failure(path: Path, error: CosmosError) -> None:
-    """Count attempts without progress; a preemption is not one."""
-    state = read_state(path)
-    gained = (state.checkpoint_step or 0) > (state.failed_at or 0)
-    failures = state.failures if isinstance(error, Preempted) else 1 if gained else state.failures + 1
-    kind = "stopped" if isinstance(error, Preempted) else "failed"
-    with room_may_be_missing(f"the failure of stage {path.name}"):
-        update_state(
-            path, state=kind, failures=failures, failed_at=state.checkpoint_step, error=str(error),
-            error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
-        )  # fmt: skip
-        record_event(path, "preempted" if isinstance(error, Preempted) else "crashed", str(error))
-
-
 def _take_charge(path: Path) -> None:
     """Note that this process runs the stage; wait before another attempt of its own after a crash: 1, 2, 4 ... 60 s.
 
@@ -372,7 +359,7 @@ def _take_charge(path: Path) -> None:
     """
     state = read_state(path)
     if state.launcher_pid != os.getpid():
-        update_state(path, **this_process(), failures=0)
+        update_state(path, **this_process(), failures=0, failed_with="", is_repeated=False)
     elif state.state == "failed":
         update_state(path, state="retrying")
         worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
 from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, rooms_of
-from cosmos_core.errors import CosmosError, StageFailed, first_line
+from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
+from cosmos_core.passing import may_pass
 
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
@@ -50,6 +51,10 @@ _DEATH_SECONDS = 10.0
 
 class RankFailed(StageFailed):
     """A rank died, or met an error that is none of ours."""
+
+
+class RankRaised(RankFailed, ProgramError):
+    """A rank met an error that may not pass by itself."""
 
 
 class RanksAgain(RankFailed):
@@ -120,7 +125,8 @@ def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bo
     except Exception as error:  # noqa: BLE001 - the edge of a process: whatever it is has to reach the other side
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            error = RankFailed(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
+            kind = RankFailed if may_pass(error) else RankRaised
+            error = kind(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None
 

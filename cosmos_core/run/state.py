@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import time
 from pathlib import Path
 from typing import Any, Literal
 
-from cosmos_core.errors import EXIT_CRASH
-from cosmos_core.run.files import Document, Seconds, read_document, write_json
+from cosmos_core.errors import EXIT_CRASH, CosmosError, Preempted, ProgramError
+from cosmos_core.run.files import Document, Seconds, read_document, room_may_be_missing, write_json
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
+_ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
+"""What differs between two messages of the same error."""
 ACTIVE = frozenset({"running", "retrying"})
+
+
+logger = logging.getLogger(__name__)
 
 
 class State(Document):
@@ -28,6 +35,10 @@ class State(Document):
     """Attempts in a row without progress."""
     failed_at: int | None = None
     """Step of the newest checkpoint when the last attempt failed."""
+    failed_with: str = ""
+    """Error and step of the last attempt, if its program failed with one that may not pass by itself."""
+    is_repeated: bool = False
+    """The attempt before failed with the same."""
     error: str = ""
     error_type: str = ""
     exit_code: int = EXIT_CRASH
@@ -87,3 +98,21 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
     stage_path.mkdir(parents=True, exist_ok=True)
     with open(stage_path / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"time": time.time(), "event": event, "detail": detail}) + "\n")
+
+
+def record_failure(stage_path: Path, error: CosmosError) -> None:
+    """Note how an attempt ended, and count attempts without progress; a preemption is not one."""
+    state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
+    gained = (state.checkpoint_step or 0) > (state.failed_at or 0)
+    failures = state.failures if is_preempted else 1 if gained else state.failures + 1
+    failed_with = f"step {state.step}: {_ADDRESS.sub('', str(error))}" if isinstance(error, ProgramError) else ""
+    is_repeated = bool(failed_with) and failed_with == state.failed_with
+    if is_repeated:
+        logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)
+    with room_may_be_missing(f"the failure of stage {stage_path.name}"):
+        update_state(
+            stage_path, state="stopped" if is_preempted else "failed", failures=failures,
+            failed_at=state.checkpoint_step, failed_with=failed_with, is_repeated=is_repeated, error=str(error),
+            error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
+        )  # fmt: skip
+        record_event(stage_path, "preempted" if is_preempted else "crashed", str(error))

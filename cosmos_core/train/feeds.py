@@ -22,7 +22,7 @@ from cosmos_core.data.media_rows import MediaRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample, within_budget
-from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.errors import DataError, ProgramError
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync, check_scores
 from cosmos_core.types import Prompt, Sampling
@@ -241,7 +241,7 @@ class RolloutFeed(Feed):
 
         Raises:
             RewardError: no completion has a valid reward, because a function raises.
-            StageFailed: no completion has one for another reason, or none of a full step's groups is of use.
+            ProgramError: no completion has one for another reason, or none of a full step's groups is of use.
         """
         if self._source.is_over or self.step == self.total_steps:
             return None
@@ -251,7 +251,7 @@ class RolloutFeed(Feed):
                 return None
             self.total_steps = self.step + 1
         if not groups:
-            raise StageFailed(
+            raise ProgramError(
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )

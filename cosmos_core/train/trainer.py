@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.errors import ConfigError, ProgramError
 from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
@@ -76,7 +76,7 @@ class Trainer:
         """Take one optimizer step; return its metrics.
 
         Raises:
-            StageFailed: the loss or the gradient is not finite; the weights were not touched.
+            ProgramError: the loss or the gradient is not finite; the weights were not touched.
         """
         self.adapter.runner.train(True)
         self.optimizer.zero_grad(set_to_none=True)
@@ -90,7 +90,7 @@ class Trainer:
         loss, total, values = self._over_ranks(losses)
         norm = self._clipped()
         if not torch.isfinite(torch.tensor([loss, norm])).all():
-            raise StageFailed(
+            raise ProgramError(
                 f"loss = {loss}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
             )
         self.optimizer.step()

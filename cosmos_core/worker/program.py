@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.environment import hide, masked
-from cosmos_core.errors import EXIT_CRASH, EXIT_OK, ConfigError, CosmosError, Preempted, StageFailed
+from cosmos_core.errors import (
+    EXIT_CRASH,
+    EXIT_OK,
+    ConfigError,
+    CosmosError,
+    Preempted,
+    ProgramError,
+    StageFailed,
+    by_name,
+)
 from cosmos_core.facts import Facts, measure
 from cosmos_core.imports import without_collection
 from cosmos_core.observe import wording
@@ -199,12 +208,13 @@ def _listen_for_stop(stage: Stage) -> None:
 def _give_up(path: Path, error: CosmosError) -> int:
     level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
     logger.log(level, "%s", error, exc_info=error.__cause__)
-    return _say(path, error, type(error).__name__, str(error))
+    return _say(path, error, by_name(error)[0], str(error))
 
 
 def _crash(path: Path, error: Exception) -> int:
     traceback.print_exc()
-    return _say(path, error, StageFailed.__name__, f"{type(error).__name__}: {error}")
+    kind = StageFailed if may_pass(error) else ProgramError
+    return _say(path, error, kind.__name__, f"{type(error).__name__}: {error}")
 
 
 def _say(path: Path, error: Exception, kind: str, message: str) -> int:
