@@ -18,24 +18,40 @@ import numpy as np
 from cosmos_core.errors import RewardError
 
 STD_EPSILON = 1e-6
+_VARIANCE_EPSILON = 1e-8
+"""Of `whitened`, as in verl and OpenRLHF."""
 
 Groups = Sequence[Sequence[float | None]]
 
 
 def advantages(
-    groups: Groups, *, algo: str = "grpo", normalise_std: bool = True
+    groups: Groups,
+    *,
+    algo: str = "grpo",
+    normalise_std: bool = True,
+    num_tokens: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[float | None]], dict[str, int]]:
     """Return the advantage of each reward by the rule `algo`, a key of `RULES`, and counts.
 
-    Without `normalise_std` the rule `grpo` only subtracts the mean. Counts: `groups`, `constant_groups` (two or more
-    equal rewards), `single_groups` (one valid reward), `empty_groups` (none), and `invalid` completions.
+    Without `normalise_std` the rule `grpo` only subtracts the mean. `num_tokens`: learned tokens of each completion,
+    over which REINFORCE++ whitens; None: one each. Counts: `groups`, `constant_groups` (two or more equal rewards),
+    `single_groups` (one valid reward), `empty_groups` (none), and `invalid` completions.
 
     Raises:
         RewardError: the rule cannot take rewards like these.
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
     rule = _centred if algo == "grpo" and not normalise_std else RULES[algo]
-    found = [iter(values_G) for values_G in rule([np.asarray(each, dtype=np.float64) for each in valid])]
+    credited = rule([np.asarray(each, dtype=np.float64) for each in valid])
+    if algo.startswith("reinforce++"):
+        tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
+        lengths = [
+            [n for r, n in zip(rewards, own, strict=True) if r is not None and math.isfinite(r)]
+            for rewards, own in zip(groups, tokens, strict=True)
+        ]
+        flat = iter(whitened(np.concatenate([*credited, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
+        credited = [np.array([next(flat) for _ in each]) for each in valid]
+    found = [iter(values_G) for values_G in credited]
     values = [
         [float(next(own)) if r is not None and math.isfinite(r) else None for r in rewards]
         for rewards, own in zip(groups, found, strict=True)
@@ -47,6 +63,17 @@ def advantages(
         "empty_groups": sum(not each for each in valid),
         "invalid": sum(map(len, groups)) - sum(map(len, valid)),
     }
+
+
+def whitened(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
+    """Return (value - mean) / sqrt(sample variance + 1e-8), each value counted so many times; exactly 0 where all that
+    count are equal (REINFORCE++, arXiv 2501.03262, equation 10, with the estimator of verl)."""
+    if _is_constant(values_N[counts_N > 0]):
+        return np.zeros_like(values_N)
+    mean = np.average(values_N, weights=counts_N)
+    variance = (counts_N * (values_N - mean) ** 2).sum() / (counts_N.sum() - 1)
+    centred_N: np.ndarray = values_N - mean
+    return centred_N / np.sqrt(variance + _VARIANCE_EPSILON)
 
 
 def _is_constant(rewards_G: np.ndarray) -> bool:
@@ -77,18 +104,6 @@ def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
     return [c_G / (std + STD_EPSILON) for c_G in _centred(groups)]
 
 
-def _reinforce_plus_plus(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """(r - mean) / (population std + 1e-6) over all rewards of the step (REINFORCE++, arXiv 2501.03262)."""
-    everything = np.concatenate([*groups, np.zeros(0)])
-    whitened = iter(_grpo([everything])[0])
-    return [np.array([next(whitened) for _ in r_G]) for r_G in groups]
-
-
-def _reinforce_plus_plus_baseline(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """r - mean of the group, then whitened over the step (REINFORCE++-baseline, arXiv 2501.03262)."""
-    return _reinforce_plus_plus(_centred(groups))
-
-
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
     """(r - mean) / mean, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
     least = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
@@ -104,7 +119,8 @@ RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "grpo": _grpo,
     "rloo": _rloo,
     "batch-std": _batch_std,
-    "reinforce++": _reinforce_plus_plus,
-    "reinforce++-baseline": _reinforce_plus_plus_baseline,
+    "reinforce++": lambda groups: groups,
+    "reinforce++-baseline": _centred,
     "maxrl": _max_rl,
 }
+"""What is made of the rewards of all groups; the advantages of both REINFORCE++ are then `whitened` over tokens."""

@@ -93,25 +93,26 @@ class Grpo(Algorithm):
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
         """Return completions with a valid score as samples; an invalid one is left out, its group compared without."""
         config = self.config
+        ignored = [self._ignored(group) for group in groups]
+        drafts = [
+            [
+                sample_of(group.group.prompt, completion, 0.0, score.value or 0.0, ignore)
+                for completion, score, ignore in zip(group.group.completions, group.scores, row, strict=True)
+            ]
+            for group, row in zip(groups, ignored, strict=True)
+        ]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo=config.algo,
             normalise_std=not config.unbiased_advantage,
+            num_tokens=[[draft.num_learned for draft in row] for row in drafts],
         )
         metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
         found, num_ignored, num_sampled, num_broken = [], 0, 0, 0
-        for group, group_values in zip(groups, values, strict=True):
-            completions = group.group.completions
-            ignored = [0] * len(completions)
-            if config.min_filter_prefix_tokens is not None:
-                ignored = shared_prefixes(
-                    [completion.token_ids for completion in completions],
-                    [score.value for score in group.scores],
-                    config.min_filter_prefix_tokens,
-                )
-            for completion, score, value, ignore in zip(completions, group.scores, group_values, ignored, strict=True):
-                if value is not None and score.value is not None:
-                    found.append(sample_of(group.group.prompt, completion, value, score.value, ignore))
+        for group, *rows in zip(groups, drafts, values, ignored, strict=True):
+            for completion, draft, value, ignore in zip(group.group.completions, *rows, strict=True):
+                if value is not None:
+                    found.append(replace(draft, advantage=value))
                     num_ignored += sum(completion.loss_mask[:ignore])
                     num_sampled += completion.num_sampled
                     num_broken += int((~np.isfinite(completion.logprobs)).sum())
@@ -121,6 +122,13 @@ class Grpo(Algorithm):
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
         metrics["rollout/tokens_not_finite"] = float(num_broken)
         return within_budget(found, config.max_token_len_per_mini_batch), metrics
+
+    def _ignored(self, group: ScoredGroup) -> list[int]:
+        """Return for each completion how many of its first tokens are left out of the loss."""
+        completions, least = group.group.completions, self.config.min_filter_prefix_tokens
+        if least is None:
+            return [0] * len(completions)
+        return shared_prefixes([each.token_ids for each in completions], [s.value for s in group.scores], least)
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield `mu_iterations` passes over the samples in optimizer batches."""

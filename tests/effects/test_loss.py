@@ -39,7 +39,7 @@ def kl_in_reward() -> float:
     """The loss of tokens whose returns are those of REINFORCE++ with the KL in the reward."""
     cost = [0.1 * -math.log(2 * ratio) for ratio in (2, 2, 4, 0.5)]  # beta * log(old policy / reference)
     returns = np.array([1 - cost[0] - cost[1], 1 - cost[1], -cost[2], -cost[3]])
-    whitened = (returns - returns.mean()) / (returns.std() + 1e-6)
+    whitened = (returns - returns.mean()) / returns.std(ddof=1)
     first, second, third, fourth = whitened.tolist()
     assert first > second > 0 > third > fourth
     return (-1.2 * first - 1.2 * second - 3 * third - 0.8 * fourth) / 4

@@ -191,8 +191,8 @@ def test_advantages_by_a_plain_computation(algo):
                 "grpo": distance / (np.std(valid) + 1e-6),
                 "rloo": reward - (sum(valid) - reward) / (len(valid) - 1),
                 "batch-std": distance / (flat.std() + 1e-6),
-                "reinforce++": (reward - flat.mean()) / (flat.std() + 1e-6),
-                "reinforce++-baseline": (distance - centred.mean()) / (centred.std() + 1e-6),
+                "reinforce++": (reward - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8),
+                "reinforce++-baseline": (distance - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8),
                 "maxrl": distance / np.mean(valid),
             }[algo]
             assert value == pytest.approx(expected, abs=1e-12)
@@ -265,11 +265,11 @@ def test_returns_with_the_kl_in_the_reward_are_whitened_over_the_learned_tokens_
         for t in learned:
             kl = sum((old[i][u - 1] - reference[i][u - 1]).item() for u in learned if u >= t)
             expected[i, t - 1] = rewards[i] - beta * kl
-    mean, std = np.mean(list(expected.values())), np.std(list(expected.values()))
+    mean, std = np.mean(list(expected.values())), np.sqrt(np.var(list(expected.values()), ddof=1) + 1e-8)
     found = whitened_returns(samples, old, reference, beta)
     for i, mask in enumerate(masks):
         for t in range(len(mask) - 1):
-            value = (expected[i, t] - mean) / (std + 1e-6) if (i, t) in expected else 0.0
+            value = (expected[i, t] - mean) / std if (i, t) in expected else 0.0
             assert found[i][t].item() == pytest.approx(value, abs=1e-12)
 
     same = [replace(sample, reward=1.0) for sample in samples]

@@ -47,9 +47,9 @@ class GrpoConfig(RlConfig):
     """True: subtract the group's mean only, do not divide by its standard deviation (Dr. GRPO)."""
     algo: Algo = "grpo"
     """The rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean
-    of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), whitened over
-    the step (`reinforce++`, 2501.03262), both (`reinforce++-baseline`), or r - mean over the mean (`maxrl`,
-    2602.02710)."""
+    of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r whitened
+    over the learned tokens of the step (`reinforce++`, 2501.03262), r - mean whitened in that way
+    (`reinforce++-baseline`), or r - mean over the mean (`maxrl`, 2602.02710)."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
     kl_in_reward: Annotated[bool, Needs("kl_beta")] = False
