@@ -7,7 +7,7 @@ from tasks.prepare import DECIDE_ROWS
 KIND = StageKind(
     name="sft",
     entry="cosmos_core.train.setup:run",
-    result_version=1,
+    result_version=2,
     makes="model",
     feed="dataset",
     has_mesh=True,

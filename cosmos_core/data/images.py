@@ -20,6 +20,8 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import numpy as np
+
 from cosmos_core.data.messages import IMAGE_MARK, Message, Row
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef
@@ -196,6 +198,17 @@ def _read(file: Path, what: str) -> bytes:
         raise DataError(f"{what}: {reason} ({file}); check the path, or set custom.dataset.media_path") from error
 
 
+def in_rgb(image: Image) -> Image:
+    """Return an image in RGB; of 16 bits of grey the upper 8, where Pillow would make white of all but the darkest."""
+    from PIL import Image as pillow
+
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.int64)
+        is_deep = image.mode != "I" or values.max(initial=0) > np.iinfo(np.uint8).max
+        image = pillow.fromarray((values >> 8 * is_deep).clip(0, 255).astype(np.uint8))
+    return image.convert("RGB")
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -211,7 +224,7 @@ def _decoded(content: bytes, what: str) -> Image:
 
     try:
         with pillow.open(BytesIO(content)) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return in_rgb(ImageOps.exif_transpose(image))
     except pillow.DecompressionBombError as error:
         raise DataError(f"{what} is too large ({error}); make it smaller") from error
     except pillow.UnidentifiedImageError as error:

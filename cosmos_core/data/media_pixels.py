@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cosmos_core.data.images import in_rgb
 from cosmos_core.data.media_source import Content
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.passing import may_pass
@@ -28,6 +29,7 @@ Size = tuple[int, int]
 """Height and width."""
 _STEPS = 8
 """Aspect ratios between square and 1:2."""
+_LEAST_OF_SECONDS = 0.95  # of those that the head says, which are rounded by some programs
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,7 @@ def _image(content: Content) -> Image:
     from PIL import ImageOps
 
     with pillow.open(BytesIO(content.read())) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I;16"):  # Pillow would make white of all but the darkest shades
-            upright = pillow.fromarray((np.asarray(upright).astype(np.uint16) >> 8).astype(np.uint8))
-        return upright.convert("RGB")
+        return in_rgb(ImageOps.exif_transpose(image))
 
 
 def _framed(image: Image, framing: Framing) -> np.ndarray:
@@ -137,10 +136,45 @@ def _chosen(total: int, framing: Framing, draw: float) -> list[int]:
 
 
 def _count(content: Content) -> int:
-    """Return the number of frames of a video: what its head says, otherwise its packets are counted."""
+    """Return the number of frames of a video.
+
+    Raises:
+        DataError: it has none, or ends before what its head says.
+    """
     with _opened(content) as container:
+        if not container.streams.video:
+            raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
         stream = container.streams.video[0]
-        return stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        declared, seconds = stream.frames, _declared_seconds(container, stream)
+        count, end = 0, 0.0
+        for packet in container.demux(stream):
+            count += packet.size > 0
+            if packet.size and packet.pts is not None:
+                last = packet.pts + (packet.duration or 0) - (stream.start_time or 0)
+                end = max(end, float(last * packet.time_base))
+    is_cut = count < declared if declared else count and end < _LEAST_OF_SECONDS * seconds - 2 * seconds / count
+    if is_cut:
+        whole = f"{declared} frames" if declared else f"{seconds:g} s"
+        raise DataError(f"it is cut off: its head says {whole}, and it ends after {count} frames, {end:.3g} s")
+    return count
+
+
+def _declared_seconds(container: Any, stream: Any) -> float:
+    """Return how long the head of a file says that its video is; 0: it does not say."""
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")  # as Matroska has it
+    minutes, _, seconds = rest.partition(":")
+    if seconds:
+        return 3600 * float(hours) + 60 * float(minutes) + float(seconds)
+    return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
+
+
+def frame_rate(content: Content) -> float:
+    """Return the frames a second of a video, rounded to hundredths; 0: it does not say."""
+    with _opened(content) as container:
+        rate = container.streams.video[0].average_rate
+        return round(float(rate), 2) if rate else 0.0
 
 
 def _frames(content: Content) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Images, clips and prompts of a data set as items behind their location, of which nothing is decoded yet.
 
-    NAME.json + NAME.jpg | png | webp | mp4 ...     a folder of pairs; the JSON object has `prompt`
+    NAME.json + NAME.jpg | png | webp | mp4 ...     a folder of pairs; the JSON object has `prompt`, or NAME.txt or
+                                                    NAME.caption holds it
     metas/NAME.txt + videos/NAME.mp4                and perhaps t5_xxl/NAME.safetensors, the embedding of the text
     SHARD.tar                                       webdataset: members of one name, `json` or `txt` beside the media
     metadata.jsonl | csv | parquet                  with `file_name`, and the media beside it: an imagefolder
@@ -29,8 +30,10 @@ from cosmos_core.errors import DataError, first_line
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
+CAPTION_SUFFIXES = (".txt", ".caption", ".prompt")
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 PROMPT_KEYS = ("prompt", "caption", "text")
+_MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
@@ -130,7 +133,8 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
         path = path / split
     elif split != "train" and path.is_dir() and _is_media_folder(path):
         raise DataError(f"{key}.split = {split!r}, but {path} has no folder of that name")
-    if files := prompt_files(path, split):
+    files = prompt_files(path, split)
+    if files and not (path.is_dir() and any(files[0].with_suffix(end).is_file() for end in _MEDIA_SUFFIXES)):
         return lambda: _prompt_lines(files, path)
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _metas(path)
@@ -165,10 +169,10 @@ def _json_of(file: Path) -> Any:
 
 
 def _pairs(folder: Path) -> Iterator[Item]:
-    """Yield the items of NAME.json files, each with the media of its name."""
+    """Yield the items of NAME.json files, each with the media of its name, and of media that have a caption file."""
     media: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        if not entry.name.startswith(".") and entry.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        if not entry.name.startswith(".") and entry.suffix.lower() in _MEDIA_SUFFIXES:
             media.setdefault(entry.stem, entry)
     embeddings = {file.stem: file for file in folder.iterdir() if file.suffix in EMBEDDING_SUFFIXES}
     described = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
@@ -178,10 +182,26 @@ def _pairs(folder: Path) -> Iterator[Item]:
         except (OSError, ValueError, RecursionError) as error:
             yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
             continue
+        if isinstance(value, dict) and not _has_prompt(value) and file.stem in media:
+            value |= {"prompt": caption} if (caption := _caption(media[file.stem])) else {}
         yield _described(value, file.name, _content(media.get(file.stem)), embeddings.get(file.stem))
     for stem in sorted(media.keys() - {file.stem for file in described}):
-        name = media[stem].name
-        yield Item(name, "", problem=f"{name}: there is no {stem}.json with its prompt")
+        name, caption, embedding = media[stem].name, _caption(media[stem]), embeddings.get(stem)
+        if caption is None:
+            yield Item(name, "", problem=f"{name}: there is no {stem}.txt, .caption or .json with its prompt")
+        elif not caption and embedding is None:
+            yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
+        else:
+            yield _described({"prompt": caption}, name, _content(media[stem]), embedding)
+
+
+def _caption(media: Path) -> str | None:
+    """Return the text of the caption file of an image or a video, empty if it cannot be read; None: it has none."""
+    file = next((file for end in CAPTION_SUFFIXES if (file := media.with_suffix(end)).is_file()), None)
+    try:
+        return None if file is None else file.read_text(encoding="utf-8-sig").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _metas(folder: Path) -> Iterator[Item]:
@@ -191,7 +211,7 @@ def _metas(folder: Path) -> Iterator[Item]:
         for below in _MEDIA_FOLDERS
         if (folder / below).is_dir()
         for file in sorted((folder / below).iterdir())
-        if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+        if file.suffix.lower() in _MEDIA_SUFFIXES
     }
     embeddings = {
         file.stem: file
@@ -269,14 +289,14 @@ def _check_end(path: Path, offset: int) -> None:
 
 def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
     where = f"{path.name}:{next(iter(group.values())).name}"
-    media = next((suffix for suffix in group if f".{suffix}" in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)), None)
+    media = next((suffix for suffix in group if f".{suffix}" in _MEDIA_SUFFIXES), None)
     content = None
     if media is not None:
         member = group[media]
         content = Content(f".{media}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
     try:
         value = json.loads(_bytes(archive, group["json"])) if "json" in group else {}
-        text = next((suffix for suffix in ("txt", "caption", "prompt") if suffix in group), None)
+        text = next((end[1:] for end in CAPTION_SUFFIXES if end[1:] in group), None)
         if text is not None and isinstance(value, dict) and not _has_prompt(value):
             value["prompt"] = _bytes(archive, group[text]).decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:

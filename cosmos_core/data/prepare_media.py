@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,10 +23,10 @@ import torch
 
 from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
-from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_pixels import Framing, bucket_sizes, frame_rate, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
-from cosmos_core.data.media_splits import TRAIN, Source, Split, framing_of, in_threads, read_splits
+from cosmos_core.data.media_splits import TRAIN, Row, Source, Split, framing_of, in_threads, read_splits
 from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
@@ -42,6 +43,7 @@ CACHE = "media"
 """Folder of what was encoded, in the folder that runs share."""
 _TEXTS_AT_ONCE = 32
 _MOST_NAMED = 5
+_MOST_DECODED = 1000  # of a split that is looked at
 
 T = TypeVar("T")
 
@@ -56,17 +58,50 @@ def run(stage: Stage) -> Outcome:
     return prepare(stage, source_of(stage))
 
 
-def look(stage: Stage) -> list[str]:
-    """Return what the rows of a stage are, of which none is encoded; `cosmos check` calls it.
+def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int]]:
+    """Return what the rows of each split are, and their number; none is encoded. `cosmos check` calls it.
+
+    Media that are to be learned are decoded, of a large data set some of them, evenly spread.
 
     Raises:
         ModelError, DataError: as `run`.
     """
-    splits = read_splits(stage, source_of(stage), stage.recipe.train.train_policy.rows)
-    return [
-        f"{name}: {len(split.kept):,} rows" + (f", {len(split.skipped):,} left out" if split.skipped else "")
-        for name, split in splits.items()
-    ]
+    source, kind = source or source_of(stage), stage.recipe.train.train_policy.rows
+    return {name: _look(stage, source, name, split, kind) for name, split in read_splits(stage, source, kind).items()}
+
+
+def _look(stage: Stage, source: Source, name: str, split: Split, kind: RowKind) -> tuple[str, int]:
+    skipped, rates, num_kept = list(split.skipped), set[float](), len(split.kept)
+    told = ""
+    if is_learned(name, split, kind):
+        framing, stride = framing_of(stage.recipe, split.config, source), -(-num_kept // _MOST_DECODED) or 1
+        media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
+        chosen = islice(media, 0, None, stride)
+        for row, rate, problem in in_threads(stage, lambda each: _looked_at(*each, framing), chosen):
+            stage.progress.beat()
+            rates |= {rate} if rate else set()
+            skipped += [f"{row.where}: {problem}"] if problem else []
+        told = f" (of which {-(-num_kept // stride):,} were decoded)" if stride > 1 else ""
+    num_kept -= len(skipped) - len(split.skipped)
+    _check_skipped(name, skipped, split, num_kept)
+    if rates:
+        told += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
+        told += ", which are learned frame by frame" if len(rates) > 1 else ""
+    told += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
+    return f"{name}: {num_kept:,} rows{told}", num_kept
+
+
+def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row, float, str]:
+    """Return the row, the frames a second of its clip, and why its media cannot be decoded; empty: they can."""
+    decoded = _decoded(row.media, content, framing)
+    if isinstance(decoded, str):
+        return row, 0.0, decoded
+    return row, frame_rate(content) if content and content.is_video else 0.0, ""
+
+
+def is_learned(name: str, split: Split, kind: RowKind) -> bool:
+    """Return whether the media of a split are encoded, and not its prompts alone."""
+    return kind == MEDIA[0] and (name == TRAIN or all(row.media for row in split.kept))
 
 
 def source_of(stage: Stage) -> Source:
@@ -77,6 +112,9 @@ def source_of(stage: Stage) -> Source:
     """
     policy = stage.recipe.policy
     family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
+    for each in bucket_sizes(size, family.size_multiple) if has_buckets else [size]:
+        family.latent_shape(*each)
     folder = family.folder.path
     weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
@@ -119,7 +157,7 @@ class _Work:
     """Encodes what the cache does not have, and writes what it has."""
 
     def __init__(self, stage: Stage, source: Source, kind: RowKind) -> None:
-        self._stage, self._source, self._learns = stage, source, kind == MEDIA[0]
+        self._stage, self._source, self._kind = stage, source, kind
         self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, source.digest)
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
@@ -130,7 +168,7 @@ class _Work:
         Raises:
             DataError: too many rows cannot be used, or none is left.
         """
-        is_media = self._learns and (name == TRAIN or all(row.media for row in split.kept))
+        is_media = is_learned(name, split, self._kind)
         texts = self._entries(split, is_media=False, folder=folder)
         media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
         skipped = list(split.skipped)

@@ -247,6 +247,13 @@ class DiffusionModel:
                 f"policy.diffusers.inference_frames = {frames} must be 1 more than a multiple of {in_time}"
             )
         space = (height // in_space, width // in_space)
+        settings = self.folder.settings(self.denoiser_name)
+        limit, patch = settings.get("pos_embed_max_size"), settings.get("patch_size") or 1
+        if limit and max(space) // patch > limit:
+            raise ConfigError(
+                f"policy.diffusers.inference_size = {[height, width]}: the model has position embeddings for at most "
+                f"{limit * patch * in_space} pixels a side; lower it"
+            )
         return (
             (self.num_channels, (frames - 1) // in_time + 1, *space) if self.is_video else (self.num_channels, *space)
         )

@@ -94,7 +94,8 @@ def _of_diffusion(stage: Stage) -> list[str]:
     family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
     family.set_scheduler_timestep(1)
     if stage.kind.makes == "data":
-        return found + importlib.import_module("cosmos_core.data.prepare_media").look(stage)
+        looked = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
+        return found + [line for line, _ in looked.values()]
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:

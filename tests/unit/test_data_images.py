@@ -21,7 +21,7 @@ from transformers.utils import is_torchvision_available
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.images import ImageRef, open_image, placed_images, read_image
+from cosmos_core.data.images import ImageRef, in_rgb, open_image, placed_images, read_image
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import ConfigError, DataError, ModelError
@@ -375,3 +375,13 @@ def test_a_setting_about_videos_is_told_to_have_no_effect(tmp_path, model):
         inputs={}, fingerprint="f", kind=all_kinds()["prepare"],
     )  # fmt: skip
     assert run(stage).info["notices"] == ["custom.vision.fps has no effect: videos are not read"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_grey_of_16_bits_keeps_its_shades(tmp_path, suffix):
+    values = np.array([[0, 300, 20_000], [40_000, 65_535, 128]], np.uint16)
+    Image.fromarray(values).save(tmp_path / f"a.{suffix}")
+    _, image = read_image(f"a.{suffix}", tmp_path, "row")
+    assert image.mode == "RGB" and (np.asarray(image) == (values >> 8)[..., None]).all()
+    flat = in_rgb(Image.fromarray(np.full((2, 2), 200, np.int32)))
+    assert np.asarray(flat).tolist() == np.full((2, 2, 3), 200).tolist()

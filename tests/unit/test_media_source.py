@@ -31,10 +31,12 @@ def png(color=RED, size=(8, 8)) -> bytes:
     return buffer.getvalue()
 
 
-def write_clip(path: Path, num_frames: int = 12, size: int = 32, left: int | None = None) -> Path:
+def write_clip(
+    path: Path, num_frames: int = 12, size: int = 32, left: int | None = None, *, rate: int = 8, codec: str = "mpeg4"
+) -> Path:
     """Write a video whose frame i has the grey value 10 i, with `left` in its left half another one."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
+        stream = container.add_stream(codec, rate=rate)
         stream.width = stream.height = size
         stream.pix_fmt = "yuv420p"
         stream.bit_rate = 4_000_000
@@ -105,7 +107,7 @@ def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp
         "0000.json: malformed JSON, Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         "0001.json: it has no text prompt, caption, text",
         "",
-        "lonely.png: there is no lonely.json with its prompt",
+        "lonely.png: there is no lonely.txt, .caption or .json with its prompt",
     ]
     cut = tar_of(tmp_path / "cut.tar", {"1.txt": b"one", "1.png": png(), "2.txt": b"two", "2.png": png(BLUE, (64, 64))})
     cut.write_bytes(cut.read_bytes()[:2100])
@@ -163,6 +165,34 @@ def test_captions_that_are_missing_or_empty_are_told_and_an_empty_key_hides_no_o
     pair = {"1.png": png(), "1.json": b'{"prompt": "", "caption": "one"}', "2.png": png(), "2.json": b'{"text": " "}'}
     shard = tar_of(tmp_path / "1.tar", pair | {"2.txt": b"two", "3.png": png(), "3.json": b'{"prompt": ""}'})
     assert [(item.prompt, item.problem) for item in items_of(shard)] == [("one", ""), ("two", ""), ("", "")]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".caption"])
+def test_images_and_clips_with_a_caption_file_of_their_name_are_read(tmp_path, suffix):
+    for name in ("a.png", "b.c.JPG", "train.png", "e.png", "f.png", "g.png"):
+        (tmp_path / name).write_bytes(png())
+    write_clip(tmp_path / "d.mp4", 3)
+    captions = {
+        "a": " a cat\n",
+        "b.c": "\ufeffund ein Hund, größer",
+        "train": "rails",
+        "d": "a clip",
+        "e": " ",
+        "g": "gee",
+    }
+    for stem, text in captions.items():
+        (tmp_path / f"{stem}{suffix}").write_text(text, encoding="utf-8")
+    (tmp_path / "g.json").write_text('{"label": 3}')
+    (tmp_path / "readme.txt").write_text("of nothing")
+    found = {item.where: (item.prompt, item.problem) for item in items_of(tmp_path)}
+    assert found == {
+        "g.json": ("gee", ""), "a.png": ("a cat", ""), "b.c.JPG": ("und ein Hund, größer", ""),
+        "train.png": ("rails", ""), "d.mp4": ("a clip", ""),
+        "e.png": ("", "e.png: its caption file is empty or not UTF-8; write its prompt there"),
+        "f.png": ("", "f.png: there is no f.txt, .caption or .json with its prompt"),
+    }  # fmt: skip
+    (item,) = [item for item in items_of(tmp_path) if item.where == "g.json"]
+    assert item.metadata == {"label": 3} and item.content.path == tmp_path / "g.png"
 
 
 def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):
