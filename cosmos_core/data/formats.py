@@ -1,4 +1,4 @@
-"""Rows of a file in each format that is read: JSON Lines, JSON, CSV, parquet and Arrow.
+"""Rows of a file in each format that is read: JSON Lines, JSON, CSV and TSV, compressed or not, parquet and Arrow.
 
 JSON and CSV are parsed here so that a row's location is a line. A block at a time is in memory, of every format but
 Arrow, which is mapped. Which files are read is `rows.py`.
@@ -6,9 +6,13 @@ Arrow, which is mapped. Which files are read is `rows.py`.
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
 import re
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +34,7 @@ from cosmos_core.passing import is_of_machine
 _BLOCK = 1 << 20  # characters
 _BATCH_ROWS = 1024
 _BLANKS = re.compile(r"[ \t\n\r]*")
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
 """A row behind what an error about it says: `train.jsonl:12` where there are lines, else `train.parquet row 11`."""
@@ -53,15 +58,18 @@ def _opened(path: Path, newline: str) -> Iterator[TextIO]:
     """
     with ExitStack() as stack:
         with refused(f"{path.name} cannot be read"):
-            file = stack.enter_context(open(path, "rb"))
+            file = stack.enter_context(_OPENERS.get(path.suffix, open)(path, "rb"))
             marks = 0  # some programs write one each time that they save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 marks += len(BOM_UTF8)
             file.seek(marks)
         try:
             yield TextIOWrapper(file, encoding="utf-8", newline=newline)
+        except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+            raise DataError(f"{path.name} is damaged: {first_line(error)}; compress it again") from error
         except UnicodeDecodeError:
-            content = path.read_bytes()
+            file.seek(0)
+            content = file.read()
             try:
                 content.decode()
             except UnicodeDecodeError as error:
@@ -160,7 +168,8 @@ def _check_array(path: Path) -> None:
         DataError: it is malformed.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        with _opened(path, "\n") as file:
+            found = json.loads(file.read())
     except json.JSONDecodeError as error:
         raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
@@ -170,10 +179,10 @@ def _check_array(path: Path) -> None:
 
 
 def _csv(path: Path) -> Iterator[Located]:
-    """Read CSV with a header; every value stays a string, so that the text `007` is not 7."""
+    """Read CSV or TSV with a header; every value stays a string, so that the text `007` is not 7."""
     csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
     with _opened(path, "") as file:
-        reader = csv.reader(file, strict=True)
+        reader = csv.reader(file, strict=True, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",")
         lines = filter(None, reader)
         try:
             header = next(lines, [])
@@ -257,7 +266,8 @@ def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
             row = next(remaining, None)
         if row is None:
             return
-        yield where, {name: _with_own_arguments(value) for name, value in row.items()}
+        yield where, {name: without_nulls(value) if name == "tools" else _with_own_arguments(value)
+                      for name, value in row.items()}  # fmt: skip
 
 
 def _with_own_arguments(value: Any) -> Any:
@@ -285,7 +295,16 @@ def refused(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {first_line(error)}") from error
 
 
-READERS: dict[str, Callable[[Path], Part]] = {
+_READERS: dict[str, Callable[[Path], Part]] = {
     ".jsonl": partial(_text, _json_lines), ".json": partial(_text, _json), ".parquet": _parquet, ".arrow": _arrow,
-    ".csv": partial(_text, _csv),
+    ".csv": partial(_text, _csv), ".tsv": partial(_text, _csv),
 }  # fmt: skip
+
+
+def open_part(path: Path) -> Part:
+    """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`.
+
+    Raises:
+        DataError: it is malformed.
+    """
+    return _READERS[path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix](path)

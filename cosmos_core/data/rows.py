@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.formats import READERS, Located, Part, dataset_part, refused
+from cosmos_core.config.schema.dataset import DATA_SUFFIXES, DatasetConfig, data_suffix
+from cosmos_core.data.formats import Located, Part, dataset_part, open_part, refused
 from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, first_line
@@ -107,7 +107,7 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
 
 
 def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in READERS
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(data_suffix(name))
 
 
 def _local_parts(path: Path, split: str, key: str) -> list[Part]:
@@ -117,19 +117,19 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
         return [_read(file) for file in _files_of_split(path, split, key)]
     if split != _TRAIN:
         raise DataError(f"{key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
-    if path.suffix not in READERS:
-        raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(READERS)}")
+    if not data_suffix(path.name):
+        raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(DATA_SUFFIXES)}")
     return [_read(path)]
 
 
 def _read(file: Path) -> Part:
     if re.search("[\0-\x1f\ud800-\udfff]", file.name):  # the location of each row, in messages and in prepared rows
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
-    return READERS[file.suffix](file)
+    return open_part(file)
 
 
 def _data_files(folder: Path) -> list[Path]:
-    files = (file for file in folder.iterdir() if file.suffix in READERS and not file.name.startswith("."))
+    files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
     return sorted(file for file in files if file.is_file())
 
 

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.media import MEDIA_PATHS
+from cosmos_core.config.schema.dataset import DATA_SUFFIXES
 from cosmos_core.config.schema.marks import Where, mark
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -46,7 +47,7 @@ from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind, is_below
 
-DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv")
+DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
 CARRIED = "carried"
 """Ingredient: the files of a model that no training reads, but exports hand on."""
 _CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read where no user's code is

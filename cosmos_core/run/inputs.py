@@ -14,6 +14,7 @@ from cosmos_core.config.compose import Pipeline, existing, source_of
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import media_of
 from cosmos_core.config.prompt_sets import named_set
+from cosmos_core.config.schema.dataset import data_suffix
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -26,7 +27,6 @@ from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind
 
 REWARDS = "cosmos_core.rewards"
-_DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".arrow", ".csv"}
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -136,7 +136,7 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
             key in {"data", annotations}
             or key.endswith(".local_dir")
             or _looks_like_path(name)
-            or Path(name).suffix in _DATA_SUFFIXES
+            or data_suffix(name) != ""
         )
         if path is None and can_only_be_local and not is_remote(name):
             raise DataError(f"{key} = {name!r}: no such file or folder")

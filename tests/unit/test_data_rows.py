@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
 import socket
 
 import datasets
@@ -47,17 +50,42 @@ def write_arrow_stream(path):
         file.write_table(table)
 
 
+def packed(path, compress, write):
+    """Write a file with `write`, and compress it."""
+    write(path)
+    path.write_bytes(compress(path.read_bytes()))
+
+
 WRITERS = {
     "rows.jsonl": write_jsonl,
     "lines.json": write_jsonl,
     "array.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
     "rows.csv": lambda path: pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), path),
+    "rows.tsv": lambda path: path.write_text(
+        "".join("\t".join(each) + "\n" for each in [ROWS[0], *map(dict.values, ROWS)])
+    ),
+    "rows.v1.jsonl.gz": lambda path: packed(path, gzip.compress, write_jsonl),
+    "array.json.gz": lambda path: packed(path, gzip.compress, lambda file: file.write_text(json.dumps(ROWS))),
+    "rows.csv.bz2": lambda path: packed(path, bz2.compress, WRITERS["rows.csv"]),
+    "rows.tsv.xz": lambda path: packed(path, lzma.compress, WRITERS["rows.tsv"]),
     "rows.parquet": lambda path: pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path),
     "file.arrow": write_arrow_file,
     "stream.arrow": write_arrow_stream,
     "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
     "saved_splits": lambda path: datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(str(path)),
 }
+
+
+@pytest.mark.parametrize("name", ["rows.v1.jsonl.gz", "array.json.gz", "rows.csv.bz2", "rows.tsv.xz"])
+def test_a_compressed_file_that_is_damaged_is_told_and_a_line_keeps_its_number(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    for content in ((tmp_path / name).read_bytes()[:-12], b"no archive", b""):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"^{name}"):
+            values(load_rows(DatasetConfig(name=str(tmp_path / name))))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n{"a": "\xff"}\n'))
+    with pytest.raises(DataError, match=r"^b\.jsonl\.gz:2: byte 16 is not UTF-8"):
+        values(load_rows(DatasetConfig(name=str(tmp_path / "b.jsonl.gz"))))
 
 
 @pytest.mark.parametrize("name", WRITERS)

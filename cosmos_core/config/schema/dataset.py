@@ -8,14 +8,24 @@ from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Fraction, Splits
 
+_TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+_PACKED = (".gz", ".bz2", ".xz")
+DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in _TEXTS for packed in _PACKED))
+"""What the names of files of rows end with."""
+
+
+def data_suffix(name: str) -> str:
+    """Return the one of `DATA_SUFFIXES` that a file's name ends with; empty: none."""
+    return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
+
 
 class DatasetConfig(Table):
     """A local file or folder, or the name of a data set on the Hugging Face Hub."""
 
     name: Annotated[str, NoResult, Where.PATH] = ""
-    """Path of a .jsonl, .json, .parquet, .arrow or .csv file, a folder of them, a `save_to_disk` folder, a URL of
-    either in a store (`s3://BUCKET/KEY`), a Hub id, or a data set class of your own, `path/file.py:Class`; the
-    fingerprint takes its content."""
+    """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
+    folder of them, a `save_to_disk` folder, a URL of either in a store (`s3://BUCKET/KEY`), a Hub id, or a data set
+    class of your own, `path/file.py:Class`; the fingerprint takes its content."""
     subset: str = ""
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""
