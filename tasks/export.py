@@ -11,7 +11,7 @@ KIND = StageKind(
     reads_model="weights",
     allowed_keys=("checkpoint",),
     is_numeric=False,
-    recipe_tables=("train.param_dtype", "policy.model_revision"),
+    recipe_tables=("train.param_dtype", "policy.model_revision", "policy.chat_template"),
     reports=("export/*",),
     libraries=(*WEIGHTS, "jinja2"),
 )

@@ -55,7 +55,8 @@ def export_causal_lm(stage: Stage) -> Outcome:
         return _export(stage, trained_step(stage))
     stage.progress.phase("load")
     revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", pinned_step(stage)
-    tokenizer, files = load_tokenizer(stage.model, revision), processor_files(stage.model, revision)
+    template = stage.recipe.policy.chat_template
+    tokenizer, files = load_tokenizer(stage.model, revision, template), processor_files(stage.model, revision)
     export_model(pinned_model(stage, step), tokenizer, folder, dtype=None, extra_files=files)
     stage.model = str(folder)
     try:

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.messages import Row, SkippedRow, read_conversation, read_held_out, read_prompt
+from cosmos_core.data.messages import ReadRow, Row, SkippedRow, read_conversation, read_held_out, read_prompt
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import DataError
@@ -76,12 +76,10 @@ def _reader(recipe: Recipe, *, is_held_out: bool) -> Reader:
         columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
         return lambda row, where: read_prompt(row, where, *columns, with_images=True)
     assert isinstance(policy, SupervisedConfig)
-    column, system_prompt = policy.conversation_column_name, policy.system_prompt
-    if policy.rows == "pairs":
-        return lambda row, where: read_preference(row, where, column, system_prompt, with_images=True)
-    if is_held_out and recipe.validation.reward_function:
-        return lambda row, where: read_held_out(row, where, column, system_prompt, with_images=True)
-    return _conversations(column, system_prompt)
+    column, system_prompt, own_names = policy.conversation_column_name, policy.system_prompt, policy.own_names
+    is_asked = is_held_out and recipe.validation.reward_function
+    read = read_preference if policy.rows == "pairs" else read_held_out if is_asked else read_conversation
+    return lambda row, where: read(ReadRow(row, own_names, where), where, column, system_prompt, with_images=True)
 
 
 def _conversations(column: str, system_prompt: str) -> Reader:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from cosmos_core.data.tool_calls import calls_of, parsed, with_objects
+from cosmos_core.data.turn_weights import check_parts, take_weight
 from cosmos_core.errors import DataError
 
 Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...); `weight` = 0:
-an assistant turn that is not learned."""
+an assistant turn that is not learned, however the row says so."""
 
 _TEXT_ALONE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
@@ -30,6 +32,7 @@ _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 _BEHIND_AN_INSTRUCTION = ("input", "context")  # as Alpaca and Dolly have it
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
+_KNOWN = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_BEHIND_AN_INSTRUCTION, *chain.from_iterable(_PAIR_COLUMNS)}
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -53,6 +56,60 @@ class SkippedRow(DataError):
         return f"{self.args[0]}: skipped, {self.reason}"
 
 
+class ReadRow(Row):
+    """A row that keeps the names of the columns whose values were taken."""
+
+    def __init__(self, row: Row, own_names: Mapping[str, str], where: str) -> None:
+        """`own_names`: of known columns, `prompt`, `response`, `chosen` and `rejected`, to those of the row.
+
+        Raises:
+            DataError: the row has no column of such a name.
+        """
+        if missing := [name for name in own_names.values() if row.get(name) is None]:
+            raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
+        hidden = _KNOWN if "prompt" in own_names else own_names.keys()
+        super().__init__({name: value for name, value in row.items() if name not in hidden})
+        self.update({known: row[name] for known, name in own_names.items()})
+        self._own_names, self._taken = own_names, set[str]()
+        self._columns = [
+            name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
+        ]
+
+    def __getitem__(self, name: str) -> Any:
+        self._taken.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, which is taken with that; `has` looks without taking it."""
+        self._taken.add(name)
+        return super().get(name, default)
+
+    @property
+    def unread(self) -> list[str]:
+        """Return the columns with a value that nothing has taken."""
+        taken = {self._own_names.get(name, name) for name in self._taken}
+        return [name for name in self._columns if name not in taken]
+
+
+def has(row: Row, column: str) -> bool:
+    """Return whether a row has a value in a column."""
+    return column in row and dict.get(row, column) is not None
+
+
+def plain_texts(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
+    """Return the texts of columns, of several names the first that there is; None: one is missing or holds turns.
+
+    They stand one behind the other as they are: so a model without a chat template is given a prompt and completions.
+    """
+    if any(has(row, name) for name in _CONVERSATION_COLUMNS):
+        return None
+    names = [[column] if isinstance(column, str) else column for column in columns]
+    found = [next((name for name in known if has(row, name)), "") for known in names]
+    values = [decoded(row[name]) for name in found if name]
+    is_text = len(values) == len(columns) and all(isinstance(value, str) for value in values)
+    return values if is_text and not system_of(row) else None
+
+
 def read_conversation(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
@@ -69,7 +126,7 @@ def read_conversation(
         DataError: no known column, an unknown role, or content that is not text.
         SkippedRow: an empty text or conversation.
     """
-    found = next((c for c in (column, *_CONVERSATION_COLUMNS) if row.get(c) is not None), None)
+    found = next((c for c in (column, *_CONVERSATION_COLUMNS) if has(row, c)), None)
     if found is not None:
         value = row[found] if found == "text" else decoded(row[found])
         if not isinstance(value, str):
@@ -78,13 +135,13 @@ def read_conversation(
             raise SkippedRow(where, "empty")
         return value
     for question, response in _PAIR_COLUMNS:
-        if row.get(question) is not None and row.get(response) is not None:
+        if has(row, question) and has(row, response):
             asked = as_turns(row, question, "user", where, with_images)
             responded = as_turns(row, response, "assistant", where, with_images)
             return with_system(asked + responded, system_of(row) or system_prompt)
-    remedy = "set train.train_policy.conversation_column_name, or name a column messages, text, or prompt and response"
-    if _has_response(row):  # which the column of a conversation would leave out
-        remedy = "name the columns prompt and response"
+    remedy = "set train.train_policy.prompt_column_name and response_column_name"
+    if not _has_response(row):  # which the column of a conversation would leave out
+        remedy += ", or conversation_column_name for one column of turns or of plain text"
     raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
@@ -95,7 +152,7 @@ def leaves_out_response(row: Row, column: str) -> bool:
 
 
 def _has_response(row: Row, beside: str = "") -> bool:
-    return any(row.get(column) is not None for column in _RESPONSE_COLUMNS if column != beside)
+    return any(has(row, column) for column in _RESPONSE_COLUMNS if column != beside)
 
 
 def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to what most rows are
@@ -119,11 +176,11 @@ def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to 
         SkippedRow: there is nothing to complete.
     """
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
-        if name and row.get(name, "") is None:
+        if name in row and not has(row, name):
             raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
             raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
-    column = prompt_column or next((c for c in _PROMPT_COLUMNS if row.get(c) is not None), "")
+    column = prompt_column or next((c for c in _PROMPT_COLUMNS if has(row, c)), "")
     if not column:
         raise DataError(
             f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
@@ -162,7 +219,7 @@ def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[
 
 
 def _reference(row: Row, column: str, where: str) -> str | None:
-    column = column or next((c for c in _REFERENCE_COLUMNS if row.get(c) is not None), "")
+    column = column or next((c for c in _REFERENCE_COLUMNS if has(row, c)), "")
     if not column:
         return None
     value = row[column]
@@ -220,7 +277,7 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"{where}: unknown role {repr(role)[:40]}; known: {', '.join(_ROLES)}")
-    weight = _weight(turn, where)
+    weight = take_weight(turn, _ROLES[role], where)
     if "role" not in turn:
         content = read_content(turn.get("value"), where, with_images)
         calls = calls_of(content) if role == "function_call" else None
@@ -231,25 +288,13 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
     return {**turn, "role": _ROLES[role], "content": content, **called, **weight}
 
 
-def _weight(turn: Message, where: str) -> Message:
-    """Take the weight out of a turn, and return it where it says that the turn is not learned."""
-    weight = turn.pop("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"{where}: weight = {str(weight)[:40]}; a turn is learned (1) or not (0)")
-    return {} if weight else {"weight": 0}
-
-
-def is_learned(turn: Message) -> bool:
-    """Return whether a turn is what a model is to say."""
-    return bool(turn["role"] == "assistant" and turn.get("weight", 1))
-
-
 def read_content(content: Any, where: str, with_images: bool = False) -> Any:
     """Return the text of a turn, or its parts where it shows images.
 
     Raises:
         DataError: it is neither, or shows what is not read.
     """
+    check_parts(content, where)
     if with_images and isinstance(content, list) and any(_shows_image(part) for part in content):
         return [_part(part, where) for part in content]
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
@@ -297,7 +342,7 @@ def merged(turns: list[Message]) -> list[Message]:
     found: list[Message] = []
     for turn in turns:
         last = found[-1] if found else {}
-        if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() == {"role", "content"}:
+        if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() <= {"role", "content", "weight"}:
             found[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
         else:
             found.append(turn)

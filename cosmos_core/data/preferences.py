@@ -14,6 +14,7 @@ from cosmos_core.data.messages import (
     as_turns,
     columns_of,
     decoded,
+    has,
     merged,
     read_content,
     read_turns,
@@ -57,7 +58,7 @@ def read_preference(
     one, other = (_compared(row, name, where, with_images) for name in ("chosen", "rejected"))
     if one == other:
         raise SkippedRow(where, "with equal chosen and rejected")
-    found = next((c for c in (column, *_PROMPT_COLUMNS) if row.get(c) is not None), None)
+    found = next((c for c in (column, *_PROMPT_COLUMNS) if has(row, c)), None)
     if found is None and isinstance(one, str) and isinstance(other, str):
         return _plain_preference(one, other, where)
     chosen, rejected = _response_turns(one), _response_turns(other)
@@ -69,11 +70,13 @@ def read_preference(
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
         raise SkippedRow(where, "whose chosen and rejected answer different prompts")
     if any(turn.get("weight") == 0 for turn in (*chosen, *rejected)):
-        raise DataError(f"{where}: weight = 0 in `chosen` or `rejected`, which are compared as a whole; leave it out")
+        raise DataError(
+            f"{where}: weight = 0 in `chosen` or `rejected` or loss = false: they are compared as a whole; leave it out"
+        )
     if not prompt and found is None:
         raise DataError(
             f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
-            "train.train_policy.conversation_column_name"
+            "train.train_policy.prompt_column_name"
         )
     if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
         raise SkippedRow(where, "without a prompt")
@@ -111,7 +114,8 @@ def _compared(row: Row, name: str, where: str, with_images: bool) -> list[Messag
     value = row.get(name)
     if value is None:
         raise DataError(
-            f"{where}: no {name!r} among the columns {columns_of(row)}; leave the row out, or give both completions"
+            f"{where}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
+            f"train.train_policy.{name}_column_name"
         )
     value = decoded(value)
     if isinstance(value, str):
@@ -124,7 +128,7 @@ def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
     if not prompt.strip():
         raise DataError(
             f"{where}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; give "
-            "one, or set train.train_policy.conversation_column_name"
+            "one, or set train.train_policy.prompt_column_name"
         )
     if prompt in {chosen, rejected}:
         raise SkippedRow(where, "with an empty answer")

@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
@@ -64,7 +65,7 @@ def run(stage: Stage) -> Outcome:
         return import_module("cosmos_core.data.prepare_media").run(stage)  # diffusers is not imported for text
     stage.progress.phase("prepare")
     splits = _splits(stage)
-    tokenizer = load_tokenizer(stage.model, stage.recipe.policy.model_revision)
+    tokenizer = _tokenizer(stage.model, stage.recipe.policy)
     ends = end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
     jobs = {split: replace(_job(stage, split, rows), end_ids=ends) for split, rows in splits.items()}
     jobs, untold = _rendered_jobs(stage, jobs, tokenizer)
@@ -156,7 +157,7 @@ def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
 
 
 def _opener(stage: Stage) -> Opener:
-    return Opener(stage.recipe, partial(load_tokenizer, stage.model, stage.recipe.policy.model_revision))
+    return Opener(stage.recipe, partial(_tokenizer, stage.model, stage.recipe.policy))
 
 
 def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
@@ -186,7 +187,8 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
-    if not processor_files(stage.model, revision) or processor_of(stage.model, revision, media.pixels) is None:
+    named = (revision, media.pixels, recipe.policy.chat_template)
+    if not processor_files(stage.model, revision) or processor_of(stage.model, *named) is None:
         root = None
     if kind != "prompts":
         return Job(recipe, kind, max_length, stage.model, root)
@@ -198,15 +200,15 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks in the order of the rows, made in this process or in several."""
-    model, revision = stage.model, job.recipe.policy.model_revision
+    model, policy = stage.model, job.recipe.policy
     pack = None if job.is_data_term else _opener(stage).packer()
     remaining = ((where, pack(row, where)) for where, row in rows) if pack else iter(rows)
     chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:
-        yield from map(partial(make_chunk, load_tokenizer(model, revision), job), chunks)
+        yield from map(partial(make_chunk, _tokenizer(model, policy), job), chunks)
         return
-    tokenise = partial(_make_chunk_there, model, revision, job)
+    tokenise = partial(_make_chunk_there, model, policy, job)
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
     pool = ProcessPoolExecutor(num_workers, context, begin)
     pending = deque(pool.submit(tokenise, chunk) for chunk in islice(chunks, 2 * num_workers))
@@ -218,10 +220,12 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
         pool.shutdown(cancel_futures=True)
 
 
-def _make_chunk_there(model: str, revision: str | None, job: Job, rows: list[Located]) -> Chunk:
-    return make_chunk(_tokenizer(model, revision), job, rows)
+def _make_chunk_there(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
+    return make_chunk(_held_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(model: str, revision: str | None) -> PreTrainedTokenizerBase:
-    return load_tokenizer(model, revision)
+def _tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:
+    return load_tokenizer(model, policy.model_revision, policy.chat_template)
+
+
+_held_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

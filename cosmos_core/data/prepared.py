@@ -201,6 +201,37 @@ def shows_images(folder: Path) -> bool:
     return any(bool(_Images(table).counts.any()) for table in tables)
 
 
+def check_ids(folder: Path, num_embeddings: int) -> None:
+    """See that a model has an embedding for each token of prepared rows of text.
+
+    Raises:
+        DataError: it has none, and the message names the row; or a file is damaged.
+    """
+    for table, name in _id_columns(folder):
+        highest = pc.max(pc.list_flatten(table[name])).as_py()
+        if highest is not None and highest >= num_embeddings:
+            where = next(i for i, ids in enumerate(table[name]) if max(ids.as_py(), default=0) >= num_embeddings)
+            raise DataError(
+                f"{table['place'][where]}: token id {highest} has no embedding, of which the model has "
+                f"{num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
+            )
+
+
+def longest_row(folder: Path) -> int:
+    """Return the most tokens of a prepared row of text.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    lengths = (pc.max(pc.list_value_length(table[name])).as_py() for table, name in _id_columns(folder))
+    return max((length or 0 for length in lengths), default=0)
+
+
+def _id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
+    for table in map(_open, sorted(folder.glob("*.arrow"))):
+        yield from ((table, name) for name in table.column_names if name.endswith("_ids"))
+
+
 def rows_kind(folder: Path, split: str) -> str:
     """Return what a split holds, such as `sequences` or `prompts`, from the head of its file.
 

@@ -24,12 +24,9 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.chat import PLAIN, Chat
 from cosmos_core.data.conversation import (
-    RefusedRow,
-    Tools,
     continued_tokens,
     conversation_tokens,
     cut,
-    last_turns,
     tokenize_prompt,
     tokenize_text,
 )
@@ -37,22 +34,26 @@ from cosmos_core.data.formats import Located
 from cosmos_core.data.images import placed_images, read_image
 from cosmos_core.data.messages import (
     Message,
+    ReadRow,
     Row,
     SkippedRow,
     alternating,
     columns_for_rewards,
     leaves_out_response,
+    plain_texts,
     read_conversation,
     read_held_out,
     read_prompt,
 )
-from cosmos_core.data.preferences import read_preference
+from cosmos_core.data.preferences import Preference, read_preference
 from cosmos_core.data.prepared import SCHEMAS, RowKind, visual_schema
+from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.statistics import IDS, MASKS, Chunk, Skipped
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import LABELS, NOTHING, RENDERED, TOKENS
 from cosmos_core.data.visual import cut_visual, visual_prompt, visual_tokens
 from cosmos_core.errors import DataError
+from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.processor import load_processor
 
 if TYPE_CHECKING:
@@ -104,6 +105,12 @@ class Job:
         return beside.conversation_column_name, policy.system_prompt
 
     @property
+    def own_names(self) -> dict[str, str]:
+        """Return what the recipe calls the columns of a prompt and its responses, by the names known here."""
+        policy = self.recipe.train.train_policy
+        return policy.own_names if isinstance(policy, SupervisedConfig) else {}
+
+    @property
     def is_data_term(self) -> bool:
         """Return whether the rows are learned beside rollouts."""
         return self.kind == "sequences" and self.recipe.train.train_policy.has_rollouts
@@ -128,9 +135,12 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
     records: list[_Record] = []
     skipped = []
     counts: Counter[str] = Counter()
-    for where, row in rows:
+    unread: Counter[str] = Counter()
+    for where, given in rows:
         try:
+            row = ReadRow(given, job.own_names, where)
             records.append(make(tokenizer, job, row, where))
+            unread.update(row.unread)
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
             counts["text_alone"] += job.kind == "sequences" and leaves_out_response(row, job.column)
         except RefusedRow as error:
@@ -143,7 +153,7 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
     counts["learned_ends"] = _num_ends(batch, job)
     for record in records:
         counts.update(record.counts)
-    return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts)
+    return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts, unread)
 
 
 def check_columns(recipe: Recipe, located: Located) -> None:
@@ -154,6 +164,8 @@ def check_columns(recipe: Recipe, located: Located) -> None:
     """
     where, row = located
     policy = recipe.train.train_policy
+    if isinstance(policy, SupervisedConfig):
+        row = ReadRow(row, policy.own_names, where)
     with suppress(SkippedRow):
         if isinstance(policy, RlConfig):
             read_prompt(row, where, policy.prompt_column_name, policy.response_column_name, with_images=True)
@@ -175,6 +187,14 @@ def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
 def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     if TOKENS in row:
         return _tokenised_sequence(job, row, where)
+    texts = None if tokenizer.chat_template else plain_texts(row, "prompt", ("completion", "response"))
+    if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a template
+        _check_characters(texts, where)
+        if not texts[1].strip():
+            raise SkippedRow(where, "without a completion to learn")
+        tokens = continued_tokens(tokenizer, *texts, where)
+        counts = {"truncated_rows": len(tokens[0]) > job.max_tokens, "continued_rows": True}
+        return _Record((*cut(tokens, job.max_tokens, where), where), False, counts)
     conversation = read_conversation(row, where, *job.conversation, with_images=job.root is not None)
     _check_characters(conversation, where)
     if job.root is not None:
@@ -182,11 +202,14 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
             return _visual_sequence(job, conversation, row, where)
         placed_images([], row, where)  # plain text has no turn to show one
     tools = read_tools(row, where)
-    tokens, is_merged = _accepted(lambda turns: conversation_tokens(tokenizer, turns, where, tools), conversation)
+    tokens, is_merged = _accepted(
+        lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
+    )
     values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
     if job.root is not None:
         values = (*values, [])
-    return _Record((*values, where), is_merged, {"truncated_rows": len(tokens[0]) > job.max_tokens})
+    counts = {"truncated_rows": len(tokens[0]) > job.max_tokens, "plain_rows": isinstance(conversation, str)}
+    return _Record((*values, where), is_merged, counts)
 
 
 def _tokenised_sequence(job: Job, row: Row, where: str) -> _Record:
@@ -208,7 +231,9 @@ def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str
     processor = _processor(job)
     placed, refs, images = _read_images(job, conversation, row, where)
     tools = read_tools(row, where)
-    tokens, is_merged = _accepted(lambda turns: visual_tokens(processor, turns, images, where, tools), placed)
+    tokens, is_merged = _accepted(
+        lambda turns: visual_tokens(processor, turns, images, where, tools, job.end_ids), placed
+    )
     ids, mask = cut_visual(tokens, job.max_tokens, where)
     counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
     return _Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
@@ -223,33 +248,49 @@ def _read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[
 
 
 def _processor(job: Job) -> ProcessorMixin:
-    processor = processor_of(job.model, job.recipe.policy.model_revision, media_of(job.recipe).pixels)
+    policy = job.recipe.policy
+    processor = processor_of(job.model, policy.model_revision, media_of(job.recipe).pixels, policy.chat_template)
     assert processor is not None
     return processor
 
 
 @lru_cache(maxsize=1)
-def processor_of(model: str, revision: str | None, pixels: tuple[tuple[str, int], ...]) -> ProcessorMixin | None:
+def processor_of(
+    model: str, revision: str | None, pixels: tuple[tuple[str, int], ...], chat_template: str | None
+) -> ProcessorMixin | None:
     """Return the processor of a model, held for the next row; None: it reads text alone."""
-    return load_processor(model, revision, pixels)
+    processor = load_processor(model, revision, pixels)
+    if processor is not None and chat_template is not None:
+        set_template(processor.tokenizer, chat_template)
+        processor.chat_template = processor.tokenizer.chat_template
+    return processor
 
 
 def _pair(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     policy = job.recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
-    prompt, *completions = read_preference(
+    preference = read_preference(
         row, where, policy.conversation_column_name, policy.system_prompt, with_images=job.root is not None
     )
+    if not tokenizer.chat_template and (texts := plain_texts(row, "prompt", ("chosen",), ("rejected",))):
+        preference = Preference(*texts)
+    prompt, *completions = preference
     _check_characters([prompt, *completions], where)
     if job.root is not None:
         if not isinstance(prompt, str):
-            return _visual_pair(job, [[*prompt, *turns] for turns in completions], len(prompt), row, where)
+            return _visual_pair(job, [[*_unlearned(prompt), *turns] for turns in completions], row, where)
         placed_images([], row, where)  # plain text has no turn to show one
     values: list[list[int]] = []
     is_cut = is_merged = False
     tools = read_tools(row, where)
     for completion in completions:
-        tokens, merged = _completion_tokens(tokenizer, prompt, completion, where, tools)
+        if isinstance(prompt, str) or isinstance(completion, str):
+            tokens, merged = continued_tokens(tokenizer, str(prompt), str(completion), where), False
+        else:
+            tokens, merged = _accepted(
+                lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids),
+                [*_unlearned(prompt), *completion],
+            )
         is_cut, is_merged = is_cut or len(tokens[0]) > job.max_tokens, is_merged or merged
         values += cut(tokens, job.max_tokens, where)
     _check_differ(values, where, is_cut=is_cut)
@@ -264,7 +305,7 @@ def _check_differ(values: list[list[int]], where: str, *, is_cut: bool) -> None:
         raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
 
 
-def _visual_pair(job: Job, talks: list[list[Message]], num_prompt: int, row: Row, where: str) -> _Record:
+def _visual_pair(job: Job, talks: list[list[Message]], row: Row, where: str) -> _Record:
     """Return the record of two conversations that begin with the same turns, which alone show images."""
     processor, tools = _processor(job), read_tools(row, where)
     values: list[list[int]] = []
@@ -274,12 +315,11 @@ def _visual_pair(job: Job, talks: list[list[Message]], num_prompt: int, row: Row
     for talk in talks:
         placed, refs, images = _read_images(job, talk, row, where)
         shown.append(refs)
-        count = sum(turn["role"] == "assistant" for turn in talk[num_prompt:])
-        tokens, merged = _accepted(partial(visual_tokens, processor, images=images, where=where, tools=tools), placed)
-        ids, mask = last_turns((tokens.ids, tokens.mask), count)
-        is_cut, is_merged = is_cut or len(ids) > job.max_tokens, is_merged or merged
+        rest = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
+        tokens, merged = _accepted(partial(visual_tokens, processor, **rest), placed)
+        is_cut, is_merged = is_cut or len(tokens.ids) > job.max_tokens, is_merged or merged
         num_image_tokens += tokens.num_image_tokens
-        values += cut_visual(tokens._replace(mask=mask), job.max_tokens, where)
+        values += cut_visual(tokens, job.max_tokens, where)
     if shown[0] != shown[1]:
         raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
     _check_differ(values, where, is_cut=is_cut)
@@ -287,22 +327,8 @@ def _visual_pair(job: Job, talks: list[list[Message]], num_prompt: int, row: Row
     return _Record((*values, shown[0], where), is_merged, counts)
 
 
-def _completion_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[Message] | str,
-    completion: list[Message] | str,
-    where: str,
-    tools: Tools,
-) -> tuple[tuple[list[int], list[int]], bool]:
-    """Return the prompt with one completion, of which alone something is learned; whether turns were put together."""
-    if isinstance(prompt, str):
-        assert isinstance(completion, str)
-        return continued_tokens(tokenizer, prompt, completion, where), False
-    assert not isinstance(completion, str)
-    count = sum(turn["role"] == "assistant" for turn in completion)
-    return _accepted(
-        lambda turns: last_turns(conversation_tokens(tokenizer, turns, where, tools), count), [*prompt, *completion]
-    )
+def _unlearned(prompt: list[Message]) -> list[Message]:
+    return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:

@@ -161,17 +161,38 @@ def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
 
 
 def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[Span] | None:
-    """Return spans between the fixed parts, each with what closes its turn."""
+    """Return spans between the fixed parts, each with what closes its turn; None: there is more than one way."""
     parts = [part for part, _ in heads]
-    if not full.startswith(parts[0]) or not full.endswith(tail):
+    first, last = len(parts[0]), len(full) - len(tail)
+    if not full.startswith(parts[0]) or not full.endswith(tail) or "" in parts[1:]:
+        return None
+    stops = _leftmost(full[:last], parts[1:], first)
+    # A turn that quotes the text between two turns, control tokens included, has a second place for it.
+    if stops is None or stops != _rightmost(full[:last], parts[1:], first):
         return None
     spans = []
-    start = len(parts[0])
-    for (_, rest), following, closer in zip(heads, [*parts[1:], None], closers, strict=True):
-        end = len(full) - len(tail) if following is None else full.find(following, start)
-        if end < start or following == "":
-            return None
-        begin = start + len(rest) * full.startswith(rest, start, end)
+    begin = first
+    for (_, rest), following, end, closer in zip(heads, [*parts[1:], ""], [*stops, last], closers, strict=True):
+        begin += len(rest) * full.startswith(rest, begin, end)
         spans.append((begin, end + len(closer)))
-        start = end + len(following or "")
+        begin = end + len(following)
     return spans
+
+
+def _leftmost(text: str, parts: list[str], start: int) -> list[int] | None:
+    """Return where the parts stand one after another, each as early as possible."""
+    found = []
+    for part in parts:
+        found.append(text.find(part, start))
+        start = found[-1] + len(part)
+        if found[-1] < 0:
+            return None
+    return found
+
+
+def _rightmost(text: str, parts: list[str], start: int) -> list[int]:
+    """Return where the parts stand one after another, each as late as possible; they are known to be there."""
+    found: list[int] = []
+    for part in reversed(parts):
+        found.insert(0, text.rfind(part, start, found[0] if found else len(text)))
+    return found

@@ -41,7 +41,10 @@ class Chunk(NamedTuple):
     """Locations of rows whose turns were put together, because the chat template refuses them as they are."""
     counts: Counter[str]
     """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, `learned_ends`, rows from
-    an `other_column` than the recipe names, and rows that are `text_alone` where another column has a response."""
+    an `other_column` than the recipe names, `plain_rows` of which every token is learned, `continued_rows` of plain
+    text whose prompt is not, and rows that are `text_alone` where another column has a response."""
+    unread: Counter[str]
+    """Rows in which nothing reads a column, by its name."""
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Counts:
         self._column = column
         self._lengths: list[np.ndarray] = []
         self._counts: Counter[str] = Counter()
+        self._unread: Counter[str] = Counter()
         self._skipped: dict[str, _First] = {}
         self._refused = _First()
         self._merged = _First()
@@ -75,6 +79,7 @@ class Counts:
         lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in IDS[self._kind]]
         self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
+        self._unread += chunk.unread
         for where in chunk.merged:
             self._merged.add(where)
         for skipped in chunk.skipped:
@@ -167,5 +172,7 @@ class Counts:
             "skipped": {reason: {"rows": each.count, "first": each.first} for reason, each in self._skipped.items()},
             "merged_rows": self._merged.count,
             **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
+            **{name: self._counts[name] for name in ("plain_rows", "continued_rows") if self._counts[name]},
+            **({"unread_columns": sorted(self._unread)} if self._unread else {}),
             **({} if self._teaches_end else {"teaches_end": False}),
         }  # fmt: skip

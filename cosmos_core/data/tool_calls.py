@@ -22,8 +22,7 @@ def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
-    listed: list[Any] = without_nulls(tools)
-    return listed
+    return tools
 
 
 def calls_of(text: Any) -> list[Any] | None:

@@ -13,8 +13,10 @@ import numpy as np
 from transformers import ProcessorMixin
 
 from cosmos_core.data.chat import Chat
-from cosmos_core.data.conversation import NO_ROOM, Tools, cut, inside, learned_spans, render
+from cosmos_core.data.conversation import NO_ROOM, cut, inside
+from cosmos_core.data.learned import learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
+from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.processor import image_word
@@ -35,7 +37,12 @@ class VisualTokens(NamedTuple):
 
 
 def visual_tokens(
-    processor: ProcessorMixin, turns: list[Message], images: list[Image], where: str, tools: Tools = None
+    processor: ProcessorMixin,
+    turns: list[Message],
+    images: list[Image],
+    where: str,
+    tools: Tools = None,
+    end_ids: tuple[int, ...] = (),
 ) -> VisualTokens:
     """Return token ids and loss mask of turns whose parts show `images`, in this order.
 
@@ -48,7 +55,7 @@ def visual_tokens(
     """
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    full, spans = learned_spans(processor, turns, where, tools)
+    full, spans = learned_spans(processor, turns, where, tools, end_ids)
     return _expanded(processor, full, spans, images, where)
 
 

@@ -27,6 +27,7 @@ from transformers.initialization import meta_device_safe_creation_ops, no_init_w
 from transformers.quantizers.auto import get_hf_quantizer
 
 from cosmos_core.errors import ModelError
+from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merged, plain_state
 from cosmos_core.models.recompute import Recompute, recompute
@@ -35,8 +36,10 @@ from cosmos_core.models.source import KEY, check_weights, read_object, reading, 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or Hub id.
+def load_tokenizer(
+    model: str, revision: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder or Hub id, with the chat template that a recipe names, if it names one.
 
     Raises:
         ModelError: there is no such folder, it has no tokenizer or one without any token to pad with, or the Hub id
@@ -62,6 +65,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
             f"{KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens in "
             "tokenizer_config.json"
         )
+    set_template(tokenizer, chat_template)
     return tokenizer
 
 

@@ -17,6 +17,7 @@ from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_fp8, use_liger
 from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.processor import Vision, load_processor, processor_files
+from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.teacher import count_ids
 from cosmos_core.parallel.fsdp import move_buffers
@@ -37,7 +38,7 @@ def open_model(stage: Stage) -> CausalLM:
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)
     torch.use_deterministic_algorithms(train.deterministic)
-    tokenizer = load_tokenizer(stage.model, policy.model_revision)
+    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so which id pads does not matter
     vision = open_vision(stage)
@@ -55,6 +56,9 @@ def open_model(stage: Stage) -> CausalLM:
     )
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
+    rows = stage.data if stage.kind.reads_data == "prepared" else None
+    if rows is not None and (told := check_rows(model.config, rows, lambda: model)):
+        logger.warning("%s", told)
     if policy.enable_liger_kernel:
         use_liger(model)
     if stage.kind.trains:  # one that measures takes what these tables have made already
@@ -64,7 +68,9 @@ def open_model(stage: Stage) -> CausalLM:
     if train.compile:
         compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
-    reading = Reading(int(tokenizer.pad_token_id), vision, tokenizer, files, num_ids=count_ids(tokenizer))
+    # A tokenizer may have been given a token to pad with that the model has no embedding for.
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
+    reading = Reading(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
     return CausalLM(model, train, reading, mesh, balance)
 

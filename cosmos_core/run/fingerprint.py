@@ -33,6 +33,7 @@ from cosmos_core.run.inputs import (
     chat_template_source,
     data_code,
     data_sources,
+    existing,
     is_remote,
     kernel_packages,
     media_folder,
@@ -113,6 +114,9 @@ def fingerprint(
         ingredients["code"] = code
     if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
         ingredients["chat_template"] = digests.of_file(template)
+    if reads("policy.chat_template") and (named := recipe.policy.chat_template):
+        file = existing(named, Path.cwd())
+        ingredients["template"] = digests.of_file(file) if file and file.is_file() else named
     if teacher := teacher_source(recipe, kind):
         ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests, recipe)
     if stage.entry:

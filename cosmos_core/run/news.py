@@ -20,7 +20,7 @@ from cosmos_core.run.lock import Lock
 
 _OF_A_MODEL = "policy.model_revision"
 _OF_PUBLISHING = {"kind", "after", "model", "require", "confidence", "target"}
-_COUNTS = ("kind", "result_version", "config", "data", "media", "code", "entry", "chat_template")
+_COUNTS = ("kind", "result_version", "config", "data", "media", "code", "entry", "chat_template", "template")
 
 
 class Seen(Document):

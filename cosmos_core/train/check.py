@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import source_of
@@ -19,10 +19,12 @@ from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
-from cosmos_core.errors import RewardError
+from cosmos_core.data.shown import shown_rows
+from cosmos_core.errors import DataError, RewardError
 from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
+from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
 from cosmos_core.models.teacher import look_at_teacher
@@ -33,8 +35,12 @@ from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.wan_latents import look_at
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
+from cosmos_core.train.feeds import left_over
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
-from cosmos_core.types import Outcome
+from cosmos_core.types import JsonValue, Outcome
+
+_MOST_SHOWN = 5  # rows
+_MOST_COLUMNS = 20  # named of those that nothing reads
 
 
 def run(stage: Stage) -> Outcome:
@@ -44,17 +50,22 @@ def run(stage: Stage) -> Outcome:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
     """
     if stage.recipe.policy.is_diffusers:
-        return Outcome(info={"found": "; ".join(_of_diffusion(stage))})
+        return Outcome(info=_of_diffusion(stage))
     revision = stage.recipe.policy.model_revision
     config = load_config(stage.model, revision)
     check_row_length(config, stage.recipe.policy.model_max_length)
-    tokenizer = load_tokenizer(stage.model, revision)
+    tokenizer = load_tokenizer(stage.model, revision, stage.recipe.policy.chat_template)
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else type(config).__name__
     found = [f"{architecture}, vocabulary of {len(tokenizer)}"]
+    info: dict[str, JsonValue] = {}
     if stage.kind.makes == "data":
         outcome = prepare.run(stage)
         found += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
+        found += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
+        statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+        info |= _batches(stage, statistics["train"]["rows"], found)
+        info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
         check_weights(stage.model)
         _check_model(stage)
@@ -65,7 +76,23 @@ def run(stage: Stage) -> Outcome:
         found += rewards
         if rewards:
             found += _tools(stage, tokenizer)
-    return Outcome(info={"found": "; ".join(found)})
+    return Outcome(info={**info, "found": "; ".join(found)})
+
+
+def _empty(stage: Stage) -> PreTrainedModel:
+    """Return the model without its weights."""
+    policy, dtype = stage.recipe.policy, getattr(torch, stage.recipe.train.master_dtype)
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
+
+
+def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
+    """Say which rows fill no batch; where there is not even one, a stage that trains on them could not begin."""
+    try:
+        found += filter(None, [left_over(stage.recipe, num_rows)])
+    except DataError as error:
+        return {"too_few": str(error)}
+    return {}
 
 
 def _check_model(stage: Stage) -> None:
@@ -86,7 +113,7 @@ def _check_model(stage: Stage) -> None:
         apply_pp(model, sizes, 0)
 
 
-def _of_diffusion(stage: Stage) -> list[str]:
+def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """What is to be said of a diffusion model, and of the rows that one learns; no weight is read."""
     policy, opened = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
     family = opened.open_family(stage.model, policy)
@@ -95,13 +122,14 @@ def _of_diffusion(stage: Stage) -> list[str]:
     family.set_scheduler_timestep(1)
     if stage.kind.makes == "data":
         looked = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
-        return found + [line for line, _ in looked.values()]
+        found += [line for line, _ in looked.values()]
+        return _batches(stage, looked["train"][1], found) | {"found": "; ".join(found)}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:
         with torch.device("meta"):
             choose_trained(family.folder.build(family.denoiser_name), policy, family.lora_targets)
-    return found + look_at_rewards(stage)
+    return {"found": "; ".join(found + look_at_rewards(stage))}
 
 
 def look_at_rewards(stage: Stage) -> list[str]:
@@ -162,5 +190,12 @@ def _rows(stage: Stage) -> list[str]:
             text += f", {numbers['images']:,} images of {numbers['image_tokens']:,} tokens"
         if numbers.get("truncated_rows"):
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
+        if continued := numbers.get("continued_rows"):
+            text += f", {continued:,} rows of plain text whose prompt is masked, as the model has no chat template"
+        if plain := numbers.get("plain_rows"):
+            text += f", {plain:,} rows of plain text in which no token is masked"
+        if unread := numbers.get("unread_columns"):
+            text += f", columns that nothing reads: {', '.join(unread[:_MOST_COLUMNS])}"
+            text += f" and {len(unread) - _MOST_COLUMNS} more" if len(unread) > _MOST_COLUMNS else ""
         found.append(text)
     return found

@@ -6,6 +6,8 @@ state of the group source: a resumed run goes on with the same samples.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,6 +28,8 @@ from cosmos_core.errors import DataError, ProgramError
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync, check_scores
 from cosmos_core.types import Prompt, Sampling
+
+logger = logging.getLogger(__name__)
 
 _DATA_TERM = 0x64617461
 """Keeps the order of a data term apart from that of the prompts."""
@@ -79,6 +83,26 @@ def rows_per_step(recipe: Recipe) -> int:
     return size // recipe.rollout.n_generation if recipe.train.train_policy.has_rollouts else size
 
 
+def left_over(recipe: Recipe, num_rows: int) -> str:
+    """Return what is to be said of rows that fill no batch at the end of an epoch; empty: there are none.
+
+    Raises:
+        DataError: the rows do not fill one step.
+    """
+    train, size = recipe.train, rows_per_step(recipe)
+    if train.train_policy.balances_tokens or size < 1:
+        return ""
+    total_steps(recipe, size, num_rows)
+    count = num_rows % size if train.train_policy.drops_last else 0
+    if not count or (train.max_num_steps or math.inf) * size <= num_rows - count:
+        return ""
+    which = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
+        "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
+    )  # fmt: skip
+    return f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({which}); {remedy}"
+
+
 def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
     """Return steps of micro-batches filled by tokens; None: a batch is a number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
@@ -127,6 +151,8 @@ class RowFeed(Feed):
         if self._balanced:
             self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
             return
+        if told := left_over(recipe, len(rows)):
+            logger.warning("%s", told)
         self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
         self.total_steps = total_steps(recipe, self._batch, len(rows))
 

@@ -169,7 +169,7 @@ def _open_apart(path: Path) -> Engine:
     hide()
     stage = load_stage(path)
     policy = stage.recipe.policy
-    tokenizer = load_tokenizer(stage.model, policy.model_revision)
+    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     with torch.device("meta"):
         model = model_without_weights(
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)

@@ -16,6 +16,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.prepared import open_pairs, rows_kind
 from cosmos_core.data.sample import Sample
+from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.setup import open_trainer
@@ -59,7 +60,7 @@ def test_it_changes_the_loss_of_a_pair(change: Change, expected: float) -> None:
 
 def prepared(recipe: Recipe, folder: Path) -> Stage:
     """A stage whose data are a prepared row that is a text, and a pair of texts."""
-    row = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5"}
+    row = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5", "good": "2+2=3", "bad": "2+2=7"}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     dataset = recipe.train.train_policy.dataset.derived(name=str(folder / "rows.jsonl"))
     train = recipe.train.derived(train_policy=recipe.train.train_policy.derived(dataset=dataset))
@@ -73,6 +74,21 @@ def prepared(recipe: Recipe, folder: Path) -> Stage:
 def test_it_changes_what_a_row_is(change: Change, tmp_path: Path) -> None:
     kinds = [rows_kind(prepared(side, tmp_path).path / "data", "train") for side in (change.before, change.after)]
     assert kinds == ["sequences", "pairs"]
+
+
+@changes(
+    (Change("train.train_policy.chosen_column_name", "good", DPO), ["2+2=3", "2+2=5"]),
+    (Change("train.train_policy.rejected_column_name", "bad", DPO), ["2+2=4", "2+2=7"]),
+)
+def test_it_changes_which_responses_are_compared(change: Change, expected: list[str], tmp_path: Path) -> None:
+    found = []
+    for side in (change.before, change.after):
+        stage = prepared(side, tmp_path)
+        pairs, tokenizer = open_pairs(stage.path / "data", "train"), load_tokenizer(stage.model)
+        found.append(
+            [str(tokenizer.decode(rows[0][0], skip_special_tokens=True)) for rows in (pairs.chosen, pairs.rejected)]
+        )
+    assert found == [["2+2=4", "2+2=5"], expected]
 
 
 @changes(Change("train.train_policy.dpo.reference_free", True, {**DPO, "train.compile": False}))

@@ -111,6 +111,7 @@ def asked(question: str, reference: str) -> str:
     (Change("train.train_policy.response_column_name", "truth", GRPO_ROWS), ("train", 8, asked("p 0", "truth 0"))),
     (Change("train.train_policy.type", "grpo", {**SFT_ROWS, **LENGTHS}), ("train", 8, asked("p 0", "a 0"))),
     (Change("train.train_policy.type", "sft", GRPO_ROWS), ("train", 8, talk("rows/train q 0", "a 0"))),
+    (Change("policy.chat_template", "short.jinja", GRPO_ROWS), ("train", 8, "p 0>|a 0")),
     (Change(f"{TURNS}.custom_chat_template_path", "short.jinja", CHAT_ROWS), ("train", 8, "p 0>|a 0")),
     (Change(f"{TURNS}.enable_thinking", True, TOLD), ("train", 8, "Think. " + asked("p 0", "a 0"))),
     (Change(f"{TURNS}.tools", ["tools.py:now"], {**TOLD, f"{TURNS}.enable_tools": True}),

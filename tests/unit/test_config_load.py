@@ -315,7 +315,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     assert found == {
         "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name", "DataTermConfig.name",
         "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path",
-        "PolicyConfig.model_safetensor_path", "LoraConfig.lora_path",
+        "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
         "DistillationConfig.model_name_or_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",

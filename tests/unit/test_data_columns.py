@@ -6,11 +6,15 @@ import json
 
 import pytest
 
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import look
 from cosmos_core.data.prepare import run
+from cosmos_core.data.prepared import open_pairs, open_sequences
 from cosmos_core.errors import DataError
+from cosmos_core.run.files import read_json
 from cosmos_core.train import check
-from tests.unit.data_tokenizers import CHATML, byte_tokenizer
-from tests.unit.test_data_prepare import RL_LENGTHS, make_stage, model, sft, write_rows
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
+from tests.unit.test_data_prepare import RL_LENGTHS, grpo, make_stage, model, sft, write_rows
 from tests.unit.tiny_model import save_tiny_model
 
 __all__ = ["model"]
@@ -53,10 +57,85 @@ def test_a_wrong_column_is_told_before_a_wrong_test_size(tmp_path, model, policy
         run(make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}, **RL_LENGTHS}))
 
 
+def tiny_model(folder, **policy):
+    """A model with a template, and a stage that prepares rows for steps of two."""
+    save_tiny_model(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(CHATML)
+    recipe = (grpo if policy.pop("is_rl", False) else sft)(folder / "rows", **policy)
+    recipe["train"]["train_batch_per_replica"] = 2
+    return recipe
+
+
 def test_a_check_says_what_preparing_the_rows_would_say(tmp_path):
-    save_tiny_model(tmp_path / "model")
-    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
-    policy = {"type": "sft", "conversation_column_name": "talk", "dataset": {"name": str(tmp_path / "train.jsonl")}}
-    write_rows(tmp_path / "train.jsonl", 2)
-    outcome = check.run(make_stage(tmp_path / "s", tmp_path / "model", {"train": {"train_policy": policy}}))
+    recipe = tiny_model(tmp_path, conversation_column_name="talk")
+    write_rows(tmp_path / "rows" / "train.jsonl", 2)
+    outcome = check.run(make_stage(tmp_path / "s", tmp_path / "model", recipe))
     assert "train: 2 of 2 rows have no column 'talk', which train.train_policy" in outcome.info["found"]
+
+
+FRAGEN = "Frage,Antwort,Quelle\nWas ist 1+1?,Es ist 2.,Buch\nWas ist 2+2?,Es ist 4.,Buch\n"
+
+
+def test_columns_of_ones_own_are_a_prompt_and_its_response_whatever_else_the_row_has(tmp_path, model):
+    (tmp_path / "a.csv").write_text(FRAGEN)
+    others = {"text": "t", "messages": [{"role": "user", "content": "x"}], "answer": "y", "prompt": "z"}
+    row = {**others, "Frage": "Was ist 1+1?", "Antwort": "Es ist 2."}
+    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+    for name in ("a.csv", "b.jsonl"):
+        recipe = sft(tmp_path / name, prompt_column_name="Frage", response_column_name="Antwort")
+        run(make_stage(tmp_path / "s", model, recipe))
+        ids, mask = open_sequences(tmp_path / "s" / "data", "train")[0]
+        tokenizer = byte_tokenizer(CHATML)
+        assert learned(tokenizer, ids.tolist(), mask.tolist()) == ["Es ist 2.<|im_end|>"]
+        assert "<|im_start|>user\nWas ist 1+1?<|im_end|>" in tokenizer.decode(ids)
+        said = read_json(tmp_path / "s" / "data" / "statistics.json")["train"]
+        assert said["unread_columns"] == (["Quelle"] if name == "a.csv" else sorted(others))
+
+
+def test_columns_of_ones_own_are_a_pair_of_responses(tmp_path, model):
+    row = {"Frage": "Was?", "gut": "Ja.", "schlecht": "Nein.", "chosen": "x", "prompt": "y", "rejected": "z"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    names = {"prompt_column_name": "Frage", "chosen_column_name": "gut", "rejected_column_name": "schlecht"}
+    run(make_stage(tmp_path / "s", model, sft(tmp_path / "a.jsonl", trainer_type="dpo", **names)))
+    pairs, tokenizer = open_pairs(tmp_path / "s" / "data", "train"), byte_tokenizer(CHATML)
+    found = [learned(tokenizer, *(each.tolist() for each in rows[0])) for rows in (pairs.chosen, pairs.rejected)]
+    assert found == [["Ja.<|im_end|>"], ["Nein.<|im_end|>"]]
+    assert "user\nWas?<|im_end|>" in tokenizer.decode(pairs.chosen[0][0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ({"prompt_column_name": "q"}, "name both columns, or neither"),
+        ({"prompt_column_name": "q", "response_column_name": "a", "conversation_column_name": "c"}, "leave one out"),
+        ({"trainer_type": "dpo", "prompt_column_name": "q", "conversation_column_name": "c"}, "leave one out"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(policy, told):
+    with pytest.raises(ValueError, match=told):
+        Recipe.model_validate(sft("a.csv", **policy))
+
+
+def test_a_column_that_is_named_and_missing_is_told_by_the_first_look_and_by_preparing(tmp_path, model):
+    (tmp_path / "a.csv").write_text(FRAGEN)
+    recipe = sft(tmp_path / "a.csv", prompt_column_name="Frage", response_column_name="Antwort ")
+    for program in (look.run, run):
+        with pytest.raises(
+            DataError, match=r"a\.csv:2: no column 'Antwort ', which the recipe names; the row has Frage"
+        ):
+            program(make_stage(tmp_path / "s", model, recipe))
+
+
+def test_a_check_names_the_columns_that_nothing_reads_and_rows_of_plain_text(tmp_path):
+    recipe = tiny_model(tmp_path, conversation_column_name="Frage")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.csv").write_text(FRAGEN)
+    found = check.run(make_stage(tmp_path / "s", tmp_path / "model", recipe)).info["found"]
+    assert "100% of them learned, 2 rows of plain text in which no token is masked" in found
+    assert "columns that nothing reads: Antwort, Quelle" in found
+    line = '{"messages": [{"role": "user", "content": "q"}], "prompt": "p", "answer": "a"}\n'
+    (tmp_path / "rows" / "train.csv").unlink()
+    (tmp_path / "rows" / "train.jsonl").write_text(line * 2)
+    recipe = tiny_model(tmp_path, is_rl=True)
+    found = check.run(make_stage(tmp_path / "t", tmp_path / "model", recipe)).info["found"]
+    assert "columns that nothing reads: messages" in found

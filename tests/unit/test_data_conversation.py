@@ -12,13 +12,9 @@ import trl
 from transformers import PreTrainedTokenizer
 
 from cosmos_core.data.chat import Chat
-from cosmos_core.data.conversation import (
-    RefusedRow,
-    conversation_tokens,
-    cut,
-    tokenize_prompt,
-)
+from cosmos_core.data.conversation import conversation_tokens, cut, tokenize_prompt
 from cosmos_core.data.messages import SkippedRow
+from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.errors import DataError, ModelError
 from tests.unit.data_tokenizers import (
     CHATML,

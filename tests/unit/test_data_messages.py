@@ -87,7 +87,8 @@ def test_an_unknown_pair_is_not_told_to_name_one_column():
     with pytest.raises(DataError) as caught:
         read_conversation({"task": "q", "output": "a"}, "row")
     assert str(caught.value) == (
-        "row: no conversation among the columns task, output; name the columns prompt and response"
+        "row: no conversation among the columns task, output; set train.train_policy.prompt_column_name "
+        "and response_column_name"
     )
 
 
@@ -261,10 +262,9 @@ def test_roles_of_sharegpt_are_mapped_and_a_function_call_is_a_tool_call():
     assert read_conversation(plain, "row") == [{"role": "assistant", "content": "add(1)"}]
 
 
-def test_tools_are_a_list_or_its_json_without_the_nulls_of_arrow():
-    tool = {"name": "add", "parameters": {"a": {"type": "int"}}}
-    arrow = {"name": "add", "parameters": {"a": {"type": "int", "enum": None}, "b": None}}
-    assert read_tools({"tools": [arrow]}, "row") == [tool] == read_tools({"tools": json.dumps([tool])}, "row")
+def test_tools_are_a_list_or_its_json_with_the_nulls_that_were_written():
+    tool = {"name": "add", "parameters": {"a": {"type": "int", "default": None}}}
+    assert read_tools({"tools": [tool]}, "row") == [tool] == read_tools({"tools": json.dumps([tool])}, "row")
     assert [read_tools(row, "row") for row in ({}, {"tools": None}, {"tools": []}, {"tools": ""})] == [None] * 4
     for wrong in ("add", ["add"], {"name": "add"}, "{"):
         with pytest.raises(DataError, match=r"^row: column 'tools' holds .*write a list of objects"):

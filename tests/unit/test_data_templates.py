@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data.conversation import RefusedRow, conversation_tokens
+from cosmos_core.data.conversation import conversation_tokens
+from cosmos_core.data.rendering import RefusedRow
 from tests.unit.chat_families import FAMILIES, Family
 from tests.unit.data_tokenizers import byte_tokenizer
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
+import datasets
 import pytest
 
+from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.conversation import conversation_tokens
 from cosmos_core.data.messages import SkippedRow, read_conversation
+from cosmos_core.data.rows import load_rows
+from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
 
@@ -82,10 +87,32 @@ def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
 def test_marks_of_a_template_that_are_not_its_turns_leave_no_turn_out() -> None:
     # The number of turns comes first, so that no beginning of the conversation is a beginning of the whole.
     template = (
-        "{{ messages | length }}{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+        "{{ messages | length }}{% generation %}{% for m in messages %}({{ m.content }}){% endfor %}{% endgeneration %}"
     )
     turns = [ASKED, {**ANSWERED, "weight": 0}, ANSWERED]
-    with pytest.raises(
-        DataError, match=r"^row: weight = 0 leaves out a turn, and the chat template marks 1 parts of 2"
-    ):
+    with pytest.raises(DataError, match=r"^row: weight = 0 leaves out a turn, and the chat template marks it together"):
         learned_of({"messages": turns}, template)
+
+
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+    "unit": {"type": ["string", "null"], "default": None, "enum": ["c", None]}}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".parquet", ".csv"])
+def test_a_null_that_was_written_in_the_schema_of_a_tool_is_kept_and_one_of_arrow_is_not(
+    tmp_path: Any, suffix: str
+) -> None:
+    path, other = tmp_path / f"a{suffix}", {**SCHEMA, "function": {**SCHEMA["function"], "strict": True}}
+    rows = [{"prompt": "q", "tools": [SCHEMA]}, {"prompt": "q", "tools": [other]}]
+    if suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif suffix == ".csv":
+        path.write_text("prompt,tools\nq," + '"' + json.dumps([SCHEMA]).replace('"', '""') + '"\n')
+    else:
+        text = json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows)
+        (gzip.open if suffix.endswith("gz") else open)(path, "wt").write(text)
+    (_, first), *_ = load_rows(DatasetConfig(name=str(path)))
+    found = read_tools(first, "row")
+    assert found is not None and "strict" not in found[0]["function"]
+    if suffix != ".parquet":
+        assert found == [SCHEMA]

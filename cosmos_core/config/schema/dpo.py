@@ -54,6 +54,13 @@ class DpoConfig(SupervisedConfig):
 
     trainer_type: Literal["dpo"] = "dpo"
     """The algorithm."""
+    prompt_column_name: str = ""
+    """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: of the known
+    names whichever there is."""
+    chosen_column_name: str = "chosen"
+    """Column of the response that was chosen."""
+    rejected_column_name: str = "rejected"
+    """Column of the response that was rejected."""
     dpo: DpoLossConfig = DpoLossConfig()
     """How responses are compared."""
 

@@ -34,6 +34,10 @@ class PolicyConfig(Table):
     config.json."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
+    chat_template: Annotated[str | None, NoResult, Where.PATH] = None
+    """Chat template in place of the tokenizer's own, which exports carry too: a Jinja file, `chatml`, or `plain`, whose
+    turns are `User: ...` and `Assistant: ...` with the end token (the fingerprint takes its content). None: that of the
+    tokenizer."""
     model_max_length: Tokens = 4096
     """Longest sequence: longer SFT rows are cut on the right, prompt + response never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True

@@ -1,6 +1,8 @@
 """`[train.train_policy]` with `type = "sft"`: supervised fine-tuning."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
+
+from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.marks import Only, Where
@@ -19,3 +21,17 @@ class SftConfig(SupervisedConfig):
     ] = "sft"
     """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), or `path/file.py:Class` of
     your own."""
+    prompt_column_name: str = ""
+    """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: of the known
+    names whichever there is."""
+    response_column_name: str = ""
+    """Column of the response to `prompt_column_name`, with which it is named."""
+
+    @model_validator(mode="after")
+    def _both_columns(self) -> Self:
+        if bool(self.prompt_column_name) != bool(self.response_column_name):
+            raise ValueError(
+                f"prompt_column_name = {self.prompt_column_name!r} and response_column_name = "
+                f"{self.response_column_name!r}: name both columns, or neither"
+            )
+        return self

@@ -19,7 +19,7 @@ class SupervisedConfig(AlgorithmConfig):
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
     or `instruction` + `input` + `output`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`. An
-    assistant turn with `weight = 0` is not learned."""
+    assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not learned."""
     system_prompt: str = ""
     """Put before conversations that have no system turn and no column `system`; empty: none."""
     balance_dp_token: bool = True
@@ -41,6 +41,23 @@ class SupervisedConfig(AlgorithmConfig):
     """Micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
     dataloader_broadcast: bool = False
     """One rank loads for its group."""
+
+    @property
+    def own_names(self) -> dict[str, str]:
+        """Return what the columns of a row are called, by the names that are known without a recipe."""
+        known = ("prompt", "response", "chosen", "rejected")
+        named = {name: getattr(self, f"{name}_column_name", "") for name in known}
+        return {name: column for name, column in named.items() if column and (name in known[:2] or column != name)}
+
+    @model_validator(mode="after")
+    def _columns_once(self) -> Self:
+        prompt = getattr(self, "prompt_column_name", "")
+        if prompt and "conversation_column_name" in self.model_fields_set:
+            raise ValueError(
+                f"prompt_column_name = {prompt!r} and conversation_column_name = "
+                f"{self.conversation_column_name!r} both name what is asked; leave one out"
+            )
+        return self
 
     @property
     def drops_last(self) -> bool:

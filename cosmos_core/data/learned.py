@@ -1,0 +1,154 @@
+"""Which characters of a rendered conversation the assistant has to write: by the template's marks, else by its form.
+
+The two methods for templates without marks are `spans.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cosmos_core.data.bounds import bounded
+from cosmos_core.data.messages import Message, SkippedRow, texts_of
+from cosmos_core.data.rendering import Tools, render, render_template
+from cosmos_core.data.spans import Render, Span, prefix_spans, skeleton_spans, trimmed
+from cosmos_core.data.turn_weights import is_learned
+from cosmos_core.errors import DataError
+
+_LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def learned_spans(
+    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    turns: list[Message],
+    where: str,
+    tools: Tools = None,
+    end_ids: tuple[int, ...] = (),
+) -> tuple[str, list[Span]]:
+    """Return the rendering of a conversation, and where the assistant speaks in it.
+
+    Where the template marks what the assistant writes with {% generation %}, the marks decide. A span reaches through
+    the token that ends the turn: `end_ids`, at which generation stops, or the tokenizer's end token.
+
+    Raises:
+        DataError: it cannot be told.
+        SkippedRow: the assistant says nothing, or nothing that is learned.
+        RefusedRow, ModelError: as `render`.
+    """
+    if not any(_says_something(turn) for turn in turns if is_learned(turn)):
+        raise SkippedRow(where, "without an assistant turn to learn")
+    turns, full = render(owner, turns, where, tools=tools)
+    tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
+    closing, ends = added_tokens(tokenizer), _end_tokens(tokenizer, end_ids)
+    render_part = partial(render_template, owner, where=where, tools=tools)
+    with bounded(f"{where}: the chat template"):
+        spans = _marked_spans(owner, tokenizer, turns, full, tools)
+    is_marked, assistant = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
+    if spans is None or not all(map(is_learned, assistant)):
+        whole = _turn_spans(render_part, turns, full, closing)
+        if whole is None:
+            raise _unfound(turns, where)
+        chosen = [span for span, turn in zip(whole, assistant, strict=True) if is_learned(turn)]
+        spans = chosen if spans is None else _inside_of(chosen, spans, whole, where)
+    if not spans:
+        raise SkippedRow(where, "in which the chat template marks nothing to learn")
+    spans = [trimmed(span, full, closing) for span in spans]
+    return full, [_with_end(span, full, ends, is_marked=is_marked) for span in spans]
+
+
+def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: Sequence[str]) -> list[Span] | None:
+    """Return where each of the assistant's turns stands, by the form of the rendering; None: it cannot be told."""
+    is_long = len(turns) > _LONG
+    spans = None if is_long else prefix_spans(render_part, turns, full)
+    if spans is None:
+        spans = skeleton_spans(render_part, turns, full, closing)
+    return prefix_spans(render_part, turns, full) if spans is None and is_long else spans
+
+
+def _inside_of(chosen: list[Span], marked: list[Span], whole: list[Span], where: str) -> list[Span]:
+    """Return the marked spans of the chosen turns, of all that there are."""
+    kept = [span for span in marked if any(_overlap(span, each) for each in chosen)]
+    if any(_overlap(span, each) for span in kept for each in whole if each not in chosen):
+        raise DataError(
+            f"{where}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
+            "{% generation %} around each turn, or leave out `weight`"
+        )
+    return kept
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])
+
+
+def _with_end(span: Span, full: str, ends: Sequence[str], *, is_marked: bool) -> Span:
+    """Return the span with the end token behind it, without which a model never learns to stop.
+
+    Marks often leave it out; and in some families, as in GLM-4, the first token of the next turn ends the turn.
+    """
+    start, stop = span
+    if not is_marked and full[start:stop].endswith(tuple(ends)):
+        return span
+    return start, stop + next((len(end) for end in ends if full.startswith(end, stop)), 0)
+
+
+@lru_cache(maxsize=4)
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> tuple[str, ...]:
+    listed = [str(tokenizer.decode([token])) for token in end_ids]
+    return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *listed])))
+
+
+def _says_something(message: Message) -> bool:
+    """Return whether a turn has words, or what else a chat template may render."""
+    return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
+
+
+def _unfound(turns: list[Message], where: str) -> DataError:
+    """Return what to raise where the assistant's turns cannot be told from the others."""
+    first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
+    if first == "assistant":  # the row's doing, not the template's
+        return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
+    return DataError(
+        f"{where}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, or "
+        "one of them quotes the text between two turns; put {% generation %} and {% endgeneration %} around them in "
+        "the model's chat template, or leave the row out"
+    )
+
+
+def _marked_spans(
+    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[Message],
+    full: str,
+    tools: Tools,
+) -> list[Span] | None:
+    """Return what the template itself marks with {% generation %}; None: it has no such marks.
+
+    In characters: a mask of tokens would lose the bytes of a character that is several tokens, and what follows it.
+    """
+    template = (
+        owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
+    )
+    if not isinstance(template, str) or not _GENERATION_MARK.search(template):
+        return None
+    texts, marked = cast(Any, render_jinja_template)(
+        conversations=[turns],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        tools=tools,
+        **tokenizer.special_tokens_map,
+    )
+    if texts[0] != full:
+        return None
+    return [(start, stop) for start, stop in marked[0]]
+
+
+@lru_cache(maxsize=4)  # read for every row, and slow to gather
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return tokens that stand for themselves in the text, such as <|im_end|>."""
+    return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

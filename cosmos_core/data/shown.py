@@ -1,0 +1,33 @@
+"""Prepared rows as lines for a person: which tokens are learned, and which are masked."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.data.prepared import open_table
+
+
+def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    """Return the first rows of training, a line for each run of tokens that are learned or masked alike.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    table = open_table(folder, "train", "sequences", "pairs", "prompts")
+    columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
+    lines = []
+    for row in table.select(columns).slice(0, count).to_pylist():
+        lines.append(f"{row['place']}:")
+        for name in [name for name in columns if name.endswith("_ids")]:
+            ids, side = row[name], name.removesuffix("_ids")
+            mask = row.get("loss_mask" if side == "input" else f"{side}_mask") or [0] * len(ids)
+            for bit, run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
+                text = str(tokenizer.decode([i for _, i in run]))
+                lines.append(f"  {'' if side == 'input' else side + ' '}{'learned' if bit else 'masked'}: {text!r}")
+        if "reference" in row:
+            lines.append(f"  reference answer: {row['reference']!r}")
+    return lines

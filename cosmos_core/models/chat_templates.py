@@ -1,0 +1,43 @@
+"""Chat templates for models that have none, or in place of their own: `policy.chat_template`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.errors import ConfigError
+
+_KEY = "policy.chat_template"
+_BLANK = "\n\n"
+TEMPLATES = {
+    "plain": (
+        "{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content "
+        "+ eos_token }}{% else %}{{ m.role | capitalize + ': ' + m.content }}{% endif %}{{ '" + _BLANK + "' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    ),
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+}
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, named: str | None) -> None:
+    """Give a tokenizer the chat template of a Jinja file, or one of `TEMPLATES`; None: it keeps its own.
+
+    Raises:
+        ConfigError: there is no such template, or the tokenizer lacks a token that it needs.
+    """
+    if named is None:
+        return
+    if named not in TEMPLATES:
+        try:
+            tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{_KEY} = {named!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
+        return
+    needed = ["<|im_start|>", "<|im_end|>"] if named == "chatml" else [tokenizer.eos_token or "eos_token"]
+    if missing := [token for token in needed if token not in tokenizer.get_vocab()]:
+        raise ConfigError(f"{_KEY} = {named!r} needs the token {missing[0]}, which the tokenizer does not have")
+    tokenizer.chat_template = TEMPLATES[named]

@@ -1,0 +1,40 @@
+"""Prepared rows that a language model cannot read: ids beyond its embeddings, rows beyond its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cosmos_core.data.prepared import check_ids, longest_row
+from cosmos_core.errors import DataError, ModelError
+
+
+def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
+    """Refuse prepared rows that a model cannot read; return what is to be said of those that it can, or nothing.
+
+    Args:
+        config: of the model.
+        folder: of the prepared rows.
+        build: returns the model, of which only the shapes are looked at; called where the configuration does not do.
+
+    Raises:
+        DataError: a token has no embedding.
+        ModelError: a row is longer than the learned positions.
+    """
+    text = config.get_text_config()
+    try:
+        check_ids(folder, getattr(text, "vocab_size", 0))
+    except DataError:  # the embeddings of some models have more rows than that
+        check_ids(folder, build().get_input_embeddings().weight.shape[0])
+    limit, longest = getattr(text, "max_position_embeddings", None), longest_row(folder)
+    if not limit or longest <= limit:
+        return ""
+    told = f"rows of up to {longest:,} tokens are longer than the {limit:,} positions of the model"
+    model = build()
+    others = (each for each in model.modules() if each is not model.get_input_embeddings())
+    if any(isinstance(each, nn.Embedding) and each.num_embeddings in (limit, limit + 2) for each in others):
+        raise ModelError(f"{told}; lower policy.model_max_length")
+    return f"{told} (max_position_embeddings), so it learns positions that it never saw; lower policy.model_max_length"

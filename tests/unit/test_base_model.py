@@ -1,0 +1,136 @@
+"""Models without a chat template: plain text with its prompt masked, a template by a key, and what a check shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.data.prepare import run
+from cosmos_core.data.prepared import check_ids, longest_row, open_pairs, open_prompts, open_sequences
+from cosmos_core.errors import ConfigError, DataError, ModelError
+from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.models.row_limits import check_rows
+from cosmos_core.run.files import read_json
+from cosmos_core.train import check
+from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned, unlearned
+from tests.unit.test_data_prepare import grpo, make_stage, sft
+from tests.unit.tiny_model import save_tiny_model
+
+ASKED, ANSWERED = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+ROW = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "model"
+    byte_tokenizer(None, end_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def rows(path: Path, *found: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+def test_prompt_and_completion_are_plain_text_whose_prompt_is_masked(tmp_path: Path, model: Path) -> None:
+    own = {"frage": "1+1=", "antwort": "2"}
+    named = {"prompt_column_name": "frage", "response_column_name": "antwort"}
+    for row, policy in ((ROW, {}), ({"prompt": "1+1=", "response": "2"}, {}), (own, named)):
+        run(make_stage(tmp_path / "s", model, sft(rows(tmp_path / "a.jsonl", row), **policy)))
+        tokens = [each.tolist() for each in open_sequences(tmp_path / "s" / "data", "train")[0]]
+        tokenizer = load_tokenizer(str(model))
+        assert (unlearned(tokenizer, *tokens), learned(tokenizer, *tokens)) == (["1+1="], ["2<|endoftext|>"])
+        assert read_json(tmp_path / "s" / "data" / "statistics.json")["train"]["continued_rows"] == 1
+    run(make_stage(tmp_path / "d", model, sft(rows(tmp_path / "a.jsonl", ROW), trainer_type="dpo")))
+    pairs = open_pairs(tmp_path / "d" / "data", "train")
+    found = [learned(tokenizer, *(each.tolist() for each in side[0])) for side in (pairs.chosen, pairs.rejected)]
+    assert found == [["2<|endoftext|>"], ["3<|endoftext|>"]]
+
+
+@pytest.mark.parametrize("row", [{"messages": [ASKED, ANSWERED]}, {"question": "1+1?", "answer": "2"}])
+def test_turns_name_the_remedies(tmp_path: Path, model: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"has no chat template; set policy\.chat_template to a Jinja file"):
+        run(make_stage(tmp_path / "s", model, sft(rows(tmp_path / "a.jsonl", row))))
+
+
+def test_a_template_that_a_recipe_names_renders_rows_and_prompts(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    plain = "<s>User: 1+1?\n\nAssistant: 2<|endoftext|>\n\n"
+    for named, text in ((str(tmp_path / "mine.jinja"), "[1+1?][2]"), ("plain", plain)):
+        recipe = sft(rows(tmp_path / "a.jsonl", {"messages": [ASKED, ANSWERED]}))
+        run(make_stage(tmp_path / "s", model, {**recipe, "policy": {"chat_template": named}}))
+        tokens = [each.tolist() for each in open_sequences(tmp_path / "s" / "data", "train")[0]]
+        assert load_tokenizer(str(model)).decode(tokens[0]) == text
+    assert learned(load_tokenizer(str(model)), *tokens) == [" 2<|endoftext|>"]
+    recipe = grpo(rows(tmp_path / "a.jsonl", {"prompt": "1+1?", "answer": "2"}))
+    recipe["policy"] = {**recipe["policy"], "chat_template": "plain"}
+    run(make_stage(tmp_path / "g", model, recipe))
+    assert open_prompts(tmp_path / "g" / "data", "train")[0].text == "<s>User: 1+1?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(("named", "told"), [("chatml", r"needs the token <\|im_start\|>"), ("no.jinja", "no file")])
+def test_a_template_that_cannot_be_had_is_told(model: Path, named: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_tokenizer(str(model), None, named)
+
+
+def tiny(folder: Path, count: int, batch: int, **policy: Any) -> Any:
+    """A stage of rows of about 30 tokens for a model of 256 positions and 260 embeddings."""
+    save_tiny_model(folder / "model")
+    turns = [{"messages": [ASKED, {**ANSWERED, "content": "2" * length}]} for length in range(1, count + 1)]
+    recipe = sft(rows(folder / "a.jsonl", *turns), conversation_column_name="messages")
+    recipe["train"]["train_batch_per_replica"] = batch
+    (folder / "model" / "chat_template.jinja").write_text(CHATML)
+    return make_stage(folder / "s", folder / "model", {**recipe, "policy": policy})
+
+
+def test_a_check_shows_rows_with_what_is_learned_and_says_which_fill_no_batch(tmp_path: Path) -> None:
+    info = check.run(tiny(tmp_path, 12, 8)).info
+    assert "4 of 12 rows fill no batch of 8 and are left out of an epoch" in info["found"]
+    assert info["shown"][:4] == [
+        "a.jsonl:1:",
+        "  masked: '<|im_start|>user\\n1+1?<|im_end|>\\n<|im_start|>assistant\\n'",
+        "  learned: '2<|im_end|>'",
+        "  masked: '\\n'",
+    ]
+    assert "fill no batch" not in check.run(tiny(tmp_path, 12, 4)).info["found"]
+
+
+def test_a_check_tells_fewer_rows_than_a_batch(tmp_path: Path) -> None:
+    told = "the data set has 7 rows, fewer than one batch of 8; lower train.train_batch_per_replica or give more rows"
+    assert check.run(tiny(tmp_path, 7, 8)).info["too_few"] == told
+
+
+def test_a_check_refuses_tokens_without_an_embedding(tmp_path: Path) -> None:
+    stage = tiny(tmp_path, 2, 2)
+    tokenizer = load_tokenizer(stage.model)
+    tokenizer.add_tokens(["<a>", "<b>", "1+1"])
+    tokenizer.save_pretrained(stage.model)
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: token id 261 has no embedding, of which the model has 260"):
+        check.run(stage)
+
+
+def test_rows_beyond_the_positions_are_told_and_refused_where_these_are_learned(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+
+    stage = tiny(tmp_path, 300, 2, model_max_length=400)
+    assert (
+        "tokens are longer than the 256 positions of the model (max_position_embeddings)"
+        in check.run(stage).info["found"]
+    )
+    folder = stage.path / "data"
+    longest = longest_row(folder)
+    assert longest == max(len(open_sequences(folder, "train")[i][0]) for i in range(300))
+    sizes = {"vocab_size": 260, "n_embd": 8, "n_head": 1, "n_layer": 1}
+    for positions in (longest - 1, longest):
+        config = GPT2Config(**sizes, n_positions=positions)
+        build = lambda config=config: AutoModelForCausalLM.from_config(config)  # noqa: E731
+        if positions < longest:
+            with pytest.raises(ModelError, match=r"positions of the model; lower policy\.model_max_length"):
+                check_rows(config, folder, build)
+        else:
+            assert check_rows(config, folder, build) == ""
+    check_ids(folder, Qwen3Config(vocab_size=260).vocab_size)
