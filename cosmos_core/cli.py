@@ -187,6 +187,10 @@ def check(
     schema_only: Annotated[
         bool, typer.Option("--schema-only", help="Schema and rules between fields; no look at models or data.")
     ] = False,
+    show: Annotated[
+        int,
+        typer.Option("--show", min=0, max=5, help="Rows to print, with what of each is learned."),
+    ] = 0,
 ) -> None:
     """Check a pipeline: the schema, then models, tokenizers, rows and rewards in a worker, before a GPU is asked
     for."""
@@ -195,7 +199,7 @@ def check(
         from cosmos_core.launch.check import check_in_worker
 
         _ready(pipeline)
-        for line in check_in_worker(pipeline):
+        for line in check_in_worker(pipeline, show):
             typer.echo(line)
     typer.echo(
         f"{configs[0]}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})"

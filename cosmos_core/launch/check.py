@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.companion import service_named
@@ -30,8 +31,9 @@ _FIRST_ROWS = "cosmos_core.data.look:run"
 _FEW_BYTES = 32 << 20
 
 
-def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
-    """Look at each stage in turn; a line of what was found, or of what cannot be looked at yet.
+def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
+    """Look at each stage in turn; a line of what was found, or of what cannot be looked at yet, and of each run of
+    tokens of the first `num_shown` rows.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
@@ -40,12 +42,26 @@ def check_in_worker(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).reads_model:
             continue
-        unknown = _unknown(pipeline, stage)
-        if unknown:
+        base, data = _base(pipeline, stage), source_of(stage.data)
+        if base is None or (data and pipeline.kind_of(pipeline.stage(data)).makes != "data"):
+            unknown = source_of(stage.model) if base is None else data
             yield f"{stage.name}: not looked at: it starts from what stage {unknown!r} will make"
             continue
-        result = look(pipeline, stage, _PROGRAM, data="" if source_of(stage.data) else stage.data)
-        yield f"{stage.name}: {result['info']['found']}"
+        own = pipeline.recipes[base.name].policy
+        recipe = None if base is stage else _with_model_of(pipeline.recipes[stage.name], own)
+        model = "" if base is stage else base.model or own.model_name_or_path
+        result = look(pipeline, stage, _PROGRAM, model=model, data="" if data else stage.data, recipe=recipe)
+        readers = [each for each in pipeline.stages if source_of(each.data) == stage.name]
+        trained = next((each.name for each in readers if pipeline.kind_of(each).trains), None)
+        if trained and (reason := result["info"].get("too_few")):
+            raise DataError(f"{pipeline.source}: stage {trained!r}: {reason}")
+        told = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
+        yield f"{stage.name}: {result['info']['found']}{told}"
+        starts = 0
+        for line in result["info"].get("shown", []):
+            starts += not line.startswith(" ")
+            if starts <= num_shown:
+                yield line
 
 
 def look_at_rows(pipeline: Pipeline) -> None:
@@ -133,10 +149,20 @@ def look(
         )
 
 
-def _unknown(pipeline: Pipeline, stage: StageConfig) -> str | None:
-    """Return the stage that has to run before this one can be looked at; rows are looked at where they are made."""
-    model = source_of(stage.model)
-    data = source_of(stage.data)
-    if data and pipeline.kind_of(pipeline.stage(data)).makes == "data":
-        data = None
-    return model or data
+def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
+    """Return the stage, or the one before it whose model it descends from and no stage makes: what a training makes has
+    the same architecture and tokenizer. None: it may be another model, or is not in a folder of its own."""
+    first = stage
+    while name := source_of(stage.model):
+        stage = pipeline.stage(name)
+        if pipeline.kind_of(stage).makes != "model" or not pipeline.kind_of(stage).reads_model:
+            return None
+    policy = pipeline.recipes[stage.name].policy
+    is_simple = not policy.model_safetensor_path and not is_remote(stage.model or policy.model_name_or_path)
+    return stage if stage is first or is_simple else None
+
+
+def _with_model_of(recipe: Recipe, base: PolicyConfig) -> Recipe:
+    """Return a recipe that starts from the model of another one."""
+    names = ("model_name_or_path", "model_revision")
+    return recipe.derived(policy=recipe.policy.derived(**{name: getattr(base, name) for name in names}))
