@@ -90,7 +90,7 @@ def run(
         with session(_ready(pipeline), waiting) as run_session:
             look_at_rows(pipeline)
             run = _claimable(open_or_create_run(pipeline, run_id=run_id))
-            code = run_session(run, from_stage, verify, began=_BEGAN)
+            code = run_session(run, from_stage, verify)
     _end_at_once(code)
 
 
@@ -124,7 +124,7 @@ def resume(
                 run.pipeline.stage(from_stage)
             _claimable(run)
             with session(run.output_dir, waiting) as run_session:
-                code = run_session(run, from_stage, verify, began=_BEGAN)
+                code = run_session(run, from_stage, verify)
         _end_at_once(code)
 
 
@@ -373,7 +373,7 @@ def _claimable(run: Run) -> Run:
     from cosmos_core.run.directory import claim
 
     try:
-        claim(run).release()
+        claim(run, _BEGAN).release()
     except OSError as error:
         raise ConfigError(
             f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "

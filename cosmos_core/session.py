@@ -21,9 +21,11 @@ from cosmos_core.imports import without_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.launch.standby import Standby
-from cosmos_core.launch.worker import is_stopping
+from cosmos_core.launch.worker import is_stopping, longest_grace
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
+from cosmos_core.observe.record import read_run
+from cosmos_core.observe.resuming import how_to_resume
 from cosmos_core.parent import adopt_orphans
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import SHARED, disk_full
@@ -46,13 +48,8 @@ def session(output_dir: Path, standby: Standby | None) -> Iterator[Callable[...,
         yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
 
 
-def run_session(
-    server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool, *, began: float
-) -> int:
-    """Run the flow in this process, close the server and return the exit code.
-
-    `began` is when the command was typed, in seconds since 1970.
-    """
+def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
+    """Run the flow in this process, close the server and return the exit code."""
     configure("WARNING")
     for handler in logging.getLogger().handlers:
         handler.addFilter(_is_not_of_a_run)
@@ -69,7 +66,7 @@ def run_session(
         except (KeyboardInterrupt, Preempted):
             interrupted = True
     kill_below()
-    print_summary(run.path, since=began)
+    print_summary(run.path)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
     if code == EXIT_PREEMPTED and trouble and not interrupted:  # no stage failed, yet the flow did
         code = EXIT_CRASH
@@ -105,15 +102,11 @@ def _explain(run: Run, code: int) -> None:
             "cosmos run; what stays the same is reused"
         )
     elif code not in {EXIT_OK, EXIT_USAGE}:
-        _say(f"run {run.id} is not complete; continue it with: cosmos resume {_short(run.path)}")
+        _say(f"run {run.id} is not complete; continue it with: {how_to_resume(read_run(run.path))}")
 
 
 def _say(message: str) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
-
-
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _import_flow() -> None:
@@ -174,7 +167,8 @@ def _watching(run: Run, display: Display) -> Iterator[None]:
             look()
             if is_stopping() and not was_stopping:
                 was_stopping = True
-                display.message(f"stopping, saving a checkpoint: at most {run.pipeline.config.grace_seconds:g} s")
+                grace = longest_grace() or run.pipeline.config.grace_seconds
+                display.message(f"stopping, saving a checkpoint: at most {grace:.0f} s")
 
     thread = threading.Thread(target=watch, name="watch", daemon=True)
     thread.start()

@@ -23,7 +23,7 @@ from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, Preempted, StageFailed
-from cosmos_core.launch.worker import sleep_unless_stopping
+from cosmos_core.launch.worker import grace_of, sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, problem
@@ -84,7 +84,7 @@ def _ended(run: Run, stage: StageConfig, stored: Stored) -> FlowRun:
         try:
             return _follow(client, stage, UUID(child.flow_run), stored.mirror())
         except Preempted:
-            _cancel(client, child, run.pipeline.config.grace_seconds)
+            _cancel(client, child, grace_of(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
             stored.mirror()()
             raise
 

@@ -36,7 +36,7 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import gpus, worker
-from cosmos_core.launch.processes import sweep, this_process
+from cosmos_core.launch.processes import sweep
 from cosmos_core.launch.slots import branch_slots, held
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
@@ -46,6 +46,7 @@ from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
 from cosmos_core.run.lock import Lock, stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import Decision, decide, fingerprint_folder, register, save_fingerprint
+from cosmos_core.run.process import this_process
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
 from cosmos_core.upload.saves import saves_url, sending
@@ -86,7 +87,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
         # Termination reaches this thread alone; the tasks wait in others and would not notice.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         worker.stop_all()
-        wait(list(futures.values()), timeout=run.pipeline.config.grace_seconds + 5)
+        wait(list(futures.values()), timeout=max(run.pipeline.config.grace_seconds, worker.longest_grace()) + 5)
         raise
     if not is_here:
         write_report(run.path)
@@ -327,9 +328,10 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Res
     path = run.stage_path(stage.name)
     laid_out = lay_out(run, stage, expected)
     state, began = read_state(path), time.time()
-    spans = state.closed_spans(began)
-    update_state(path, state="running", attempt=state.attempt + 1, spans=[*spans, (began, None)], ended=None, error="")
-    record_event(path, "started", f"attempt {state.attempt + 1}")
+    spans, attempt = state.closed_spans(began), state.attempt + 1
+    open_spans = [*spans, (began, None)]
+    update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
+    record_event(path, "started", f"attempt {attempt}")
     outcome = import_thing(laid_out.entry)(laid_out)
     update_state(path, spans=[*spans, (began, time.time())])
     result = manifest.commit(

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from cosmos_core.config.compose import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import Preempted
-from cosmos_core.launch.processes import is_alive, start_time
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run, open_run, supersede
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import Fingerprint
 from cosmos_core.run.manifest import RESULT, STORED, Result, problem, read_result
 from cosmos_core.run.plan import register
+from cosmos_core.run.process import is_alive, start_time, this_machine
 from cosmos_core.run.state import State, read_state, record_event, update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, opened
 from cosmos_core.upload.lease import Holder, Lease
@@ -230,7 +229,7 @@ class Stored:
 
     def _record(self) -> StoredRecord:
         assert self._store is not None
-        return self._store.record(self._name, self._path, _machine())
+        return self._store.record(self._name, self._path, this_machine())
 
     @cached_property
     def _name(self) -> str:
@@ -296,16 +295,8 @@ def _once(what: Callable[[], object], path: Path) -> None:
 
 
 def _me() -> Holder:
-    return Holder(_machine(), os.getpid(), start_time(os.getpid()))
+    return Holder(this_machine(), os.getpid(), start_time(os.getpid()))
 
 
 def _is_gone(holder: Holder) -> bool:
-    return holder.machine == _machine() and not is_alive(holder.pid, holder.started)
-
-
-@cache
-def _machine() -> str:
-    """This machine, between two starts of it; of containers that share a name each, for its pids are its own."""
-    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    known = (boot.read_text().strip() if boot.is_file() else "", os.readlink(pids) if pids.is_symlink() else "")
-    return "/".join((socket.gethostname(), *known))
+    return holder.machine == this_machine() and not is_alive(holder.pid, holder.started)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from cosmos_core.launch.processes import ATTEMPT, kill_marked, make_scratch, remove_scratch, scratch_of, start_time
+from cosmos_core.launch.processes import ATTEMPT, kill_marked, make_scratch, remove_scratch, scratch_of
 from cosmos_core.observe.logs import quiet_environment
+from cosmos_core.run.process import start_time
 
 
 class Child:
@@ -68,9 +70,12 @@ class Child:
             self._let_go()
         return code if code is None or code >= 0 else 128 - code
 
-    def stop(self) -> None:
-        """Send SIGTERM to the command; the supervisor adds SIGKILL after the grace."""
+    def stop(self, grace_seconds: float | None = None) -> None:
+        """Send SIGTERM to the command; the supervisor adds SIGKILL after the grace, None: that of the beginning."""
         if self._process.poll() is None:
+            if grace_seconds is not None and self._writer >= 0:
+                with suppress(OSError):  # the supervisor is gone, and with it the command
+                    os.write(self._writer, f"{grace_seconds}\n".encode())
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:

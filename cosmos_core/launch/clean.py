@@ -18,11 +18,12 @@ from typing import Any
 
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError, CosmosError
-from cosmos_core.launch.processes import SILENT_SECONDS, is_alive
+from cosmos_core.launch.processes import SILENT_SECONDS
 from cosmos_core.run.directory import PIPELINE, list_runs, read_facts, runs_in
 from cosmos_core.run.files import SHARED, read_object
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
+from cosmos_core.run.process import is_alive
 from cosmos_core.run.remote import FETCHED, PARTIAL
 from cosmos_core.run.state import ACTIVE, read_state
 from cosmos_core.upload.base import open_target

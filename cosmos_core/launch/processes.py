@@ -1,4 +1,4 @@
-"""Processes on this machine: who is alive, who belongs to an attempt, and how they are ended. Linux only."""
+"""Processes on this machine: who belongs to an attempt, and how they are ended. Linux only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from cosmos_core.run.process import is_running
 
 SILENT_SECONDS = 600.0  # what another machine runs may go on while it was heard of since then
 _KILL_SECONDS = 5.0
@@ -21,29 +21,6 @@ ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of o
 LOOK = "cosmos-look-"  # and the pid: beginning of the name of a folder of temporary files
 _SCRATCH = "cosmos-"
 _SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
-
-
-def start_time(pid: int) -> float | None:
-    """Return the seconds after boot at which a process started; with the pid they name it for good. None: it is gone.
-
-    Not seconds since 1970: those of one process change when the clock of the machine is set.
-    """
-    try:
-        process = psutil.Process(pid)
-        return round(process.create_time() - psutil.boot_time(), 2) if _is_running(process) else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def this_process() -> dict[str, Any]:
-    """Return what `State` says of the launcher, if it is this process."""
-    pid = os.getpid()
-    return {"launcher_pid": pid, "launcher_started": start_time(pid), "launcher_host": socket.gethostname()}
-
-
-def is_alive(pid: int | None, started: float | None) -> bool:
-    """Return whether the process with this pid and start time still runs; a zombie does not."""
-    return pid is not None and started is not None and start_time(pid) == started
 
 
 def marked(attempt: str) -> list[psutil.Process]:
@@ -67,7 +44,7 @@ def kill_marked(attempt: str) -> list[int]:
 
 def kill_below() -> list[int]:
     """Send SIGKILL to all descendants of this process until none is left; return the pids that were found."""
-    return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if _is_running(each)])
+    return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 
 def make_scratch(attempt: str) -> int:
@@ -122,13 +99,6 @@ def remove_scratch(attempt: str) -> None:
         own = os.environ.get("TMPDIR", "")
         folder = Path(own) if Path(own).name == scratch_of(attempt).name else scratch_of(attempt)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _kill(find: Callable[[], list[psutil.Process]]) -> list[int]:

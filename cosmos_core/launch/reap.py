@@ -11,10 +11,11 @@ from typing import Any
 from uuid import UUID
 
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import SILENT_SECONDS, is_alive, sweep
+from cosmos_core.launch.processes import SILENT_SECONDS, sweep
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.lock import Lock
+from cosmos_core.run.process import is_alive
 from cosmos_core.run.state import ACTIVE, State, read_state, update_state
 
 

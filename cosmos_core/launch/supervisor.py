@@ -6,7 +6,8 @@ It leads a session of its own. End-of-file on the pipe means that the launcher i
 gets SIGTERM (time to save a checkpoint), after the grace, at most ten seconds of it, SIGKILL. If the supervisor
 itself is killed, the kernel kills the command. Whatever loses its parent falls to the supervisor, a subreaper: when
 the command has ended, all of it is killed, also what left the session and dropped its environment, and the exit code
-is passed on (128 + signal number where a signal ended the command).
+is passed on (128 + signal number where a signal ended the command). A number that the launcher writes to the pipe
+replaces the grace.
 
 It is our own because nothing portable ends a whole tree of processes with a parent that was killed: the kernel's
 parent-death signal does not reach grandchildren, and systemd is not in every container.
@@ -90,7 +91,13 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
             return
         readable, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
-        if readable and not os.read(self.pipe, 4096):
+        if not readable:
+            return
+        if said := os.read(self.pipe, 4096):
+            self.grace_seconds = float(said.split()[-1])
+            if self.kill_at is not None:  # SIGTERM was faster
+                self.kill_at = time.monotonic() + self.grace_seconds
+        else:
             self.is_orphaned = True
             self.stop()
 

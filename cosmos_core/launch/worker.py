@@ -20,9 +20,10 @@ from typing import Any
 from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
-from cosmos_core.launch.processes import is_alive, kill_marked, remove_scratch, this_process
+from cosmos_core.launch.processes import kill_marked, remove_scratch
 from cosmos_core.run.files import SHARED, Document, read_document, room_may_be_missing
 from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.process import is_alive, this_process
 from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
 from cosmos_core.run.state import read_state, record_event, update_state
 from cosmos_core.run.tail import Tail
@@ -40,7 +41,7 @@ class _Live:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._children: set[Child] = set()
+        self._children: dict[Child, Callable[[], float]] = {}
         self._num_runs = 0
         self.stopping = threading.Event()
 
@@ -58,23 +59,29 @@ class _Live:
                 self._num_runs -= 1
 
     @contextmanager
-    def following(self, child: Child) -> Iterator[None]:
+    def following(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
+        """`grace`: seconds that the child gets when it is asked to stop now."""
         with self._lock:
-            self._children.add(child)
+            self._children[child] = grace
             if self.stopping.is_set():
-                child.stop()
+                child.stop(grace())
         try:
             yield
         finally:
             with self._lock:
-                self._children.discard(child)
+                del self._children[child]
 
     def stop_all(self) -> None:
         """Ask every worker of this process to save and end; this run starts no new ones."""
         with self._lock:
             self.stopping.set()
-            for child in self._children:
-                child.stop()
+            for child, grace in self._children.items():
+                child.stop(grace())
+
+    def grace_seconds(self) -> float:
+        """Return the longest time that a worker of this process gets when it is asked to stop; 0: there is none."""
+        with self._lock:
+            return max((grace() for grace in self._children.values()), default=0.0)
 
     def sleep_unless_stopping(self, seconds: float) -> None:
         """Wait; raise `Preempted` when asked to stop meanwhile."""
@@ -84,6 +91,7 @@ class _Live:
 
 _live = _Live()
 stoppable, stop_all, sleep_unless_stopping = _live.stoppable, _live.stop_all, _live.sleep_unless_stopping
+longest_grace = _live.grace_seconds
 is_stopping = _live.stopping.is_set
 
 
@@ -137,10 +145,10 @@ def run(launch: Launch) -> Result:
     try:
         update_state(
             path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-            **this_process(), spans=[*spans, (began, None)], ended=None, error="",
+            **this_process(), spans=[*spans, (began, None)], renewed=began, ended=None, error="",
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
-        with _live.following(child):
+        with _live.following(child, lambda: grace_of(path, launch.grace_seconds)):
             code, reason = _follow(launch, child, log)
     finally:
         child.kill()
@@ -149,6 +157,13 @@ def run(launch: Launch) -> Result:
         with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
             update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
     return _outcome(path, code, reason, log)
+
+
+def grace_of(stage_path: Path, grace_seconds: float) -> float:
+    """Return how long a worker may take to end: what is configured, for a checkpoint, and the longest step that was
+    seen, for the step that it is in."""
+    progress = read_progress(stage_path) or Position()
+    return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
 
 def reap(stage_path: Path) -> bool:
@@ -207,7 +222,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
             child.kill()
         if launch.timeout_seconds and time.monotonic() - began > launch.timeout_seconds and not reason:
             reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
-            child.stop()
+            child.stop(grace_of(launch.stage_path, launch.grace_seconds))
         if time.monotonic() - last_state > _STATE_SECONDS:
             last_state = time.monotonic()
             _tell(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
@@ -263,9 +278,12 @@ def _position(path: Path) -> dict[str, Any]:
     """Return what the worker last said of itself, for `state.json`."""
     progress = read_progress(path)
     if progress is None:
-        return {}
+        return {"renewed": time.time()}
     position = progress.model_dump(include={"heartbeat", "phase", "step", "total", "checkpoint_step"})
-    return {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
+    known = {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
+    if progress.longest_step_seconds > read_state(path).longest_step_seconds:
+        known["longest_step_seconds"] = progress.longest_step_seconds
+    return {"renewed": time.time(), **known}
 
 
 def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pebble import ProcessPool
 
 from cosmos_core.errors import StageFailed
+from cosmos_core.observe.logs import configure
 from cosmos_core.parent import die_with_parent
 
 T = TypeVar("T")
@@ -41,7 +42,8 @@ def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...
 
 
 def _start(parent: int) -> None:
-    """Be killed when the trainer dies, whatever kills it, and ask nothing of the network."""
+    """Be killed when the trainer dies, whatever kills it, log as it does, and ask nothing of the network."""
     die_with_parent(parent)
+    configure("WARNING")
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
     gc.disable()  # a task or two, and it ends

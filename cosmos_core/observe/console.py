@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cosmos_core.observe import wording
-from cosmos_core.observe.record import RunRecord, StageRecord, busy_seconds, loading_line, read_run
+from cosmos_core.observe.record import RunRecord, StageRecord, loading_line, overhead, read_run
+from cosmos_core.observe.resuming import death
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import ACTIVE
 
@@ -30,9 +31,12 @@ LINE_SECONDS = 10.0
 
 STYLES = {
     "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
-    "failed": "bold red", "stopped": "yellow",
+    "failed": "bold red", "stopped": "yellow", "died": "bold red",
 }  # fmt: skip
-_MARKS = {"waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■"}
+_MARKS = {
+    "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■",
+    "died": "✗",
+}  # fmt: skip
 _STEPPING = frozenset({"step", "generate", "score"})  # phases that a step count already implies
 _PLAIN_WIDTH = 160
 
@@ -46,6 +50,11 @@ class _Line:
     began: float | None = None
     ended: float | None = None
     printed: float = 0.0
+    said: tuple[Any, ...] = ()
+    """Phase, its part and the step of the last printed line: none comes twice."""
+    phase_began: float = 0.0
+    told_compiling: float = 0.0
+    """Seconds of it that a line has told."""
     anchor: Position | None = None
     """What the pace is counted from: the attempt's first step, which pays for compiling."""
 
@@ -91,14 +100,17 @@ class Display:
             has_changed = state != line.state
             if has_changed:
                 self._change(line, state)
+            now = self._clock()
             if progress is not None:
+                if line.progress is None or line.progress.phase != progress.phase:
+                    line.phase_began = now
                 line.progress = progress
                 _set_anchor(line, progress)
-            now = self._clock()
-            is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS
+            is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _place(line) != line.said
             if self._live is None and (has_changed or is_due):
                 line.printed = now
                 self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
+                line.said = () if has_changed else _place(line)
 
     def message(self, text: str) -> None:
         """Say one line, above the progress where there is one."""
@@ -123,16 +135,33 @@ class Display:
         words = [line.state] if has_changed else []
         if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
             return words
-        words += [part for part in (_phase(line), _steps(line), *_numbers(line)) if part]
+        words += [part for part in (_phase(line), *self._news(line)) if part]
         if line.state in ACTIVE:
             eta = _eta_seconds(line)
             return [*words, f"eta {wording.duration(eta)}"] if eta is not None else words
         return [*words, wording.duration(self._elapsed(line))] if line.began is not None else words
 
+    def _news(self, line: _Line) -> list[str]:
+        """Return the step and its metrics, unless a line has told them and the stage still runs; and once how long
+        torch compiled."""
+        progress, compiled = line.progress, ""
+        if progress is None:
+            return []
+        if progress.phase != "compile" and progress.compile_seconds > line.told_compiling:
+            line.told_compiling = progress.compile_seconds
+            compiled = f"compiled in {wording.duration(progress.compile_seconds)}"
+        is_told = line.state in ACTIVE and line.said[2:] == (progress.step,)
+        return [compiled] if is_told else [_steps(line), *_numbers(line), compiled]
+
     def _elapsed(self, line: _Line) -> float | None:
         if line.began is None:
             return None
         return (self._clock() if line.ended is None else line.ended) - line.began
+
+    def _doing(self, line: _Line) -> str:
+        phase = _phase(line) if line.state == "running" else ""
+        since = f" {wording.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
+        return f"{phase}{since}" if phase else line.state
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -147,7 +176,7 @@ class Display:
                 clock = f"eta {wording.duration(eta)}" if eta is not None else wording.duration(elapsed)
                 table.add_row(
                     Text(f"{_MARKS.get(line.state, ' ')} {name}", style=style),
-                    Text(_phase(line) or line.state if line.state == "running" else line.state, style=style),
+                    Text(self._doing(line), style=style),
                     bar,
                     _steps(line).removeprefix("step "),
                     Text("  ".join(_numbers(line))),
@@ -160,20 +189,19 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print where every stage of a run stands."""
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
-    _console(stream).print(Group(_table(run, _STATUS, title), *_remarks(run)))
+    console = _console(stream)
+    console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
+    if said := death(run):
+        console.print(Text(said, style="yellow"), soft_wrap=True)  # a command is copied from here
 
 
-def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO | None = None) -> None:
-    """Print how a run ended: its stages, where the time went, and how to load what it made.
-
-    `since` is the unix time at which this command began; None: the start of the run.
-    """
+def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
+    """Print how a run ended: its stages, where the time of the last command went, and how to load what it made."""
     run = read_run(run_path)
-    since = run.facts.started or run.ended if since is None else since
-    wall, inside = max(0.0, run.ended - since), busy_seconds(run, since)
+    seconds = overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
     facts = {
-        "time inside stage workers": wording.duration(inside),
-        "orchestration overhead": wording.duration(max(0.0, wall - inside)),
+        "time inside stage workers": wording.duration(seconds["inside"]),
+        "orchestration overhead": wording.duration(seconds["overhead"]),
     }
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
@@ -181,7 +209,7 @@ def print_summary(run_path: Path, *, since: float | None = None, stream: TextIO 
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
     if run.published:
         facts["published"] = ", ".join(run.published)
-    title = f"{run.name}  {run.path.name}  {run.outcome} after {wording.duration(wall)}"
+    title = f"{run.name}  {run.path.name}  {run.outcome} after {wording.duration(seconds['wall'])}"
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
@@ -224,7 +252,7 @@ def _state(stage: StageRecord) -> Text:
 def _metrics(stage: StageRecord) -> Text:
     words = [f"{key} {wording.number(value)}" for key, value in wording.table_metrics(stage.metrics).items()]
     if best := stage.best:
-        words.append(f"best {wording.family(best.metric)} {wording.number(best.value)} at step {best.step}")
+        words.append(f"best {wording.short(best.metric)} {wording.number(best.value)} at step {best.step}")
     return Text("  ".join(words))
 
 
@@ -254,7 +282,15 @@ def _ratio(step: Any, total: Any) -> str:
 def _phase(line: _Line) -> str:
     if line.progress is None or line.state not in ACTIVE:
         return ""
-    return "" if line.progress.phase in _STEPPING and line.progress.step else line.progress.phase
+    progress = line.progress
+    part = f" {progress.done}/{progress.parts}" if progress.parts else ""
+    return "" if progress.phase in _STEPPING and progress.step and not part else f"{progress.phase}{part}"
+
+
+def _place(line: _Line) -> tuple[Any, ...]:
+    """Return what a printed line is about; none about the same comes again."""
+    progress = line.progress
+    return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
 
 
 def _steps(line: _Line) -> str:
@@ -290,4 +326,5 @@ def _eta_seconds(line: _Line) -> float | None:
     now, first = line.progress, line.anchor
     if now is None or first is None or not now.total or now.step <= first.step:
         return None
-    return (now.heartbeat - first.heartbeat) / (now.step - first.step) * (now.total - now.step)
+    seconds = now.heartbeat - first.heartbeat - (now.compile_seconds - first.compile_seconds)
+    return seconds / (now.step - first.step) * (now.total - now.step)

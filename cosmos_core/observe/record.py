@@ -16,11 +16,12 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, Facts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
+from cosmos_core.run.liveness import holder_died, is_dead, read_holder
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import read_kind
-from cosmos_core.run.state import FINISHED, State, read_state
+from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
 from cosmos_core.run.tail import Tail
 from cosmos_core.types import StageKind
 
@@ -110,8 +111,23 @@ class StageRecord:
 
     @property
     def status(self) -> str:
-        """Return `waiting`, `running`, `retrying`, `done`, `reused`, `failed` or `stopped`."""
-        return self.state.state
+        """Return `waiting`, `running`, `retrying`, `done`, `reused`, `failed`, `stopped` or `died`."""
+        return "died" if self.died is not None else self.state.state
+
+    @cached_property
+    def died(self) -> float | None:
+        """Return the unix time of the last sign of life of a stage that was killed with its flow; None: it was not."""
+        if not is_dead(self.state, time.time()):
+            return None
+        begins = [begin for begin, _ in self.state.spans]
+        signs = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat, *begins)
+        return max((sign for sign in signs if sign), default=0.0)
+
+    @property
+    def resumes_after(self) -> int:
+        """Return the step whose checkpoint a resume goes on from, as far as the files here say; 0: the beginning."""
+        known = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
+        return max((step for step in known if step), default=0)
 
     @property
     def seconds(self) -> float | None:
@@ -191,18 +207,27 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return `failed` or `stopped` when a stage is, `done` when all are finished, else `running`."""
+        """Return `failed`, `stopped` or `died` when a stage is, `done` when all are finished, else `running`; `died`
+        also when the process that brought one stage after the other to its end is gone."""
         # The page that shows the outcome is not a part of it.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
-        for state in ("failed", "stopped"):
+        for state in ("failed", "stopped", "died"):
             if state in states:
                 return state
-        return "done" if states <= FINISHED and self.stages else "running"
+        if states <= FINISHED and self.stages:
+            return "done"
+        return "running" if states & ACTIVE or holder_died(self.path) is None else "died"
+
+    @property
+    def began(self) -> float:
+        """Return the unix time at which the command began that ran it last, otherwise the run itself; 0: unknown."""
+        holder = read_holder(self.path)
+        return holder.since if holder is not None else self.facts.started
 
     @property
     def ended(self) -> float:
         """Return the unix time of the last thing that happened, or now while something runs or waits to."""
-        ends = [stage.state.ended for stage in self.stages if stage.state.ended]
+        ends = [end for stage in self.stages if (end := stage.died or stage.state.ended)]
         return max(ends) if ends and self.outcome != "running" else time.time()
 
     @property
@@ -246,6 +271,14 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     except ConfigError:
         return {}
     return table if isinstance(table, dict) else {}
+
+
+def overhead(run: RunRecord) -> dict[str, float]:
+    """Return where the time of the command that ran it last went, in seconds; empty: it is not known when it began."""
+    if not run.began:
+        return {}
+    wall, inside = max(0.0, run.ended - run.began), busy_seconds(run, run.began)
+    return {"wall": wall, "inside": inside, "overhead": max(0.0, wall - inside)}
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:

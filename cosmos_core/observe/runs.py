@@ -12,13 +12,15 @@ from cosmos_core.config.compose import Kinds, load_pipeline
 from cosmos_core.config.difference import difference
 from cosmos_core.observe import wording
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
+from cosmos_core.observe.resuming import death
 from cosmos_core.run.directory import PIPELINE, runs_in
 from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, most: int) -> Table:
     """Return the newest runs of a folder, the newest last: how each stands, and what its last measured stage says."""
-    table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics")
+    table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
+    deaths: list[str] = []
     for facts in runs_in(output_dir)[-most:]:
         run = read_run(output_dir / facts.run_id)
         done = sum(stage.status in FINISHED for stage in run.stages)
@@ -27,6 +29,8 @@ def table_of_runs(output_dir: Path, most: int) -> Table:
             facts.run_id, run.name, wording.clock(facts.started), wording.duration(took), f"{done}/{len(run.stages)}",
             run.outcome, _last_metrics(run),
         )  # fmt: skip
+        deaths += [f"{facts.run_id}: {said}"] if (said := death(run)) else []
+    table.caption = "\n".join(deaths) or None
     return table
 
 

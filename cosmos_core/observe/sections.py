@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves_svg
-from cosmos_core.observe.record import RunRecord, Sample, StageRecord, busy_seconds
+from cosmos_core.observe.record import RunRecord, Sample, StageRecord, overhead
 from cosmos_core.observe.sweeps import in_branches
 from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
@@ -54,13 +54,9 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     shown += [("log-prob difference", f"≤ {max(differences):.1e}")] if differences else []
-    if started := run.facts.started:
-        wall, inside = max(0.0, run.ended - started), busy_seconds(run, started)
-        shown += [
-            ("wall time", wording.duration(wall)),
-            ("inside stage workers", wording.duration(inside)),
-            ("overhead", wording.duration(max(0.0, wall - inside))),
-        ]
+    times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
+    if seconds := overhead(run):
+        shown += [(name, wording.duration(seconds[key])) for name, key in times.items()]
     counted = [stage for stage in run.stages if stage.kind.makes != "page"]
     finished = sum(stage.status in {"done", "reused"} for stage in counted)
     return [*shown, ("stages finished", f"{finished} of {len(counted)}")]

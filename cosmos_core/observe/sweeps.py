@@ -7,7 +7,7 @@ from typing import Any
 
 from cosmos_core.observe.record import RunRecord, StageRecord
 
-_BY_URGENCY = ("failed", "stopped", "running", "retrying", "waiting", "done", "reused")
+_BY_URGENCY = ("failed", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 
 @dataclass(frozen=True)

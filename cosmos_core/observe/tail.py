@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.run.liveness import is_dead
 from cosmos_core.run.state import read_state
 from cosmos_core.run.tail import Tail
 
@@ -21,11 +22,16 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     tail = Tail(log)
     is_last = False
     while not is_last:
-        is_last = not (follow and read_state(log.parent.parent).state == "running")
+        is_last = not (follow and _is_running(log.parent.parent))
         sys.stdout.write(tail.text(is_last=is_last))
         sys.stdout.flush()
         if not is_last:
             time.sleep(0.2)
+
+
+def _is_running(stage_path: Path) -> bool:
+    state = read_state(stage_path)
+    return state.state == "running" and not is_dead(state, time.time())
 
 
 def _newest_log(run_path: Path, stage: str) -> Path:

@@ -14,6 +14,8 @@ _HEADLINES = ("reward", "loss", "accuracy")
 _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_max": "log-prob difference",
 }  # fmt: skip
+_OF_BOTH = frozenset({"reward", "loss"})
+"""What training and validation both measure, with other rows or completions."""
 _LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated")
 
 
@@ -64,6 +66,14 @@ def machines(ranks: Iterable[Rank]) -> str:
 def clock(unix: float | None) -> str:
     """Return local date and time; empty where it is not known."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
+
+
+def moment(unix: float | None) -> str:
+    """Return the local time of day as `20:14`, with the date before it unless it is today; a dash for None."""
+    if unix is None:
+        return "–"
+    then, now = time.localtime(unix), time.localtime()
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
 
 def size(num_bytes: int) -> str:
@@ -147,12 +157,19 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
     return {key: metrics[key] for key in sorted(shown, key=rank)[:most]}
 
 
+def short(key: str) -> str:
+    """Return the short name of a metric: `loss` is that of training, `held-out loss` that of validation."""
+    name = _IN_TABLES.get(family(key), family(key))
+    return f"held-out {name}" if key.startswith("validation/") and name in _OF_BOTH else name
+
+
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the few metrics of a line in a table, by short name: held-out ones before those of training; if none of
     the well-known is there, the first three."""
     known = key_metrics(metrics, most=len(metrics))
     found: dict[str, float] = {}
-    for wanted, name in _IN_TABLES.items():
-        values = [value for key, value in known.items() if family(key) == wanted]
-        found |= {name: values[0]} if values else {}
+    for wanted in _IN_TABLES:
+        for key, value in known.items():
+            if family(key) == wanted:
+                found.setdefault(short(key), value)
     return found or {key.rpartition("/")[2].replace("_", " "): known[key] for key in list(known)[:3]}

@@ -21,6 +21,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import handed_on, hide
+from cosmos_core.observe.logs import configure
 from cosmos_core.parent import die_with_parent
 
 START_SECONDS = 120.0
@@ -151,6 +152,7 @@ def begin(env: Sequence[str], parent_pid: int) -> None:
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
     os.dup2(2, 1)  # what a user's code prints goes to the log
+    configure()
     _take_no_memory_of_others()
     hide(env)
 

@@ -28,6 +28,7 @@ from cosmos_core.run.files import SHARED, Document, Seconds, read_document, remo
 from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
+from cosmos_core.run.liveness import note_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.remote import pinned_urls
 from cosmos_core.run.stage import ENGINES, PROFILE_ASKED
@@ -149,8 +150,9 @@ def open_run(path: Path, kinds: Kinds) -> Run:
     return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
 
 
-def claim(run: Run) -> Lock:
-    """Take the right to run the stages of `run`, until released or until this process ends.
+def claim(run: Run, since: float | None = None) -> Lock:
+    """Take the right to run the stages of `run`, until released or until this process ends. `since`: the unix time at
+    which the command began; None: now.
 
     Raises:
         ConfigError: another process has it.
@@ -158,6 +160,7 @@ def claim(run: Run) -> Lock:
     lock = Lock(run.path / "locks" / ".run")
     if lock.try_acquire():
         remove_leftovers(run.path)
+        note_holder(run.path, time.time() if since is None else since)
         return lock
     lock.release()
     raise ConfigError(

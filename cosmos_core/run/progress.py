@@ -39,6 +39,13 @@ class Position(Document):
     """The newest ones, as a program reported them."""
     started: float = 0.0
     heartbeat: float = 0.0
+    compile_seconds: float = 0.0
+    """In `compile` so far: no part of a step's pace."""
+    done: int = 0
+    """Of the `parts` of a phase that says how far it is; 0 of 0: it does not."""
+    parts: int = 0
+    longest_step_seconds: float = 0.0
+    """The longest time from one step to the next, with what lies between them such as validation."""
     beats: int = 0
     """Raised by each heartbeat."""
 
@@ -53,6 +60,8 @@ class Progress:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_write = 0.0
+        self._stepped: float | None = None
+        self._compiling = ("start", 0.0)
         self._lock = threading.Lock()  # `saved` comes from the thread that writes checkpoints
         self._position = Position(pid=os.getpid(), started=time.time())
         self._write(force=True)
@@ -65,19 +74,45 @@ class Progress:
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
         """Enter a phase; None takes the phase's usual deadline."""
         changed = name != self._position.phase
-        self._position.phase = name
+        self._position.phase, self._position.done, self._position.parts = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
         self._write(force=changed)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Say that `step` of `total` is done; `metrics` are what a progress line shows."""
-        self._position.step, self._position.total, self._position.metrics = step, total, metrics
+        now, position = time.monotonic(), self._position
+        if self._stepped is not None and step > position.step:
+            seconds = (now - self._stepped) / (step - position.step)
+            position.longest_step_seconds = max(position.longest_step_seconds, seconds)
+        self._stepped = now
+        position.step, position.total, position.metrics = step, total, metrics
         self._write(force=step == total)
 
     def saved(self, step: int) -> None:
         """Say that the checkpoint of `step` is complete: what counts as progress between attempts."""
         self._position.checkpoint_step = step
         self._write(force=True)
+
+    def part(self, done: int, parts: int) -> None:
+        """Say how far the present phase is: `done` of `parts` rows, prompts or pairs."""
+        self._position.done, self._position.parts = done, parts
+        self._write(force=False)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Return the seconds that torch has compiled so far."""
+        return self._position.compile_seconds
+
+    def begin_compiling(self) -> None:
+        """Say that torch compiles, until `end_compiling`: the phase is another one meanwhile."""
+        self._compiling = (self._position.phase, time.monotonic())
+        self.phase("compile")
+
+    def end_compiling(self) -> None:
+        """Go back to the phase before `begin_compiling`."""
+        phase, began = self._compiling
+        self._position.compile_seconds += time.monotonic() - began
+        self.phase(phase)
 
     def beat(self) -> None:
         """Say that the worker is alive and has nothing new."""

@@ -54,20 +54,26 @@ class State(Document):
     launcher_started: float | None = None
     launcher_host: str = ""
     """Where that process is; folders of runs may be shared by machines."""
+    launcher_machine: str = ""
+    """The machine and its boot, within which pids mean something; see `run.process.this_machine`."""
+    renewed: Seconds | None = None
+    """When the launcher last noted that it follows the attempt, as each two seconds: a lease, for other machines."""
     heartbeat: Seconds | None = None
     """This and what follows: what the worker said last."""
     phase: str = ""
     step: int | None = None
     total: int | None = None
     checkpoint_step: int | None = None
+    longest_step_seconds: float = 0.0
+    """Of all attempts: a worker that is asked to stop gets as long for the step that it is in."""
 
     def seconds(self, now: float) -> float:
         """Return the time of all attempts, without the pauses between them."""
         return sum(max(0.0, end - begin) for begin, end in self.closed_spans(now))
 
     def closed_spans(self, now: float) -> list[tuple[float, float]]:
-        """Return the attempts; one without an end lasts until the last heartbeat that the launcher noted."""
-        last = min(self.heartbeat or now, now)
+        """Return the attempts; one without an end lasts until the last sign of life that the launcher noted."""
+        last = min(max(self.heartbeat or 0.0, self.renewed or 0.0) or now, now)
         return [(begin, max(begin, last) if end is None else end) for begin, end in self.spans]
 
 

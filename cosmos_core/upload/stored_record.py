@@ -118,7 +118,7 @@ def _of_no_process(data: bytes) -> State | None:
             "mark": "",
             "launcher_pid": None,
             "launcher_started": None,
-            "launcher_host": "",
+            "launcher_machine": "",
         }
     )
 

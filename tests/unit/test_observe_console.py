@@ -66,6 +66,50 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
     ]
 
 
+def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out: io.StringIO) -> None:
+    display = Display(["sft"], stream=out, clock=clock)
+    validating = {"phase": "validate", "parts": 24}
+    places = [
+        progress(0, 4, 0, "load"), progress(0, 4, 0, "step"), progress(0, 4, 20, "compile"),
+        progress(0, 4, 50, "step").model_copy(update={"compile_seconds": 34.0}),
+        *(progress(1, 4, 60, phase, loss=2.0) for phase in ("step", "generate", "score")),
+        *(progress(1, 4, 90, loss=2.0).model_copy(update={**validating, "done": done}) for done in (0, 8, 16)),
+        progress(2, 4, 140, loss=1.5),
+    ]  # fmt: skip
+    display.update("sft", "running", progress(0, None, 0, "start"))
+    for place in places:
+        for _ in range(3):  # it stays there for half a minute
+            clock.now += 10
+            display.update("sft", "running", place)
+    assert out.getvalue().splitlines() == [
+        "sft  running",
+        "sft  load  step 0/4",
+        "sft  step",
+        "sft  compile",
+        "sft  step  compiled in 34s",
+        "sft  step 1/4  loss 2.000",
+        "sft  validate 0/24",
+        "sft  validate 8/24",
+        "sft  validate 16/24",
+        "sft  step 2/4  loss 1.500  eta 2m40s",
+    ]
+
+
+def test_compiling_is_shown_with_its_time_and_is_no_part_of_the_pace(clock: Clock) -> None:
+    out = io.StringIO()
+    with Display(["sft"], terminal=True, stream=out, clock=clock) as display:
+        display.update("sft", "running", progress(1, 41, 0))
+        display.update("sft", "running", progress(2, 41, 2, "compile"))
+        clock.now += 34
+    assert "compile 34s" in out.getvalue()
+    out = io.StringIO()
+    display = Display(["sft"], stream=out, clock=clock)
+    display.update("sft", "running", progress(1, 41, 0))
+    clock.now += 40
+    display.update("sft", "running", progress(21, 41, 74).model_copy(update={"compile_seconds": 34.0}))
+    assert out.getvalue().splitlines()[-1] == "sft  step 21/41  compiled in 34s  eta 40s"
+
+
 def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO) -> None:
     display = Display(["sft"], stream=out, clock=clock)
     display.update("sft", "running", progress(1, 40, 5, loss=2.0))
@@ -146,8 +190,9 @@ def test_metrics_are_told_apart_by_what_they_are_about() -> None:
 def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
     metrics = {"lr": 1e-3, "loss": 0.2, "nll": 0.2, "reward/mean": 0.6, "validation/reward": 0.8,
                "validation/accuracy": 0.75, "rollout/logprob_difference_max": 4e-6}  # fmt: skip
-    shown = {"accuracy": 0.75, "reward": 0.8, "loss": 0.2, "log-prob difference": 4e-6}
+    shown = {"accuracy": 0.75, "held-out reward": 0.8, "reward": 0.6, "loss": 0.2, "log-prob difference": 4e-6}
     assert wording.table_metrics(metrics) == shown
     assert list(wording.table_metrics(metrics)) == list(shown)
+    assert wording.table_metrics({"loss": 0.2, "validation/loss": 0.3}) == {"held-out loss": 0.3, "loss": 0.2}
     rows = {"data/train_rows": 7600.0, "data/train_tokens": 140000.0, "time/read": 1.0}
     assert wording.table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}

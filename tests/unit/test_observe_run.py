@@ -336,6 +336,15 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path
     assert f"load it with               {loading_line(model)}" in lines
 
 
+def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    write(run / "locks" / "holder.json", {"since": STARTED - 12})  # when the command was typed: the run began later
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    assert "done after 4m21s" in out.getvalue() and "orchestration overhead     21s" in out.getvalue()
+    assert re.search(r"overhead\s+21s|21s\s+overhead", Page(report.build(run)).text)
+
+
 def test_the_loading_line_is_python_that_names_the_folder() -> None:
     line = loading_line(Path("/some where/it's"))
     compile(line, "line", "exec")
@@ -388,4 +397,4 @@ def test_status_and_summary_name_the_best_step_by_validation(tmp_path: Path, is_
     out = io.StringIO()
     print_status(run, stream=out)
     print_summary(run, stream=out)
-    assert out.getvalue().count("best loss 0.512 at step 20") == 2
+    assert out.getvalue().count("best held-out loss 0.512 at step 20") == 2

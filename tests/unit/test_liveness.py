@@ -1,0 +1,126 @@
+"""What is said of a run whose flow was killed and could not write that it was."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cosmos_core.cli import app
+from cosmos_core.observe.console import print_status
+from cosmos_core.observe.record import read_run
+from cosmos_core.observe.resuming import how_to_resume
+from cosmos_core.observe.runs import is_over
+from cosmos_core.run.directory import Run, claim, create_run
+from cosmos_core.run.liveness import LEASE_SECONDS
+from cosmos_core.run.process import start_time, this_process
+from cosmos_core.run.progress import Progress
+from cosmos_core.run.state import update_state
+from tests.unit.run_folder import counting_run, load_recipe, make_inputs
+
+MOMENT = time.mktime((2025, 10, 9, 20, 14, 0, 0, 0, -1))
+
+
+def training(folder: Path, *, saved: int | None = 10, **state: Any) -> Run:
+    """A run whose training has taken 13 steps, with the given facts in its `state.json`."""
+    make_inputs(folder)
+    run = create_run(load_recipe(folder))
+    path = run.stage_path("prepare")
+    update_state(path, state="done", ended=MOMENT - 60)
+    path = run.stage_path("sft")
+    path.mkdir(parents=True, exist_ok=True)
+    known = {"attempt": 1, "spans": [(MOMENT - 50, None)], "heartbeat": MOMENT, "step": 13, "total": 24}
+    update_state(path, **{"state": "running", "checkpoint_step": saved, **known, **state})
+    return run
+
+
+def gone() -> dict[str, Any]:
+    """What `state.json` says of a launcher of this machine that has been killed."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = start_time(process.pid)
+    process.kill()
+    process.wait()
+    return this_process() | {"launcher_pid": process.pid, "launcher_started": started}
+
+
+def elsewhere(**state: Any) -> dict[str, Any]:
+    """What `state.json` says of a launcher of another machine."""
+    return this_process() | {"launcher_host": "node-3", "launcher_machine": "node-3/boot/pids"} | state
+
+
+def status(run: Run) -> str:
+    out = io.StringIO()
+    print_status(run.path, stream=out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("state", ["running", "retrying"])
+def test_a_run_whose_flow_was_killed_died_and_says_how_it_goes_on(tmp_path: Path, state: str) -> None:
+    run = training(tmp_path, **gone(), state=state)
+    said = (
+        f"died at 2025-10-09 20:14 after step 13, resume with: cosmos resume {run.path} (sft begins again at step 11)"
+    )
+    assert said in status(run) and "running" not in status(run)
+    listed = CliRunner().invoke(app, ["runs", "--output-dir", str(run.output_dir)]).output
+    assert said in " ".join(listed.split()) and "running" not in listed
+    assert is_over(read_run(run.path))
+
+
+def test_the_worker_may_still_save_when_its_launcher_is_gone(tmp_path: Path) -> None:
+    mine = this_process()
+    run = training(tmp_path, **gone(), pid=mine["launcher_pid"], pid_started=mine["launcher_started"])
+    assert "running" in status(run) and "died" not in status(run)
+
+
+def test_what_the_worker_said_last_counts(tmp_path: Path) -> None:
+    run = training(tmp_path, **gone(), saved=None)
+    progress = Progress(run.stage_path("sft") / "progress.json")
+    progress.step(14, 24)
+    progress.phase("save")
+    assert "after step 14" in status(run) and "(sft begins again at step 1: nothing was saved)" in status(run)
+    progress.saved(14)
+    assert "(sft begins again at step 15)" in status(run)
+
+
+@pytest.mark.parametrize("state", [{"renewed": 1.0}, {"renewed": None}, this_process()])
+def test_a_stage_that_is_renewed_or_of_which_nothing_is_known_runs(tmp_path: Path, state: dict[str, Any]) -> None:
+    renewed = {"renewed": time.time()} if state.get("renewed") else {}
+    assert "running" in status(training(tmp_path, **(elsewhere() | state | renewed)))
+
+
+def test_on_another_machine_a_lease_that_lapsed_says_that_it_died(tmp_path: Path) -> None:
+    run = training(tmp_path, **elsewhere(renewed=time.time() - LEASE_SECONDS - 5, heartbeat=MOMENT))
+    assert "✗ died" in status(run) and " on node-3 after step 13, resume with: cosmos resume " in status(run)
+    update_state(run.stage_path("sft"), spans=[(MOMENT, MOMENT + 1)])  # its worker has ended, and its launcher sends
+    assert "running" in status(run)
+
+
+def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_path: Path) -> None:
+    program = "import sys; from cosmos_core.run.directory import *; from tasks.kinds import all_kinds; "
+    program += "from pathlib import Path; lock = claim(open_run(Path(sys.argv[1]), all_kinds())); print(); input()"
+    run = counting_run(tmp_path)
+    assert read_run(run.path).outcome == "running"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as flow:
+        assert flow.stdout is not None and flow.stdout.readline()
+        assert read_run(run.path).outcome == "running"
+        flow.kill()
+    assert f"resume with: cosmos resume {run.path}" in status(run)
+    update_state(run.stage_path("first"), state="done", ended=MOMENT)
+    assert "died after 2025-10-09 20:14, resume with: " in status(run)
+    with claim(run):
+        assert read_run(run.path).outcome == "running"
+
+
+def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tmp_path: Path) -> None:
+    run = training(tmp_path, state="stopped", saved=None)
+    assert how_to_resume(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
+    update_state(run.stage_path("sft"), checkpoint_step=13)
+    assert how_to_resume(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
