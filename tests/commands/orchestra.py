@@ -34,7 +34,7 @@ class Orchestra:
             "PREFECT_PROFILES_PATH": str(folder / "home" / "profiles.toml"),
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_QUERY_SECONDS": "3",
             "OMP_NUM_THREADS": "1",
         }
         mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
@@ -142,7 +142,7 @@ class Orchestra:
             return self.flow_run(flow_run)["state_type"] in ends
 
         # Each question is work for the server that the run is waiting for.
-        wait_until(has_ended, seconds, lambda: f"{state}: {self.flow_run(flow_run)}", pause=0.5)
+        wait_until(has_ended, seconds, lambda: f"{state}: {self.flow_run(flow_run)}", pause=1)
         found = self.flow_run(flow_run)
         assert found["state_type"] == state, found["state"]["message"]
         return found
