@@ -112,11 +112,7 @@ def fingerprint(
     code = {label: code_digest(name) for name, label in labels.items() if name in called}
     if code or kind.scores or kind.trains:
         ingredients["code"] = code
-    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
-        ingredients["chat_template"] = digests.of_file(template)
-    if reads("policy.chat_template") and (named := recipe.policy.chat_template):
-        file = existing(named, Path.cwd())
-        ingredients["template"] = digests.of_file(file) if file and file.is_file() else named
+    ingredients |= _templates(recipe, reads, digests)
     if teacher := teacher_source(recipe, kind):
         ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests, recipe)
     if stage.entry:
@@ -138,6 +134,17 @@ def fingerprint(
     ingredients |= _generation_of(model, kind, digests, recipe)
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     return Fingerprint(_hashed(ingredients), ingredients)
+
+
+def _templates(recipe: Recipe, reads: Callable[[str], bool], digests: Digests) -> dict[str, str]:
+    """Return the chat templates that the recipe names and the stage reads."""
+    found = {}
+    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
+        found["chat_template"] = digests.of_file(template)
+    if reads("policy.chat_template") and (named := recipe.policy.chat_template):
+        file = existing(named, Path.cwd())
+        found["template"] = digests.of_file(file) if file and file.is_file() else named
+    return found
 
 
 def _hashed(ingredients: Mapping[str, Any]) -> str:
