@@ -21,7 +21,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import drawn_again
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.groups import Filter, check_scores, filtered_metrics, group_metrics, lag_metrics
+from cosmos_core.rollout.groups import Filter, StepGroups, check_scores, filtered_metrics, group_metrics, lag_metrics
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
@@ -41,8 +41,8 @@ class Ahead:
     """Called on the first rank alone, in a thread."""
     sampling: Sampling
     progress: Progress
-    num_groups: int
-    """Of a train step."""
+    steps: StepGroups
+    """Says which groups a train step needs."""
     allowed: int
     """Steps that the weights of a group may be older than the step that trains on it."""
     resync: Callable[[int], object]
@@ -62,6 +62,8 @@ class Ahead:
     """Of the first prompt that no step has taken."""
     _step: int = 0
     """The train step that will take it."""
+    _wanted: int = 0
+    """Groups that it takes."""
     _next: int = 0
     """Of the first prompt that was not handed out."""
     _pending: dict[int, Future[Group]] = field(default_factory=dict)
@@ -83,13 +85,14 @@ class Ahead:
         """Return whether no prompt is left."""
         return self.filter is not None and not self.take(self._position, 1)
 
-    def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
+    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, and wait for them if they are not there yet."""
         began = time.perf_counter()
         with self._ready:
             self._step = step
+            self._wanted = self.steps.count(step) if num_groups is None else num_groups
             if self.filter is None:
-                self._position = step * self.num_groups
+                self._position = self.steps.first(step)
         self._start()
         self.progress.phase("generate")
         self.fleet.wake()
@@ -162,19 +165,19 @@ class Ahead:
         """Return the kept and the sampled groups of a step; None: not all are there."""
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        most = self.filter.most_sampled(self.num_groups) if self.filter else self.num_groups
-        while len(kept) < self.num_groups and len(sampled) < most:
+        most = self.filter.most_sampled(self._wanted) if self.filter else self._wanted
+        while len(kept) < self._wanted and len(sampled) < most:
             position = self._position + len(sampled)
             scored = self._scored.get(position)
             if scored is None:
                 return None if position in self._pending or self.take(position, 1) else (kept, sampled)
             if step - scored.group.version > self.allowed:
-                self._ask_again(step, range(position, position + self.num_groups - len(kept)))
+                self._ask_again(step, range(position, position + self._wanted - len(kept)))
                 return None
             sampled.append(scored)
             if self.filter is None or self.filter.keeps(scored):
                 kept.append(scored)
-            if self.filter is not None and len(sampled) == self.num_groups:
+            if self.filter is not None and len(sampled) == self._wanted:
                 check_scores(step, sampled, self.filter.metrics)
         return kept, sampled
 
@@ -193,8 +196,9 @@ class Ahead:
     def _asked(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Ask for the group at a position; its seeds are those of the step that would take it if none were dropped,
         which may draw a prompt in two epochs."""
-        step, number = divmod(position, self.num_groups)
-        times = sum(each.id == prompt.id for each in self.take(position - number, number))
+        step = self.steps.step_of(position)
+        first = self.steps.first(step)
+        times = sum(each.id == prompt.id for each in self.take(first, position - first))
         return self.fleet.request(prompt, drawn_again(self.sampling, times), step, is_urgent=is_urgent)
 
     def _run(self) -> None:
@@ -220,8 +224,8 @@ class Ahead:
     def _num_ahead(self) -> int:
         """Return how many prompts from the first on that no step has taken engines may have by now."""
         newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
-        num_kept = (newest_step - self._step + 1) * self.num_groups
-        most = math.inf if self.most_steps is None else self.most_steps * self.num_groups
+        num_kept = self._num_groups(newest_step - self._step + 1)
+        most = math.inf if self.most_steps is None else self._num_groups(self.most_steps)
         if self.filter is None:
             return int(min(num_kept + self.beyond, most))
         if num_kept <= 0:
@@ -229,8 +233,12 @@ class Ahead:
         # Each group that is dropped makes room for another one, without which its step would never be whole.
         num_dropped = sum(not self.filter.keeps(scored) for scored in self._scored.values())
         num_expected = min(self.beyond, num_kept * (self._sampled_per_kept - 1))
-        most_sampled = self.filter.most_sampled(self.num_groups) * (self.most_steps or math.inf)
+        most_sampled = self.filter.most_sampled(self._num_groups(self.most_steps)) if self.most_steps else math.inf
         return int(min(min(num_kept, most) + max(num_dropped, num_expected), most_sampled))
+
+    def _num_groups(self, num_steps: int) -> int:
+        """Return how many groups so many steps need, from the present one on."""
+        return self.steps.first(self._step + num_steps) - self.steps.first(self._step)
 
     def _score_done(self) -> None:
         """Score what has come from the engines, as soon as anything has."""

@@ -34,8 +34,9 @@ class GroupSource(Protocol):
         """Return whether there will be no more groups."""
         ...
 
-    def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, counted from 0, and metrics about them."""
+    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """Return the groups of train step `step`, counted from 0, and metrics about them; `num_groups`: how many, None:
+        as many as a step has."""
         ...
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -45,6 +46,29 @@ class GroupSource(Protocol):
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
         """Go on from what `state_dict` returned."""
         ...
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Which groups a train step is the first to need, by their positions in the order of the prompts; a group may be
+    spread over several steps."""
+
+    batch: int
+    """Completions of a train step."""
+    size: int = 1
+    """Completions of a group."""
+
+    def first(self, step: int) -> int:
+        """Return the position of the first group that no step before `step` needs."""
+        return -(-step * self.batch // self.size)
+
+    def count(self, step: int) -> int:
+        """Return how many groups `step` is the first to need."""
+        return self.first(step + 1) - self.first(step)
+
+    def step_of(self, position: int) -> int:
+        """Return the step that is the first to need the group at a position."""
+        return position * self.size // self.batch
 
 
 @dataclass
@@ -66,11 +90,11 @@ class Sync:
     is_over: ClassVar[bool] = False
     """The steps are numbered: whoever asks knows the last."""
 
-    def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, generated and scored now."""
+    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """Return the groups of train step `step`, or the first so many of them, generated and scored now."""
         began = time.perf_counter()
         self.engine.wake()
-        groups = self.generated(self.prompts(step), step, self.sampling)
+        groups = self.generated(self.prompts(step)[:num_groups], step, self.sampling)
         self.rest(step)
         seconds = time.perf_counter() - began
         scored = self.scored(groups)
@@ -129,8 +153,8 @@ class Filter:
 
 @dataclass
 class Dynamic:
-    """Groups of no use are dropped after all their members have ended, and other prompts are drawn until the train step
-    is full.
+    """Takes prompts in one order over all epochs. Groups of no use are dropped after all their members have ended, and
+    other prompts are drawn until the train step is full.
 
     Prompts are drawn in their order and none twice in an epoch; how many were is the state.
     """
@@ -139,8 +163,9 @@ class Dynamic:
     take: Callable[[int, int], Sequence[Prompt]]
     """Gives so many prompts from a position on, over all epochs; fewer where they end."""
     num_groups: int
-    """Of a train step."""
-    filter: Filter = Filter()
+    """Of a train step, where its caller does not say it."""
+    filter: Filter | None = Filter()
+    """None: every group is of use."""
     _drawn: int = 0
 
     @property
@@ -148,17 +173,19 @@ class Dynamic:
         """Return whether no prompt is left."""
         return not self.take(self._drawn, 1)
 
-    def next(self, step: int) -> tuple[list[ScoredGroup], dict[str, float]]:
+    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`: fewer than asked for where prompts or rounds have ended, and none
         where no group was of use."""
+        wanted = self.num_groups if num_groups is None else num_groups
+        most_rounds = self.filter.max_retries if self.filter else 0
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, began = 0, 0.0, time.perf_counter()
         times = Counter[int]()
         drawn = self._drawn  # noted when the step is whole: who stops inside it draws the same prompts again
         self.sync.engine.wake()
-        while len(kept) < self.num_groups and not 0 < self.filter.max_retries < num_rounds:
-            prompts = self.take(drawn, self.num_groups - len(kept))
+        while len(kept) < wanted and not 0 < most_rounds < num_rounds:
+            prompts = self.take(drawn, wanted - len(kept))
             if not prompts:
                 break
             drawn += len(prompts)
@@ -167,14 +194,13 @@ class Dynamic:
             seconds += time.perf_counter() - round_began
             scored = self.sync.scored(groups)
             sampled += scored
-            check_scores(step, sampled, self.filter.metrics)
-            kept += [group for group in scored if self.filter.keeps(group)]
+            check_scores(step, sampled, self.filter.metrics if self.filter else ())
+            kept += [group for group in scored if self.filter is None or self.filter.keeps(group)]
             num_rounds += 1
-        if len(kept) < self.num_groups and not self.take(drawn, 1):
+        if self.filter and len(kept) < wanted and not self.take(drawn, 1):
             logger.warning(
-                "step %d: the prompts of all epochs have ended with %d of %d groups of use", step + 1, len(kept),
-                self.num_groups,
-            )  # fmt: skip
+                "step %d: the prompts of all epochs have ended with %d of %d groups of use", step + 1, len(kept), wanted
+            )
         self._drawn = drawn
         self.sync.rest(step)
         if not sampled:
@@ -183,8 +209,7 @@ class Dynamic:
             **group_metrics(sampled),
             **_times(sampled, seconds, time.perf_counter() - began),
             **lag_metrics(kept or sampled, step),
-            **filtered_metrics(self.filter, sampled),
-            "rollout/rounds": float(num_rounds),
+            **(filtered_metrics(self.filter, sampled) | {"rollout/rounds": float(num_rounds)} if self.filter else {}),
         }
 
     def _generated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:

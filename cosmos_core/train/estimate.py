@@ -30,7 +30,7 @@ from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import balanced_steps, micro_batch_tokens, rows_per_step, total_steps
+from cosmos_core.train.feeds import balanced_steps, micro_batch_tokens, total_steps
 from cosmos_core.train.memory import Memory, eight_bit_moments, held_memory, step_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Outcome
@@ -290,7 +290,7 @@ def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
         return _balanced_course(recipe, prepared)
     steps = train.max_num_steps
     if rows.number is not None:
-        steps = total_steps(recipe, rows_per_step(recipe), rows.number)
+        steps = total_steps(recipe, rows.number)
     of_a_step = train.train_batch_per_replica * rows.of_a_row * _row_length(recipe, rows.mean)
     return _Course(steps, None if steps is None else round(steps * of_a_step), rows.number is None)
 

@@ -26,8 +26,8 @@ from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.errors import DataError, ProgramError
 from cosmos_core.models.base import ModelAdapter
-from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, Sync, check_scores
-from cosmos_core.types import Prompt, Sampling
+from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, StepGroups, Sync, check_scores
+from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -67,20 +67,30 @@ class Feed:
         self.step = int(state["step"])
 
 
-def total_steps(recipe: Recipe, rows_per_step: int, num_rows: int) -> int:
+def total_steps(recipe: Recipe, num_rows: int) -> int:
     """Return the train steps of a run: its epochs, at most `max_num_steps`.
 
     Raises:
         DataError: the rows do not fill one step.
     """
-    steps = recipe.train.epoch * batches_per_epoch(rows_per_step, num_rows, recipe.train.train_policy.drops_last)
-    return min(steps, recipe.train.max_num_steps or steps)
+    train = recipe.train
+    if recipe.spreads_groups:  # what is left of an epoch goes into a step with prompts of the next
+        steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
+    else:
+        steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last)
+    return min(steps, train.max_num_steps or steps)
 
 
 def rows_per_step(recipe: Recipe) -> int:
-    """Return the rows of a train step; of prompts, whose completions are counted, a part of them."""
+    """Return the rows of a train step; of prompts, whose completions are counted, a part of them, the most where that
+    differs between steps."""
     size = recipe.train.train_batch_per_replica
-    return size // recipe.rollout.n_generation if recipe.train.train_policy.has_rollouts else size
+    return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
+
+
+def step_groups(recipe: Recipe) -> StepGroups:
+    """Return which groups train steps need."""
+    return StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
 
 
 def left_over(recipe: Recipe, num_rows: int) -> str:
@@ -154,7 +164,7 @@ class RowFeed(Feed):
         if told := left_over(recipe, len(rows)):
             logger.warning("%s", told)
         self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
-        self.total_steps = total_steps(recipe, self._batch, len(rows))
+        self.total_steps = total_steps(recipe, len(rows))
 
     def positions(self, step: int) -> np.ndarray:
         """Return the rows of a step, where a batch is a number of rows."""
@@ -256,10 +266,9 @@ class RolloutFeed(Feed):
     """Scored groups of completions, turned into samples by the algorithm's credit rule."""
 
     def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
-        self._source, self._algorithm = source, algorithm
-        self._num_groups = rows_per_step(recipe)
-        self.steps_per_epoch = batches_per_epoch(rows_per_step(recipe), len(prompts), drop_last=True)
-        self.total_steps = total_steps(recipe, rows_per_step(recipe), len(prompts))
+        self._source, self._algorithm, self._steps = source, algorithm, step_groups(recipe)
+        self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
+        self.total_steps = total_steps(recipe, len(prompts))
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
         """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill, and of
@@ -276,15 +285,19 @@ class RolloutFeed(Feed):
             if not groups:
                 return None
             self.total_steps = self.step + 1
+        found, credited = self._credited(groups, metrics)
+        self.step += 1
+        return found, metrics | credited
+
+    def _credited(self, groups: Sequence[ScoredGroup], metrics: dict[str, float]) -> tuple[list[Any], dict[str, float]]:
+        """Return the samples that the algorithm makes of the groups of this step, and metrics."""
         if not groups:
             raise ProgramError(
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
         check_scores(self.step, groups)
-        found, credited = self._algorithm.credit(groups)
-        self.step += 1
-        return found, metrics | credited
+        return self._algorithm.credit(groups)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Feed.state_dict`."""
@@ -293,7 +306,7 @@ class RolloutFeed(Feed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Feed.load_state_dict`; the checkpoint may be of a training that took its prompts step by step."""
         super().load_state_dict(state)
-        self._source.load_state_dict({"drawn": self.step * self._num_groups, **state.get("source", {})})
+        self._source.load_state_dict({"drawn": self._steps.first(self.step), **state.get("source", {})})
 
 
 class PromptOrder:
@@ -309,11 +322,12 @@ class PromptOrder:
         positions = batch_positions(self._train.order_seed, step, self._batch, len(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        """Return `count` prompts from position `start` of all epochs on; fewer where these end."""
+    def take(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
+        """Return `count` prompts from position `start` of all epochs on; fewer where these end, or at `end`."""
         num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
         found = []
-        for position in range(start, min(start + count, self._train.epoch * num_prompts)):
+        last = self._train.epoch * num_prompts
+        for position in range(start, min(start + count, last, last if end is None else end)):
             epoch, i = divmod(position, num_prompts)
             found.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, num_prompts, shuffle)[i])])
         return found
@@ -328,7 +342,9 @@ def group_filter(recipe: Recipe) -> Filter | None:
 def in_turns(sync: Sync, order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return what generates when it is asked, with others in place of groups that are dropped."""
     chosen = group_filter(recipe)
-    return sync if chosen is None else Dynamic(sync, order.take, rows_per_step(recipe), chosen)
+    if chosen is None and not recipe.spreads_groups:
+        return sync
+    return Dynamic(sync, order.take, rows_per_step(recipe), chosen)
 
 
 def sft_rows(rows: Sequences, recipe: Recipe) -> Callable[[int], Update]:
@@ -397,5 +413,6 @@ def training_sampling(recipe: Recipe) -> Sampling:
         seed=seed,
         flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
         may_be_outdated=recipe.train.sync_weight_interval > 1
+        or recipe.spreads_groups
         or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )

@@ -206,7 +206,7 @@ class Loop:
         self.stage.progress.phase("step")
         began = time.perf_counter()
         updates = []
-        for update in self.algorithm.updates(samples, self.trainer):
+        for update in self.algorithm.updates(samples, self.trainer) if samples else ():
             updates.append(self.trainer.update(update))
             if self.utilization:
                 self.utilization.add(update)

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ from cosmos_core.train.feeds import (
     in_turns,
     rows_per_step,
     sft_rows,
+    step_groups,
     total_steps,
     training_sampling,
 )
@@ -62,6 +64,7 @@ from cosmos_core.train.measure import (
 from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
+from cosmos_core.train.spread_feed import SpreadRolloutFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.validation_apart import ValidationApart, is_possible
@@ -181,7 +184,8 @@ def _feed(
         source = _ahead(stage, prompts, order, generation, apart)
     else:
         source = _in_turns(stage, order, generation)
-    return RolloutFeed(prompts, source, algorithm, recipe)
+    make_feed = SpreadRolloutFeed if recipe.spreads_groups else RolloutFeed
+    return make_feed(prompts, source, algorithm, recipe)
 
 
 def _in_turns(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:
@@ -209,19 +213,22 @@ def _ahead(
         if apart is not None:
             apart.check()
 
-    recipe, policy, size = stage.recipe, stage.recipe.train.train_policy, rows_per_step(stage.recipe)
+    recipe, policy, steps = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
     chosen, takes_turns = group_filter(recipe), recipe.mode == "colocated_separated"
     allowed, beyond, most_steps = policy.lookahead
     if takes_turns:  # whatever was in flight would be lost when the engines sleep
         allowed, beyond, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
-    num_steps = total_steps(recipe, size, len(prompts))
+    num_steps = total_steps(recipe, len(prompts))
+    take = steps_of(order, rows_per_step(recipe), num_steps)
+    if recipe.spreads_groups or chosen:
+        take = partial(order.take, end=None if chosen else steps.first(num_steps))
     source = Ahead(
         generation.fleet,
-        order.take if chosen else steps_of(order, size, num_steps),
+        take,
         generation.score_here(trained_rewards(recipe)),
         training_sampling(recipe),
         stage.progress,
-        num_groups=size,
+        steps=steps,
         allowed=allowed,
         resync=generation.resync,
         between=between,

@@ -16,6 +16,7 @@ from cosmos_core.errors import DataError
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
 from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.groups import StepGroups
 from cosmos_core.rollout.replica import Replica
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
@@ -152,7 +153,7 @@ def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> Ahead:
     order = steps_of(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
-    settings: dict[str, Any] = {"take": order, "num_groups": 4, "allowed": 2, "score": score, **keywords}
+    settings: dict[str, Any] = {"take": order, "steps": StepGroups(4), "allowed": 2, "score": score, **keywords}
     settings.setdefault("resync", lambda step: None)
     return Ahead(fleet, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
 

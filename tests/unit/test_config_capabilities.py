@@ -22,8 +22,6 @@ GREEDY = (
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("grpo.rollout.n_generation=3", "stage 'grpo': train.train_batch_per_replica = 16: this version trains whole "
-         "groups; make it a multiple of rollout.n_generation = 3"),
         ("sft.train.optm_lr=[1e-5,1e-6]", "stage 'sft-data': train.optm_lr = [1e-05, 1e-06]: a model is one part here; "
          "give rates by module path"),
         ("grpo.rollout.n_generation=1", "stage 'grpo': rollout.n_generation = 1: advantages compare completions of one "
@@ -108,6 +106,19 @@ def test_a_completion_may_be_as_long_as_the_sequence_and_gets_what_the_prompt_le
         f"{table}.max_response_length = {length}: a completion gets the tokens that its prompt leaves of "
         f"policy.model_max_length = {longest}"
     ]
+
+
+@pytest.mark.parametrize(("batch", "size"), [(16, 3), (8, 16), (2, 16)])
+def test_a_step_may_have_other_numbers_of_completions_than_whole_groups(batch: int, size: int, tmp_path: Path) -> None:
+    sizes = (f"train.train_batch_per_replica={batch}", f"rollout.n_generation={size}")
+    pipeline = load(tmp_path, GRPO, *sizes)
+    check_capabilities(pipeline)
+    assert notices_of(pipeline) == [
+        f"train.train_batch_per_replica = {batch}: groups of rollout.n_generation = {size} completions are compared as "
+        "a whole and spread over train steps"
+    ]
+    with pytest.raises(ConfigError, match="a train step of a diffusion model has whole groups"):
+        check_capabilities(load(tmp_path, GRPO, *NFT, *sizes))
 
 
 def test_rewards_without_a_weight_are_told(tmp_path: Path) -> None:

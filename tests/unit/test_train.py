@@ -222,6 +222,7 @@ TAUGHT = {"type": "grpo", "mini_batch": 8, "rollout_correction": "truncate", "mu
 TRAININGS = {
     "sft": ("sft", recipe(SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt=SAVED)),
     "grpo": ("rl", recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})),
+    "groups over several steps": ("rl", recipe({**GRPO, "mini_batch": 2}, train_batch_per_replica=6, max_num_steps=7)),
     "dapo": ("rl", recipe(DAPO, train_batch_per_replica=16, max_num_steps=5, ckpt=SAVED)),
     "gspo": ("rl", recipe(GSPO, train_batch_per_replica=16, max_num_steps=5)),
     "aipo with a data term": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=5)),

@@ -68,6 +68,12 @@ class Recipe(Table):
         return self.train.train_policy.has_rollouts or bool(judged)
 
     @property
+    def spreads_groups(self) -> bool:
+        """Return whether the completions of a group may be trained on in several train steps."""
+        size = self.rollout.n_generation
+        return self.train.train_policy.has_rollouts and self.train.train_batch_per_replica % size != 0
+
+    @property
     def engines_apart(self) -> int:
         """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0

@@ -147,10 +147,10 @@ class RolloutConfig(Table):
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             elif self.n_generation < 2 and train.train_policy.dynamic_sampling is not None:
                 yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
-            if train.train_batch_per_replica % self.n_generation:
+            if stage.recipe.spreads_groups and stage.recipe.policy.is_diffusers:
                 yield (
-                    f"train.train_batch_per_replica = {train.train_batch_per_replica}: this version trains whole "
-                    f"groups; make it a multiple of rollout.n_generation = {self.n_generation}"
+                    f"train.train_batch_per_replica = {train.train_batch_per_replica}: a train step of a diffusion "
+                    f"model has whole groups; make it a multiple of rollout.n_generation = {self.n_generation}"
                 )
             yield from self._refused_greed(stage)
         if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
@@ -219,6 +219,12 @@ class RolloutConfig(Table):
         yield from self._notices_inside(stage)
         policy = stage.recipe.policy
         length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
+        if has_text and stage.recipe.spreads_groups:
+            yield (
+                f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}: groups of "
+                f"rollout.n_generation = {self.n_generation} completions are compared as a whole and spread over train "
+                f"steps"
+            )
         if has_text and self.max_response_length >= length:
             yield (
                 f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "

@@ -1,0 +1,133 @@
+"""Rollouts where a train step has another number of completions than whole groups have.
+
+Groups are compared as a whole, when the first step needs them, and spread over steps: what is left of a step waits for
+the next one, in checkpoints too. A completion without a valid reward keeps its position, so that each step has the
+completions that it would have without any being invalid, and one whose completions are all invalid has no update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.errors import ConfigError
+from cosmos_core.rollout.groups import GroupSource
+from cosmos_core.train.feeds import RolloutFeed
+from cosmos_core.types import ImageRef, Prompt, ScoredGroup
+
+
+class CarriedSamples:
+    """The completions of credited groups, in their order, that no train step has trained on."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, Sample | None]] = []
+        """Version of the weights and sample of each completion; None: its reward is invalid."""
+        self._metrics: dict[str, float] = {}
+        """Of the newest groups."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
+        """Add the completions of groups, and what is said of them; `samples`: of those with a valid reward.
+
+        Raises:
+            ConfigError: the algorithm does not make one sample of each completion.
+        """
+        scores = [(scored.group.version, score.value) for scored in groups for score in scored.scores]
+        is_used = [value is not None or len(samples) == len(scores) for _, value in scores]
+        if len(samples) != sum(is_used) or not all(isinstance(sample, Sample) for sample in samples):
+            raise ConfigError(
+                f"the algorithm makes {len(samples)} samples of {sum(is_used)} completions with valid rewards, so that "
+                f"a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
+                f"rollout.n_generation"
+            )
+        given = iter(samples)
+        self._entries += [
+            (version, next(given) if used else None) for (version, _), used in zip(scores, is_used, strict=True)
+        ]
+        self._metrics = metrics
+
+    def take(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Return the samples of the next `count` completions, and what was said of the newest groups, with the age of
+        the weights that drew them at train step `step`."""
+        taken, self._entries = self._entries[:count], self._entries[count:]
+        lags = [step - version for version, _ in taken]
+        found = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
+        return [sample for _, sample in taken if sample is not None], self._metrics | found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values and tensors."""
+        entries = [[version, sample and _state_of(sample)] for version, sample in self._entries]
+        return {"entries": entries, "metrics": self._metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._entries = [(int(version), saved and _sample_of(saved)) for version, saved in state["entries"]]
+        self._metrics = dict(state["metrics"])
+
+
+class SpreadRolloutFeed(RolloutFeed):
+    """A `RolloutFeed` of groups that are spread over train steps."""
+
+    def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
+        super().__init__(prompts, source, algorithm, recipe)
+        self._carried = CarriedSamples()
+        self._most_tokens = getattr(recipe.train.train_policy, "max_token_len_per_mini_batch", None)
+
+    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+        """See `RolloutFeed.next`; the last step may have fewer completions."""
+        if self.step == self.total_steps or (self._source.is_over and not self._carried):
+            return None
+        missing = max(0, self._steps.batch - len(self._carried))
+        groups, metrics = self._source.next(self.step, -(-missing // self._steps.size))
+        if not (groups or self._carried) and (not metrics or (self._source.is_over and self.step > 0)):
+            return None
+        if groups or not self._carried:
+            samples, credited = self._credited(groups, metrics)
+            said = {name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))}
+            self._carried.add(groups, samples, said | credited)
+        samples, said = self._carried.take(self._steps.batch, self.step)
+        self.step += 1
+        if self._source.is_over and not self._carried:
+            self.total_steps = self.step
+        return within_budget(samples, self._most_tokens), metrics | said
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Feed.state_dict`."""
+        return super().state_dict() | {"carried": self._carried.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Feed.load_state_dict`."""
+        super().load_state_dict(state)
+        if "carried" in state:
+            self._carried.load_state_dict(state["carried"])
+
+
+def _state_of(sample: Sample) -> dict[str, Any]:
+    found = {field.name: getattr(sample, field.name) for field in fields(sample)}
+    found["images"] = [
+        {**asdict(image), "content": None if image.content is None else _bytes(image.content)}
+        for image in sample.images
+    ]
+    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in found.items()}
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+
+
+def _sample_of(state: dict[str, Any]) -> Sample:
+    found = {name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
+    images = [
+        ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
+        for each in state["images"]
+    ]
+    return Sample(**{**found, "images": tuple(images)})
