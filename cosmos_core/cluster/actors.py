@@ -35,7 +35,7 @@ class ActorGroup:
     name: str = "Actor"
     """What processes are called: `ray::NAME`."""
     shares_gpus: bool = False
-    """Each is on the GPU of a rank, of which either may take a half; otherwise on GPUs of its own."""
+    """Each is on the GPUs of as many ranks as it has processes; otherwise on GPUs of its own."""
     processes: int = 1
     """That each starts and that compute, itself if it is one, on a GPU each; all on one machine."""
     overlaps: bool = True
@@ -45,7 +45,9 @@ class ActorGroup:
 class _Host:
     """An object in a process of its own."""
 
-    def __init__(self, make: Callable[[], Any], threads: int) -> None:
+    def __init__(self, make: Callable[[], Any], threads: int, gpus: str = "") -> None:
+        if gpus:  # which Ray has given to ranks
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         if threads:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that it starts
             torch.set_num_threads(threads)
@@ -98,6 +100,14 @@ class ActorHandle:
         ray.kill(self.actor, no_restart=False)
 
 
+def _gpus_of(rooms: Sequence[Any], count: int) -> list[str]:
+    """Return the `count` GPUs of each bundle, which nothing has yet, as `CUDA_VISIBLE_DEVICES` names them."""
+    remote: Any = ray.remote
+    visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    found: list[str] = ray.get([visible.options(scheduling_strategy=room).remote() for room in rooms])
+    return found
+
+
 class Actors:
     """The actors of a group, as the process that starts them has them."""
 
@@ -105,11 +115,16 @@ class Actors:
         """`threads`: of each process; 0: as many as it finds. `rooms`: Ray's strategies for the first of them; for all,
         where they share the GPUs of ranks."""
         self._group, self._threads = group, threads
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         gpus = 0.0
-        if ray.cluster_resources().get("GPU", 0):
+        if has_gpus:
             gpus = SHARED if group.shares_gpus else float(group.processes)
-        self._rooms = rooms if gpus or not group.shares_gpus else ()
-        self._most = len(rooms) if gpus and group.shares_gpus else math.inf
+        self._rooms = rooms if has_gpus or not group.shares_gpus else ()
+        self._most = len(rooms) if has_gpus and group.shares_gpus else math.inf
+        self._gpus = [""] * len(rooms)
+        if has_gpus and group.shares_gpus and group.processes > 1:
+            # Ray gives parts of one GPU and not of several: ranks have them whole, and actors are told which they are.
+            gpus, self._gpus = 0.0, _gpus_of(rooms, group.processes)
         remote: Any = ray.remote  # its types know functions alone
         # Of the cluster that this process starts, cores are not counted: there may be more actors later.
         self._actor = remote(
@@ -128,13 +143,16 @@ class Actors:
         asked, before = max(0, self._group.wanted()), len(self.handles)
         wanted = int(min(asked, self._most))
         if asked > wanted and asked != self._asked:
-            logger.warning("%d processes are asked for; each shares the GPU of a rank, so there are %d", asked, wanted)
+            logger.warning("%d processes are asked for; each shares GPUs of ranks, so there are %d", asked, wanted)
         self._asked = asked
         if wanted == before:
             return
         while (number := len(self.handles)) < wanted:
-            where = {"scheduling_strategy": self._rooms[number]} if number < len(self._rooms) else {}
-            self.handles.append(ActorHandle(self._actor.options(**where).remote(self._group.make, self._threads)))
+            where: dict[str, Any] = {}
+            own = ""
+            if number < len(self._rooms):
+                where, own = {"scheduling_strategy": self._rooms[number]}, self._gpus[number]
+            self.handles.append(ActorHandle(self._actor.options(**where).remote(self._group.make, self._threads, own)))
         others, self.handles = self.handles[wanted:], self.handles[:wanted]
         tell(self.handles)
         for handle in others:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
-from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, rooms_of
+from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, ranks_of_bundle, rooms_of
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.passing import may_pass
 
@@ -225,7 +225,9 @@ def _ray_ranks(
     try:
         needed = bundles(ray, size, beside, is_embedded=is_embedded)
         rooms = rooms_of(ray, needed, should_stop, while_waiting)
-        start = _starter(ray, rooms[:size], share=0.5 if beside is not None and beside.shares_gpus else 1)
+        count = ranks_of_bundle(beside, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        of_ranks = [rooms[rank // count] for rank in range(size)]
+        start = _starter(ray, of_ranks, share=0.5 if beside is not None and beside.shares_gpus and count == 1 else 1)
         actors = None
         if beside is not None:
             actors = importlib.import_module("cosmos_core.cluster.actors").Actors(

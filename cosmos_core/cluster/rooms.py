@@ -14,8 +14,9 @@ POLL_SECONDS = 0.2
 
 
 def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
-    """Return what each rank needs of the cluster, with the actor that shares its GPU; then what one actor needs that
-    does not: a training that has its ranks and no engine would keep others from theirs and wait for ever.
+    """Return what each rank needs of the cluster, with the actor that shares its GPU, or what ranks need together that
+    share theirs with one actor; then what one actor needs that does not share any: a training that has its ranks and no
+    engine would keep others from theirs and wait for ever.
 
     Raises:
         ConfigError: the cluster has not so much, and Ray would wait for more without end.
@@ -26,7 +27,8 @@ def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool
     if beside is not None:
         beside_gpus, beside_cpus = beside.processes * gpu, 0 if is_embedded else beside.processes
     if beside is not None and beside.shares_gpus:
-        wanted = [{"CPU": 1 + beside_cpus * gpu, "GPU": gpu}] * size
+        count = ranks_of_bundle(beside, has_gpus=gpu > 0)
+        wanted = [{"CPU": count + beside_cpus * gpu, "GPU": gpu * count}] * (size // count)
     else:
         wanted = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": beside_cpus, "GPU": beside_gpus}]
     wanted = [found for each in wanted if (found := {name: count for name, count in each.items() if count})]
@@ -43,6 +45,11 @@ def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool
             f"give it more, or make policy.parallelism smaller"
         )
     return wanted
+
+
+def ranks_of_bundle(beside: ActorGroup | None, *, has_gpus: bool) -> int:
+    """Return how many ranks a bundle is for: all that share their GPUs with one actor, which are of one machine."""
+    return beside.processes if beside is not None and beside.shares_gpus and has_gpus else 1
 
 
 def rooms_of(

@@ -104,12 +104,13 @@ class Beside:
 def shared_gpus(told: Any) -> str:
     """The GPUs that each rank was given, then those of each actor beside them."""
     of_ranks = own_gpus(told)
-    while dist.get_rank() == 0 and len(told.actors) < 2:
+    while dist.get_rank() == 0 and not told.actors:
         time.sleep(0.1)
     return " ".join([of_ranks, *(handle.ask("gpus").result(60) for handle in told.actors)])
 
 
 if __name__ == "__main__":
-    is_shared = sys.argv[2:] == ["shared"]
-    beside = ActorGroup(Beside, lambda: 2, shares_gpus=True) if is_shared else None
+    is_shared = "shared" in sys.argv[2:]
+    processes = int((sys.argv[3:] or ["1"])[0])
+    beside = ActorGroup(Beside, lambda: 2, shares_gpus=True, processes=processes) if is_shared else None
     print(WorkerGroup(int(sys.argv[1]), beside=beside).run(shared_gpus if is_shared else own_gpus))  # noqa: T201

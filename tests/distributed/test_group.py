@@ -168,6 +168,8 @@ def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(c
     assert started(2) in {"0 1", "1 0"}
     *ranks, first, second = started(2, "shared").split()
     assert [first, second] == ranks and sorted(ranks) == ["0", "1"], "each engine has the GPU of one rank"
+    *ranks, engine = started(2, "shared", "2").split()
+    assert sorted(engine.split(",")) == sorted(ranks) == ["0", "1"], "one engine has the GPUs of both ranks"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,8 @@ def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(c
         (2, {"processes": 2}, {"CPU": 4, "GPU": 4}, [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}]),
         (2, {"shares_gpus": True}, {"CPU": 4, "GPU": 2}, [{"CPU": 2, "GPU": 1}] * 2),
         (2, {"shares_gpus": True}, {"CPU": 2}, [{"CPU": 1}] * 2),
+        (4, {"shares_gpus": True, "processes": 2}, {"CPU": 8, "GPU": 4}, [{"CPU": 4, "GPU": 2}] * 2),
+        (4, {"shares_gpus": True, "processes": 2}, {"CPU": 4}, [{"CPU": 1}] * 4),
         (3, {}, {"CPU": 4, "GPU": 2}, "the mesh takes 3 GPUs, of 2 that the Ray cluster has"),
         (2, {"processes": 1}, {"CPU": 4, "GPU": 2}, "the mesh takes 2 GPUs, and a rollout engine 1, of 2 that"),
         (2, {"processes": 1}, {"CPU": 2}, "2 ranks and what is beside them take 3 CPUs, of 2 that the Ray cluster has"),

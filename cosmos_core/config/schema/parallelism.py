@@ -64,7 +64,8 @@ class RolloutParallelismConfig(ParallelismConfig):
     for."""
     tp_size: Ranks = 1
     """Ranks that one engine is spread over (Cosmos-RL: 2 when left out): a divisor of those of `policy.parallelism`;
-    with `mode = "disaggregated"` ranks of its own, on as many GPUs of one machine."""
+    with `mode = "colocated_separated"` processes on the GPUs of as many of these, which are of one machine; with
+    `mode = "disaggregated"` on as many GPUs of its own, of one machine."""
 
 
 class PolicyParallelismConfig(ParallelismConfig):

@@ -190,11 +190,6 @@ class RolloutConfig(Table):
     def _refusals_apart(self, stage: InStage) -> Iterator[str]:
         """Yield what engines in processes of their own cannot do."""
         mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
-        if self.parallelism.tp_size > 1 and stage.recipe.mode == "colocated_separated":
-            yield (
-                f"{mode}: rollout.parallelism.tp_size = {self.parallelism.tp_size}: an engine shares the GPU of one "
-                f"rank; set it to 1 and raise n_init_replicas, or take mode = 'disaggregated'"
-            )
         if train.ema_enable and stage.recipe.validation.enable:
             yield (
                 f"{mode}: validation measures the moving average of train.ema_enable, whose weights would reach "
