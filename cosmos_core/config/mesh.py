@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline, existing, source_of
-from cosmos_core.config.placement import is_open, placed, placement, with_engines_in_ranks
+from cosmos_core.config.placement import is_open, needs_gpu, placed, placement, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -90,6 +90,8 @@ def on_these_gpus(pipeline: Pipeline) -> Pipeline:
                 recipe = filled(recipe, gpus_of_workers(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+        if (settings := needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
+            notices.append(f"{', '.join(settings)}: there is no GPU; numbers are those of train.param_dtype here")
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes, notices=tuple(dict.fromkeys(notices)))
 

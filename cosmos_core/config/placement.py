@@ -43,6 +43,16 @@ def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
     return recipe.derived(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
 
 
+def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
+    """Return the settings of a stage that round numbers as a GPU alone can: on CPU they are left out."""
+    found = []
+    if kind.trains and recipe.train.fp8.enable_fp8:
+        found.append("train.fp8.enable_fp8 = true")
+    if kind.feed == "rollouts" and recipe.rollout.quantization != "none" and recipe.rollout.backend == "vllm":
+        found.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
+    return found
+
+
 def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     """Return which GPUs, or processes where there are none, a stage with a mesh trains and generates on."""
     unit = "GPU" if has_gpus else "process"

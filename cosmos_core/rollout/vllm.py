@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.imports import without_collection
+from cosmos_core.models.hf import load_config
 from cosmos_core.parallel.mesh import is_alone
 from cosmos_core.rollout.base import (
     Bucket,
@@ -38,10 +39,13 @@ from cosmos_core.rollout.base import (
     stop_token_ids,
 )
 from cosmos_core.rollout.draw import draw_by_uniforms
+from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, with_mxfp4
 from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.rollout.vllm_memory import drop_name, own_names
 from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
 from cosmos_core.types import Completion, Group, Prompt, Sampling
+
+logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -84,6 +88,7 @@ class VllmEngine:
         self._version = 0
         self._is_asleep = False
         self._receiver = Receiver()
+        self._as_held: Callable[[Bucket], Bucket] = with_mxfp4 if _holds_mxfp4(settings) else list
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
         self._ended_aside: list[Group] = []
         self.weight_format: WeightFormat = "checkpoint"
@@ -171,10 +176,11 @@ class VllmEngine:
     def _reload(self, buckets: Iterable[Bucket]) -> None:
         """Replace all weights; a load that fails half-way is forgotten, or the next would be taken for its rest."""
         try:
+            received = map(self._as_held, self._receiver.buckets(buckets))
             if self._has_ranks:
-                load_on_ranks(self._llm, self._receiver, buckets)
+                load_on_ranks(self._llm, received)
             else:
-                weights = {"weights_iterator": self._receiver.tensors(buckets)}
+                weights = {"weights_iterator": (each for bucket in received for each in bucket)}
                 self._llm.collective_rpc("reload_weights", kwargs=weights)
         except Exception:
             self._llm.collective_rpc(forget_weights)
@@ -297,6 +303,11 @@ def _check_head_size(model: PreTrainedModel, folder: str) -> None:
         )
 
 
+def _holds_mxfp4(settings: EngineSettings) -> bool:
+    revision = getattr(settings.model.config, "_commit_hash", None)
+    return has_mxfp4(load_config(settings.folder, revision))
+
+
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     rollout, has_gpu = settings.rollout, torch.cuda.is_available()
     arguments: dict[str, Any] = {
@@ -318,9 +329,17 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments |= ranks_arguments(is_cpu=not has_gpu)
     if rollout.n_generation_mini_batch:
         arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
-    if rollout.quantization != "none":
-        if not has_gpu:
-            raise ConfigError(f"rollout.quantization = {rollout.quantization!r} needs a GPU; set it to 'none'")
+    if rollout.quantization != "none" and not has_gpu:
+        logger.warning(
+            "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here",
+            rollout.quantization,
+        )
+    elif rollout.quantization == FORMAT and not _holds_mxfp4(settings):
+        raise ConfigError(
+            f"rollout.quantization = {FORMAT!r} is a format of checkpoints, which {settings.folder!r} has not; set it "
+            f"to 'fp8' or 'none'"
+        )
+    elif rollout.quantization == "fp8":
         arguments["quantization"] = rollout.quantization
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}

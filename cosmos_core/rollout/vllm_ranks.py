@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cosmos_core.parent import die_with_parent
-from cosmos_core.rollout.base import Bucket, EngineSettings, Receiver
+from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import Packed, packed, unpacked
 from cosmos_core.rollout.vllm_memory import drop_name
 
@@ -42,10 +42,10 @@ def end_together(llm: Any) -> None:
     llm.collective_rpc("end_with", args=(os.getpid(),))
 
 
-def load_on_ranks(llm: Any, receiver: Receiver, buckets: Iterable[Bucket]) -> None:
+def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     """Replace the weights of all ranks, each of which takes what it computes with."""
     llm.collective_rpc("begin_weights")
-    for bucket in receiver.buckets(buckets):
+    for bucket in buckets:
         llm.collective_rpc("take_weights", args=(packed(bucket),))
     llm.collective_rpc("end_weights")
 

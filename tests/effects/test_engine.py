@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.train.generation import Generation
-from tests.effects.change import GRPO, Change, changes
+from tests.effects.change import GRPO, Change, changes, recipe
 from tests.unit.test_rollout_groups import Recording, scored
 from tests.unit.tiny_model import save_tiny_model
 
@@ -92,3 +94,17 @@ def test_it_changes_the_engine(
     else:
         before, after = started
         assert {key: after[key] for key in after if after[key] != before.get(key)} == expected
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_mxfp4_is_for_checkpoints_that_have_it(has_it: bool, started: list[dict[str, Any]], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    model, tokenizer = load_model(str(folder), dtype=torch.float32), load_tokenizer(str(folder))
+    if has_it:
+        values = json.loads((folder / "config.json").read_text())
+        values["quantization_config"] = {"quant_method": "mxfp4"}
+        (folder / "config.json").write_text(json.dumps(values))
+    rollout = recipe({**GRPO, "rollout.quantization": "mxfp4"}).rollout
+    with nullcontext() if has_it else pytest.raises(ConfigError, match=r"is a format of checkpoints, which .* has not"):
+        make_engine(EngineSettings(model, tokenizer, str(folder), rollout, 64, torch.float32))
+    assert [arguments.get("quantization") for arguments in started] == [None] * has_it  # its config.json says it

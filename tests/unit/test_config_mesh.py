@@ -217,3 +217,18 @@ def test_a_stage_elsewhere_is_taken_to_have_the_gpus_and_one_that_measures_gener
     ]  # fmt: skip
     assert pipeline.recipes["judge"].rollout.parallelism.tp_size == 2
     assert "stage 'judge': rollout.parallelism.tp_size = 2, because its ranks generate" in pipeline.notices
+
+
+@pytest.mark.parametrize(
+    "settings", [["rollout.quantization=fp8"], ["rollout.quantization=mxfp4"], ["train.fp8.enable_fp8=true"]]
+)
+def test_what_only_a_gpu_rounds_is_left_out_on_cpu_with_a_note(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.toml").write_text(OF_COSMOS_RL)
+    for gpus in (0, 10):
+        with machine_with(["H100"] * gpus, monkeypatch):
+            pipeline = on_these_gpus(load_pipeline(tmp_path / "a.toml", settings, all_kinds()))
+        said = [line for line in pipeline.notices if "there is no GPU; numbers are those of" in line]
+        assert len(said) == (not gpus)
+    check_capabilities(pipeline)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where, registered
+from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.table import InStage, Table, say
@@ -74,10 +74,9 @@ class RolloutConfig(Table):
     vLLM has `batch_size` times as many sequences at a time."""
     batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
     """Prompts per generation call; changes speed, not results."""
-    quantization: Annotated[
-        Literal["none", "fp8", "mxfp4"], Only(("none", "fp8"), "not in this version; take 'fp8' or 'none'")
-    ] = "none"
-    """Weights that vLLM computes with on a GPU: those of the trainer, or these rounded to 8 bits at each sync."""
+    quantization: Literal["none", "fp8", "mxfp4"] = "none"
+    """Weights that vLLM computes with on a GPU: those of the trainer, or these rounded at each sync, to 8 bits or in
+    experts to the MXFP4 that the checkpoint has them in (gpt-oss). On CPU those of the trainer, with a warning."""
     seed: int | None = None
     """Sampling seed; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()

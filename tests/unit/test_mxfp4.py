@@ -1,0 +1,73 @@
+"""MXFP4 against transformers' way back: rounding, exactness on what such a checkpoint holds, loading one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from cosmos_core.models.hf import load_config, load_model
+from cosmos_core.rollout.mxfp4 import has_mxfp4, quantized, with_mxfp4
+
+VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def back(weight_EOI: torch.Tensor) -> torch.Tensor:
+    """What transformers reads of our blocks."""
+    return convert_moe_packed_tensors(*quantized(weight_EOI), dtype=torch.float32).transpose(1, 2)
+
+
+def test_values_are_rounded_to_the_nearest_and_those_of_the_format_stay() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 5, 96, generator=generator) * torch.logspace(-6, 4, 15).view(3, 5, 1)
+    weight[0, 0] = 0
+    found = back(weight)
+    blocks, scale = weight.unflatten(-1, (-1, 32)), None
+    scale = 2.0 ** (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 2)
+    table = torch.cat([-VALUES, VALUES]) * scale.unsqueeze(-1)
+    nearest = (blocks.unsqueeze(-1) - table).abs().amin(-1)  # above the largest value it is the largest
+    torch.testing.assert_close((found.unflatten(-1, (-1, 32)) - blocks).abs(), nearest, rtol=1e-6, atol=0)
+    assert torch.equal(back(found), found)
+
+
+@pytest.mark.parametrize(("between", "even"), [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4)])
+def test_what_lies_between_two_values_goes_to_the_even_one(between: float, even: float) -> None:
+    row = torch.zeros(1, 1, 32)
+    row[..., 0], row[..., 1], row[..., 2] = 4.0, between, -between
+    assert back(row)[0, 0, :3].tolist() == [4.0, even, -even]
+
+
+def test_a_checkpoint_of_such_experts_is_loaded_as_numbers_that_are_sent_as_they_were(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, num_local_experts=2, num_experts_per_tok=1, vocab_size=64, layer_types=["full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    packed = dict(with_mxfp4(list(load_file(file).items())))
+    assert len(packed) == len(load_file(file)) + 2
+    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, file, {"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert not has_mxfp4(load_config(str(tmp_path)))
+    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert has_mxfp4(load_config(str(tmp_path)))
+    model = load_model(str(tmp_path), dtype=torch.bfloat16)
+    again = dict(with_mxfp4([(name, tensor.detach()) for name, tensor in model.state_dict().items()]))
+    assert again.keys() == packed.keys()
+    for name, tensor in packed.items():
+        if name.endswith(("_blocks", "_scales")):  # another scale may stand for the same values
+            continue
+        assert torch.equal(again[name], tensor), name
+    for name in ("gate_up_proj", "down_proj"):
+        key = f"model.layers.0.mlp.experts.{name}"
+        first, second = (
+            convert_moe_packed_tensors(each[f"{key}_blocks"], each[f"{key}_scales"]) for each in (packed, again)
+        )
+        assert torch.equal(first, second)
