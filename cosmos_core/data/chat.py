@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.data.bounds import bounded
 from cosmos_core.data.messages import Message
+from cosmos_core.data.tool_calls import with_texts
 from cosmos_core.errors import DataError, ModelError
-from cosmos_core.tools.base import ToolResult
+from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.tools.runner import ToolRunner
 
 _KEY = "rollout.multi_turn_config"
@@ -117,7 +119,8 @@ class ToolText:
     Only that is tokenised: the tokens before it are those that were drawn, whatever a template would make of them.
 
     Raises:
-        ModelError: the template does not keep what it has written when a tool result follows, or leaves that out.
+        ModelError: the template does not keep what it has written when a tool result follows, or leaves that out; or it
+            writes calls in a form that `parse_calls` does not read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: Chat, end_ids: Sequence[int]) -> None:
@@ -129,6 +132,7 @@ class ToolText:
         self._form: Message | None = None
         with bounded(f"{_KEY}: the chat template"):
             self._form = self._kept_form()
+            self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
         """Return the tokens of results, each with the name of its tool, behind a turn that ended with an end token.
@@ -160,6 +164,32 @@ class ToolText:
             elif found is not None:
                 return form
         raise _not_kept(self._tokenizer, reason)
+
+    def _check_calls(self) -> None:
+        """Refuse a template whose calls would not be read: the policy learned that form, and no tool would be called. A
+        template that writes no call says nothing of its form."""
+        expected = ToolCall("look_up_word", {"word": "forty-two"})
+        function = {"name": expected.name, "arguments": expected.arguments}
+        calls = [{"type": "function", "id": "call00000", "function": function}]
+        written = ""
+        for form in (calls, with_texts(calls)):
+            with suppress(TemplateError, ValueError, TypeError):
+                asked = self._rendered([_USER], add_generation_prompt=False)
+                turn = {"role": "assistant", "content": "", "tool_calls": form}
+                text = self._rendered([_USER, turn], add_generation_prompt=False)
+                text = text[
+                    next((i for i, (a, b) in enumerate(zip(asked, text, strict=False)) if a != b), len(asked)) :
+                ]
+                if parse_calls(text) == [expected]:
+                    return
+                written = text if expected.name in text else written
+        if written:
+            raise ModelError(
+                f"{_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool call as "
+                f"{written.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
+                f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
+                f"{_KEY}.custom_chat_template_path, or take another model"
+            )
 
     def _between(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
         """Return the end token of the assistant's turn and the text behind it; None: the turn is rendered otherwise

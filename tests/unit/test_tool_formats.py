@@ -1,0 +1,55 @@
+"""A chat template whose tool calls the parser does not read is refused: no call would be made."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from cosmos_core.data.chat import Chat, ToolText
+from cosmos_core.errors import ModelError
+from tests.unit.tiny_model import save_tiny_model
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HERMES = '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+    return found
+
+
+def opened(tokenizer: PreTrainedTokenizerBase, call: str) -> ToolText:
+    return ToolText(tokenizer, Chat(template=TEMPLATE.replace("CALL", call)), [tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        HERMES.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}"),
+        HERMES.replace("ARGUMENTS", "{{ c.function.arguments }}"),  # a text, as some templates want it
+        "<tool_call>{{ c.function | tojson }}</tool_call>",
+        "",  # nothing is known of the form
+    ],
+)
+def test_calls_that_are_read_are_taken(call: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    assert opened(tokenizer, call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',  # Llama 3
+        "[TOOL_CALLS] [{{ c.function | tojson }}]",  # Mistral
+        "<tool_call>\n<function={{ c.function.name }}>\n<parameter=word>\nforty-two\n</parameter></tool_call>",
+        "<tool_call>{{ c.function.name }}\n<arg_key>word</arg_key></tool_call>",  # GLM
+        "to=functions.{{ c.function.name }} {{ c.function.arguments | tojson }}",
+    ],
+)
+def test_another_form_is_refused_with_what_one_call_looks_like(call: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ModelError, match=r"writes a tool call as '.*look_up_word.*', which is not read"):
+        opened(tokenizer, call)
