@@ -133,11 +133,16 @@ def bind(name: str, function: Callable[..., Any]) -> Binding:
         if each.default is _ANY and each.name in _NOT_OFFERED and each.kind is not each.VAR_KEYWORD:
             raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {_NOT_OFFERED[each.name]}")
     known = {_PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL}
-    if not known & {*_OF_A_COMPLETION} and not binding._takes_others:
+    is_all_known = known <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}  # `answer` may mean the completion
+    if not known & {*_OF_A_COMPLETION} and not (binding._takes_others and is_all_known):
         names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
                           f"so write {WANTED}")  # fmt: skip
     return binding
+
+
+def _others_of(binding: Binding) -> list[str]:
+    return [each.name for each in binding.parameters if each.kind is each.VAR_KEYWORD or each.default is not _ANY]
 
 
 def _value(name: str, fields: Fields) -> Any:

@@ -102,6 +102,7 @@ def test_verl_rows_keep_the_answer_below_a_column(tmp_path: Path) -> None:
     ("code", "reason"),
     [
         ("def f(text, answer): return 1", "takes text, answer: no parameter is the completion"),
+        ("def f(prompt, response, **others): return 1", "takes prompt, response, others: no parameter is"),
         ("def f(*args): return 1", "takes args: no parameter is the completion"),
         ("def f(prompt): return 1", "no parameter is the completion"),
         ("def f(): return 1", "takes nothing"),
