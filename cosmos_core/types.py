@@ -186,6 +186,9 @@ class Sampling:
     flow: FlowSampling | None = None
     """How a diffusion model draws; None: tokens are drawn."""
 
+    policy_temperature: float | None = None
+    """What the trainer divides logits by; None: `temperature`."""
+
     may_be_outdated: bool = False
     """The weights may be those of an earlier train step than the one that learns from the tokens."""
 
@@ -196,8 +199,9 @@ class Sampling:
 
     @property
     def changes_distribution(self) -> bool:
-        """Return whether tokens are drawn from another distribution than softmax(logits / temperature)."""
-        return self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+        """Return whether tokens are drawn from another distribution than the trainer's softmax(logits / T)."""
+        is_cut = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+        return is_cut or self.policy_temperature not in (None, self.temperature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,5 +54,9 @@ class Agreement:
 def _by_sampling(sampling: Sampling) -> float:
     """Return by how much the engine's log-probability of a token may be above the policy's because of the way in which
     it is drawn: by that of the mass that was kept, which only `top_p` bounds."""
-    is_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1
+    is_bounded = (
+        sampling.top_k <= 0
+        and sampling.repetition_penalty == 1
+        and sampling.policy_temperature in (None, sampling.temperature)
+    )
     return -math.log(sampling.top_p) if is_bounded else math.inf

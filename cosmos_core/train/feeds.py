@@ -17,6 +17,7 @@ import numpy as np
 from cosmos_core.algorithms.base import Algorithm, Update
 from cosmos_core.algorithms.data_term import sft_term
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
@@ -400,7 +401,7 @@ def pair_samples(
 
 def training_sampling(recipe: Recipe) -> Sampling:
     """Return how training completions are drawn."""
-    config = recipe.rollout.sampling_config
+    config, policy = recipe.rollout.sampling_config, recipe.train.train_policy
     seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
     assert seed is not None
     return Sampling(
@@ -412,6 +413,7 @@ def training_sampling(recipe: Recipe) -> Sampling:
         num_completions=recipe.rollout.n_generation,
         seed=seed,
         flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
+        policy_temperature=policy.temperature if isinstance(policy, RlConfig) else None,
         may_be_outdated=recipe.train.sync_weight_interval > 1
         or recipe.spreads_groups
         or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),

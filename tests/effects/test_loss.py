@@ -13,8 +13,9 @@ from cosmos_core.algorithms.base import Update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
+from cosmos_core.train.feeds import training_sampling
 from cosmos_core.types import Sampling
-from tests.effects.change import GRPO, Change, changes
+from tests.effects.change import GRPO, Change, changes, recipe
 from tests.unit.trainers import Given, grpo, micro_batch
 
 TWICE = {**GRPO, "train.train_policy.mu_iterations": 2}  # only then is a ratio not 1
@@ -138,6 +139,21 @@ def test_weights_of_older_rollouts_are_cut_at_what_the_recipe_says() -> None:
     outdated = Sampling(may_be_outdated=True)
     assert loss(higher.before, outdated) == pytest.approx((-2.4 * 2 + 3 * 0.5 + 0.8) / 4)
     assert loss(higher.after, outdated) == pytest.approx((-2.4 * 1.5 + 3 * 0.5 + 0.8) / 4)
+
+
+def test_tokens_that_are_drawn_at_another_temperature_are_weighted_as_those_of_a_nucleus() -> None:
+    weighted = pytest.approx((-2.4 * 2 + 3 * 0.5 + 0.8) / 4)
+    for settings, expected in (
+        ({"rollout.sampling_config.temperature": 0.7}, weighted),
+        ({"rollout.sampling_config.top_p": 0.9}, weighted),
+        ({"train.train_policy.temperature": 0.7}, weighted),
+        (
+            {"rollout.sampling_config.temperature": 0.7, "train.train_policy.temperature": 0.7},
+            pytest.approx((-2.4 + 3 + 0.8) / 4),
+        ),
+    ):
+        drawn = recipe({**TWICE, **settings})
+        assert loss(drawn, training_sampling(drawn)) == expected
 
 
 def test_a_form_of_aipo_that_compares_with_the_old_policy_weights_tokens_of_another_distribution() -> None:

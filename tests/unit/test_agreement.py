@@ -41,6 +41,8 @@ def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> No
         (Sampling(top_p=0.8), 0.2, 0.0),  # the kept mass is at least 0.8, and -log 0.8 = 0.223
         (Sampling(top_p=0.8), 0.23, 1.0),
         (Sampling(top_k=5), 3.0, 0.0),
+        (Sampling(temperature=0.7, policy_temperature=1.0), 3.0, 0.0),
+        (Sampling(temperature=0.7, policy_temperature=0.7), 3.0, 1.0),
         (Sampling(repetition_penalty=1.2), 3.0, 0.0),
         (Sampling(top_k=5), math.nan, 1.0),
     ],

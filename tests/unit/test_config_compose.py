@@ -341,8 +341,8 @@ def test_asking_for_a_stage_that_is_not_there_suggests_one(tmp_path: Path) -> No
 
 def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None:
     doubt = (
-        "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: log-probabilities "
-        "are compared that are not of one distribution"
+        "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: training "
+        "completions are not drawn from the policy; the loss weights their tokens by policy / sampled distribution"
     )
     assert notices_of(load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9")) == [doubt]
     assert notices_of(load(tmp_path, GRPO, "train.train_policy.temperature=0.9")) == [doubt]

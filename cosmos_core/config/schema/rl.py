@@ -148,7 +148,8 @@ class RlConfig(AlgorithmConfig):
         if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
             yield (
                 f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
-                f"{temperature} differ: log-probabilities are compared that are not of one distribution"
+                f"{temperature} differ: training completions are not drawn from the policy; the loss weights their "
+                f"tokens by policy / sampled distribution"
             )
         if (
             self.rewards
