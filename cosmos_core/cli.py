@@ -15,7 +15,7 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_models import promote, rollback  # noqa: E402
-from cosmos_core.cli_runs import compare, report, runs, watch  # noqa: E402
+from cosmos_core.cli_runs import compare, report, runs, samples, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
@@ -294,7 +294,7 @@ def reward_service(
     os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
 
 
-for _command in (runs, compare, report, watch, promote, rollback, bootstrap, reap, clean):
+for _command in (runs, compare, report, samples, watch, promote, rollback, bootstrap, reap, clean):
     app.command()(_command)
 
 

@@ -1,4 +1,4 @@
-"""`cosmos runs`, `cosmos compare`, `cosmos report` and `cosmos watch`: runs as people look at them."""
+"""`cosmos runs`, `compare`, `report`, `samples` and `watch`: runs as people look at them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,25 @@ def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
     path = find_run(run_name, output_dir)
     write_text(path / PAGE, build(path))
     typer.echo(path / PAGE)
+
+
+def samples(  # noqa: PLR0913 - options of a command
+    run_name: RunName = "",
+    step: Annotated[int | None, typer.Option(min=0, help="Train step; left out: the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward first.")] = False,
+    stage: Annotated[str, typer.Option(help="Stage; left out: the last one that has completions.")] = "",
+    most: Annotated[int, typer.Option(min=1, help="Completions that are shown.")] = 8,
+    output_dir: OutputDir = Path("outputs"),
+) -> None:
+    """Show completions of a training with their rewards, or of a validation where there was none."""
+    from cosmos_core.observe.completions import shown
+    from cosmos_core.run.directory import find_run
+
+    if best and worst:
+        raise typer.BadParameter("--best and --worst exclude each other")
+    for text in shown(find_run(run_name, output_dir), stage, step, "best" * best + "worst" * worst, most):
+        typer.echo(text)
 
 
 def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:

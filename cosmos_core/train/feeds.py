@@ -266,8 +266,16 @@ class MediaFeed(RowFeed):
 class RolloutFeed(Feed):
     """Scored groups of completions, turned into samples by the algorithm's credit rule."""
 
-    def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
-        self._source, self._algorithm, self._steps = source, algorithm, step_groups(recipe)
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        source: GroupSource,
+        algorithm: Algorithm,
+        recipe: Recipe,
+        log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
+    ) -> None:
+        """`log` is called with each train step, counted from 1, and the groups that it learns from first."""
+        self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
         self.total_steps = total_steps(recipe, len(prompts))
 
@@ -298,7 +306,9 @@ class RolloutFeed(Feed):
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
         check_scores(self.step, groups)
-        return self._algorithm.credit(groups)
+        found = self._algorithm.credit(groups)
+        self._log(self.step + 1, groups)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """See `Feed.state_dict`."""

@@ -31,6 +31,8 @@ from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.agreement import Agreement
+from cosmos_core.train.completions import FOLDER as COMPLETIONS
+from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn, prepare_algorithm
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
@@ -146,7 +148,7 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     export = trained.adapter.export(stage.path / folder)
     if export is None:
         return Outcome()
-    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE) if (stage.path / name).exists()]
+    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS) if (stage.path / name).exists()]
     info: dict[str, JsonValue] = {
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip
@@ -185,7 +187,7 @@ def _feed(
     else:
         source = _in_turns(stage, order, generation)
     make_feed = SpreadRolloutFeed if recipe.spreads_groups else RolloutFeed
-    return make_feed(prompts, source, algorithm, recipe)
+    return make_feed(prompts, source, algorithm, recipe, CompletionLog(stage))
 
 
 def _in_turns(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:

@@ -7,7 +7,7 @@ completions that it would have without any being invalid, and one whose completi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -77,8 +77,15 @@ class CarriedSamples:
 class SpreadRolloutFeed(RolloutFeed):
     """A `RolloutFeed` of groups that are spread over train steps."""
 
-    def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
-        super().__init__(prompts, source, algorithm, recipe)
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        source: GroupSource,
+        algorithm: Algorithm,
+        recipe: Recipe,
+        log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
+    ) -> None:
+        super().__init__(prompts, source, algorithm, recipe, log)
         self._carried = CarriedSamples()
         self._most_tokens = getattr(recipe.train.train_policy, "max_token_len_per_mini_batch", None)
 

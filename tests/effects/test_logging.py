@@ -13,7 +13,9 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import gallery
 from cosmos_core.observe.sinks.base import attached
-from tests.effects.change import SFT, Change, changes, stage_of
+from cosmos_core.train.completions import CompletionLog
+from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
+from tests.effects.change import GRPO, SFT, Change, changes, stage_of
 
 WITH_WANDB = {**SFT, "logging.logger": ["wandb"]}
 
@@ -65,6 +67,15 @@ def test_it_changes_the_run_on_wandb(
     log(change.after, tmp_path)
     before, after = ({name: run[name] for name in ("project", "group", "name")} for run in told)
     assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+@changes(Change("logging.log_completions", False, GRPO))
+def test_it_changes_whether_completions_are_written(change: Change, tmp_path: Path) -> None:
+    completion = Completion((Segment((2,), True, (-1.0,), 0),), "stop", "42")
+    scored = ScoredGroup(Group(Prompt(0, (1,), "6 * 7?", "42"), (completion,), 0), (Score(1.0),))
+    for name, side in (("before", change.before), ("after", change.after)):
+        CompletionLog(stage_of(tmp_path / name, side, kind="rl"))(1, [scored])
+    assert [(tmp_path / name / "completions").exists() for name in ("before", "after")] == [True, False]
 
 
 @changes(Change("logging.multi_modal_log_interval", 4, WITH_WANDB))

@@ -23,6 +23,9 @@ class LoggingConfig(Table):
     `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_interval: Annotated[PositiveInt, Unit("train steps")] = 100
     """Steps between lines."""
+    log_completions: Annotated[bool, NoResult] = True
+    """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows: of
+    each step up to 8 of each of 4 prompts, among them the best and the worst; of the newest 1,000 steps."""
     multi_modal_log_interval: Annotated[Steps | None, NoResult] = None
     """Steps between the validations of which Weights & Biases is sent what a diffusion model drew; None: of each."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"

@@ -1,0 +1,86 @@
+"""`cosmos samples`: completions of a run as text, those of training with their rewards, else those of validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.run.files import json_objects
+from cosmos_core.run.progress import has_step
+from cosmos_core.run.tail import Tail
+
+FOLDER = "completions"
+_ORDERS = {"best": -1.0, "worst": 1.0}
+
+
+def shown(run: Path, stage: str, step: int | None, order: str, most: int) -> Iterator[str]:
+    """Yield completions of a step as text, those of one prompt together, or all in the order of their rewards.
+
+    Args:
+        run: folder of the run.
+        stage: name of a stage; empty: the last one that has completions.
+        step: None for the newest.
+        order: `best`, `worst` or empty.
+        most: how many.
+
+    Raises:
+        ConfigError: there is no such stage or step.
+    """
+    path = _stage(run, stage)
+    lines = _lines(path, step)
+    if order:
+        valid = [line for line in lines if isinstance(line.get("reward"), int | float)]
+        lines = sorted(valid, key=lambda line: _ORDERS[order] * line["reward"])
+    if not lines:
+        raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
+    prompt = None
+    for line in lines[:most]:
+        if line.get("prompt") != prompt:
+            prompt = line.get("prompt")
+            yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
+        yield f"--- {_scores(line)}:\n{_said(line)}"
+
+
+def _scores(line: dict[str, Any]) -> str:
+    reward = line.get("reward")
+    parts = [f"reward {reward:.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"]
+    parts += [f"{name} {value:.4g}" for name, value in (line.get("metrics") or {}).items()]
+    if "tokens" in line:
+        parts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
+    return ", ".join(parts)
+
+
+def _said(line: dict[str, Any]) -> str:
+    turns = line.get("turns") or []
+    return "\n".join(f"[{turn['role']}] {turn['text']}" for turn in turns) if turns else str(line.get("completion", ""))
+
+
+def _stage(run: Path, name: str) -> Path:
+    stages = sorted(
+        (each for each in (run / "stages").iterdir() if _files(each)), key=lambda each: each.stat().st_mtime
+    )
+    known = ", ".join(each.name for each in stages) or "none"
+    chosen = [each for each in stages if not name or each.name == name]
+    if not chosen:
+        raise ConfigError(
+            f"{run.name}: no completions{f' of a stage {name!r}' if name else ''}; stages with some: {known}"
+        )
+    return next((each for each in reversed(chosen) if (each / FOLDER).is_dir()), chosen[-1])
+
+
+def _files(stage: Path) -> list[Path]:
+    """Return the files of completions of training by their steps, else that of validation."""
+    return sorted((stage / FOLDER).glob("step_*.jsonl")) or [
+        file for file in [stage / "samples.jsonl"] if file.exists()
+    ]
+
+
+def _lines(stage: Path, step: int | None) -> list[dict[str, Any]]:
+    files = _files(stage)
+    if step is not None and len(files) > 1:
+        files = [file for file in files if file.stem == f"step_{step:06d}"]
+    lines = [line for line in json_objects(Tail(files[-1]).lines()) if has_step(line)] if files else []
+    wanted = max((line["step"] for line in lines), default=0) if step is None else step
+    return [line for line in lines if line["step"] == wanted]

@@ -1,0 +1,186 @@
+"""What a policy writes while it is trained: a few completions of each step on disk, and warnings where they go wrong.
+
+    <stage>/completions/step_000012.jsonl     a completion per line, with its rewards; `cosmos samples` shows them
+
+A reward can rise because it is exploited. What shows it early is watched: groups without a difference, one reward that
+rises while others fall, and completions that become short, repetitive or certain. Held-out samples are `measure.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.parallel.mesh import is_first
+from cosmos_core.rollout.groups import reward_means
+from cosmos_core.run.files import telling_of_full_disk, write_text
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Completion, ScoredGroup
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "completions"
+_NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
+"""Of each step, and of each of its groups."""
+_MOST_CHARACTERS = 20_000
+_MOST_STEPS = 1_000
+_WINDOW = 8  # steps whose halves are compared: by chance 4 values lie above 4 others once in 70 times
+_NGRAM = 4
+
+
+class CompletionLog:
+    """Writes completions of each train step, on the first rank, and warns of those that teach the wrong thing."""
+
+    def __init__(self, stage: Stage) -> None:
+        """Without `logging.log_completions` it only watches."""
+        self._folder, self._writes = stage.path / FOLDER, stage.recipe.logging.log_completions
+        self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
+        self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
+        self._first: list[Mapping[str, float]] = []
+        self._told: set[str] = set()
+
+    def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Take the scored groups that step `step`, counted from 1, learns from."""
+        if not is_first():
+            return
+        if self._writes and groups[0].group.completions[0].drawn is None:
+            with telling_of_full_disk(self._folder.parent):
+                self._write(step, groups)
+        self._watch(step, groups)
+
+    def _write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        self._folder.mkdir(exist_ok=True)
+        lines = [_line(step, scored, k) for scored in _chosen(groups) for k in _spread(scored)]
+        text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
+        write_text(self._folder / f"step_{step:06d}.jsonl", text, durable=False)
+        steps = sorted(self._folder.glob("step_*.jsonl"))
+        after = [file for file in steps if int(file.stem[5:]) > step]  # of a run that was taken up at an earlier step
+        for file in [*after, *steps[: -len(after) or None][:-_MOST_STEPS]]:
+            file.unlink()
+
+    def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
+        is_scored = any(score.metrics for scored in groups for score in scored.scores)  # by any function
+        is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
+        self._tell(
+            "constant", is_constant,
+            f"step {step}: the completions of each of {len(groups)} groups have equal rewards, of which nothing is "
+            f"learned; take other prompts, rewards or a higher temperature",
+        )  # fmt: skip
+        self._rewards.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
+        opposed = _opposed(self._rewards)
+        self._tell("opposed", bool(opposed), f"steps {step - _WINDOW + 1} to {step}: {opposed}; a reward may be "
+                   f"exploited: cosmos samples --step {step} --best")  # fmt: skip
+        shape = _shape([each for scored in groups for each in scored.group.completions])
+        if not shape:
+            return
+        self._shapes.append(shape)
+        if len(self._first) < _WINDOW // 2:
+            self._first.append(shape)
+            return
+        for name, problem in _collapsed(_mean(self._first), _mean(self._shapes)).items():
+            self._tell(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
+
+    def _tell(self, name: str, is_wrong: bool, message: str) -> None:
+        """Warn when something begins to be wrong, once until it is right again."""
+        if is_wrong and name not in self._told:
+            logger.warning("%s", message)
+        (self._told.add if is_wrong else self._told.discard)(name)
+
+
+def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Return a few groups: those with the best and the worst completion, then the first ones."""
+    ranked = sorted(range(len(groups)), key=lambda i: max(map(_rank, groups[i].scores)))
+    lowest = min(
+        range(len(groups)), key=lambda i: min((s.value for s in groups[i].scores if s.value is not None), default=0)
+    )
+    return [groups[i] for i in list(dict.fromkeys([ranked[-1], lowest, *range(len(groups))]))[:_NUM_GROUPS]]
+
+
+def _spread(scored: ScoredGroup) -> list[int]:
+    """Return completions of a group from the best to the worst, at even distances where they are many."""
+    ranked = sorted(range(len(scored.scores)), key=lambda k: -_rank(scored.scores[k]))
+    at = np.linspace(0, len(ranked) - 1, min(len(ranked), _NUM_COMPLETIONS)).round().astype(int)
+    return [ranked[i] for i in at]
+
+
+def _rank(score: Any) -> float:
+    return -np.inf if score.value is None else float(score.value)
+
+
+def _line(step: int, scored: ScoredGroup, k: int) -> dict[str, Any]:
+    completion, score = scored.group.completions[k], scored.scores[k]
+    said = [{"role": turn.role, "text": turn.text[:_MOST_CHARACTERS]} for turn in completion.turns]
+    return {
+        "step": step,
+        "prompt": scored.group.prompt.text[-_MOST_CHARACTERS:],
+        "reference": scored.group.prompt.reference[:_MOST_CHARACTERS],
+        "completion": completion.text[:_MOST_CHARACTERS],
+        "reward": score.value,
+        "metrics": score.metrics,
+        "tokens": completion.num_sampled,
+        "finish_reason": completion.finish_reason,
+        **({"error": score.error} if score.error else {}),
+        **({"turns": said} if said else {}),
+    }
+
+
+def _opposed(means: Sequence[Mapping[str, float]]) -> str:
+    """Say which reward rose while others fell: all later steps are beyond all earlier ones; empty: none did."""
+    if len(means) < _WINDOW:
+        return ""
+    half, moved = _WINDOW // 2, {}
+    for name in set.intersection(*(set(each) for each in means)):
+        values = [each[name] for each in means]
+        before, after = values[:half], values[half:]
+        if min(after) > max(before) or max(after) < min(before):
+            moved[name] = (float(np.mean(before)), float(np.mean(after)))
+    up = {name: (low, high) for name, (low, high) in moved.items() if high > low}
+    down = {name: each for name, each in moved.items() if name not in up}
+    if len(up) != 1 or not down:
+        return ""
+    said = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
+    [(name, (low, high))] = up.items()
+    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(said)}"
+
+
+def _shape(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return means over completions: sampled tokens, the share of repeated 4-grams, and -log p of a token, of which the
+    mean is the entropy; nothing for images."""
+    texts = [each for each in completions if each.drawn is None and each.num_sampled]
+    if not texts:
+        return {}
+    logprobs = np.concatenate([each.logprobs for each in texts])
+    known = logprobs[np.isfinite(logprobs)]
+    return {
+        "length": float(np.mean([each.num_sampled for each in texts])),
+        "repetition": float(np.mean([_repetition(each.token_ids) for each in texts])),
+        "entropy": float(-known.mean()) if len(known) else float("nan"),
+    }
+
+
+def _repetition(ids: Sequence[int]) -> float:
+    grams = [tuple(ids[i : i + _NGRAM]) for i in range(len(ids) - _NGRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([shape[name] for shape in shapes])) for name in shapes[0]}
+
+
+def _collapsed(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
+    """Say what of completions has collapsed since the first steps; an empty text: it has not."""
+    is_short = now["length"] < first["length"] / 4
+    is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)
+    is_certain = now["entropy"] < first["entropy"] / 10
+    return {
+        "length": f"completions have {now['length']:.3g} tokens, {first['length']:.3g} at first" if is_short else "",
+        "repetition": f"{now['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
+        "entropy": f"the entropy per token is {now['entropy']:.2g}, {first['entropy']:.2g} at first: completions of a "
+        f"prompt are nearly the same" if is_certain else "",
+    }  # fmt: skip

@@ -1,0 +1,137 @@
+"""Completions of training are on disk, a few of each step, and what goes wrong with them is warned of once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cosmos_core.cli import app
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe.completions import shown
+from cosmos_core.run.directory import PIPELINE
+from cosmos_core.train.completions import CompletionLog
+from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
+from tests.effects.change import GRPO, recipe, stage_of
+
+
+def completion(text: str, ids: Sequence[int], logprob: float = -1.0) -> Completion:
+    return Completion((Segment(tuple(ids), True, (logprob,) * len(ids), 0),), "stop", text)
+
+
+def group(prompt: int, rewards: Sequence[float | None], **rest: float) -> ScoredGroup:
+    made = tuple(completion(f"{prompt}-{k}", range(20)) for k in range(len(rewards)))
+    scores = tuple(Score(r, {} if r is None else {"right": r, **rest}, "" if r is not None else "bad") for r in rewards)
+    return ScoredGroup(Group(Prompt(prompt, (1,), f"prompt {prompt}", "5"), made, 0), scores)
+
+
+def opened(stage: Path, *, writes: bool = True) -> CompletionLog:
+    return CompletionLog(stage_of(stage, recipe({**GRPO, "logging.log_completions": writes}), kind="rl"))
+
+
+def lines(folder: Path, step: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"completions/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_the_best_and_the_worst_of_a_few_groups_are_written(tmp_path: Path) -> None:
+    groups = [group(i, [0.1 * i, 0.5]) for i in range(4)]
+    groups += [group(9, [-3.0, 0.5]), group(8, [None, *(k / 20 for k in range(20)), 2.0])]
+    opened(tmp_path)(3, groups)
+    found = lines(tmp_path, 3)
+    by_prompt = {
+        line["prompt"]: [each["reward"] for each in found if each["prompt"] == line["prompt"]] for line in found
+    }
+    assert list(by_prompt) == ["prompt 8", "prompt 9", "prompt 0", "prompt 1"]
+    assert len(by_prompt["prompt 8"]) == 8 and by_prompt["prompt 8"][0] == 2.0 and by_prompt["prompt 8"][-1] is None
+    assert by_prompt["prompt 9"] == [0.5, -3.0]
+    assert found[0] == {
+        "step": 3, "prompt": "prompt 8", "reference": "5", "completion": "8-21", "reward": 2.0,
+        "metrics": {"right": 2.0}, "tokens": 20, "finish_reason": "stop",
+    }  # fmt: skip
+
+
+def test_a_step_that_is_trained_again_replaces_what_came_after_it(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 2):
+        opened(tmp_path)(step, [group(step, [0.0, 1.0])])
+    assert sorted(file.name for file in (tmp_path / "completions").iterdir()) == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
+    opened(tmp_path / "off", writes=False)(1, [group(1, [0.0, 1.0])])
+    assert not (tmp_path / "off" / "completions").exists()
+
+
+def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
+    stage = tmp_path / "stages" / "grpo"
+    stage.mkdir(parents=True)
+    for step in (1, 2):
+        opened(stage)(step, [group(step, [0.0, 1.0, None], brief=0.25)])
+    newest = list(shown(tmp_path, "", None, "", 10))
+    assert newest[0] == "--- grpo, step 2, prompt (reference '5'):\nprompt 2" and len(newest) == 4
+    assert newest[1] == "--- reward 1, right 1, brief 0.25, 20 tokens:\n2-1"
+    assert newest[3] == "--- no reward (bad), 20 tokens:\n2-2"
+    assert "1-1" in list(shown(tmp_path, "grpo", 1, "best", 1))[1]
+    assert "1-0" in list(shown(tmp_path, "grpo", 1, "worst", 1))[1]
+    (tmp_path / PIPELINE).write_text("")
+    done = CliRunner().invoke(app, ["samples", str(tmp_path), "--step", "2", "--worst", "--most", "1"])
+    assert done.output.splitlines()[-2:] == ["--- reward 0, right 0, brief 0.25, 20 tokens:", "2-0"], done.output
+    with pytest.raises(ConfigError, match="no completions of step 7"):
+        list(shown(tmp_path, "", 7, "", 1))
+    with pytest.raises(ConfigError, match="no completions of a stage 'sft'; stages with some: grpo"):
+        list(shown(tmp_path, "sft", None, "", 1))
+
+
+def test_groups_without_a_difference_are_warned_of_once_until_there_is_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = opened(tmp_path, writes=False)
+    for step, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 0.0)], start=1):
+        log(step, [group(1, rewards), group(2, (0.5, 0.5))])
+    assert [message.partition(":")[0] for message in caplog.messages] == ["step 2", "step 5"]
+    log(6, [ScoredGroup(group(1, [0.0, 0.0]).group, (Score(0.0),) * 2)])  # bypassed
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("right", "helper", "is_told"),
+    [
+        ([0.8 - 0.05 * i for i in range(8)], [0.1 * i for i in range(8)], True),
+        ([0.8 + 0.05 * i for i in range(8)], [0.1 * i for i in range(8)], False),
+        ([0.8, 0.2] * 4, [0.1 * i for i in range(8)], False),
+        ([0.8] * 8, [0.1 * i for i in range(8)], False),
+    ],
+)
+def test_a_reward_that_rises_while_another_falls_is_named(
+    right: list[float], helper: list[float], is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = opened(tmp_path, writes=False)
+    for step, (one, other) in enumerate(zip(right, helper, strict=True), start=1):
+        log(step, [group(1, (one - 0.1, one + 0.1), helper=other)])
+    assert (
+        any("reward 'helper' rose from 0.15 to 0.55 while 'right' fell from" in each for each in caplog.messages)
+        is is_told
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob", "said"),
+    [
+        (range(4), -1.0, "completions have 4 tokens, 20 at first"),
+        ([1, 2] * 10, -1.0, "% of what completions say is repeated"),
+        (range(20), -0.01, "the entropy per token is 0.01, 1 at first"),
+        (range(12), -0.5, ""),
+    ],
+)
+def test_completions_that_collapse_are_warned_of(
+    ids: Sequence[int], logprob: float, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    log, sound = opened(tmp_path, writes=False), group(1, (0.0, 1.0))
+    collapsed = ScoredGroup(Group(sound.group.prompt, (completion("x", ids, logprob),) * 2, 0), sound.scores)
+    for step in range(1, 13):
+        log(step, [sound if step <= 4 else collapsed])
+    assert [said in each for each in caplog.messages] == ([True] if said else [])
