@@ -29,6 +29,7 @@ _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|lis
 
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 32  # far beyond any table of ours, far below what recursion can take
+_MOST_NAMED = 3
 MAX_LINE = 1000  # characters of a message: a screen of text
 
 
@@ -80,10 +81,11 @@ def parse(
         mistakes = error.errors(include_url=False)
         # A misspelt key is the cause of the other complaints more often than not.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-        message = _explain(table, _deepest(table, mistakes), prefix, values)
-        keys = {tuple(_keys(table, mistake)) for mistake in mistakes}
-        more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
-        raise ConfigError(f"{source}: {message}{more}") from error
+        first = _deepest(table, mistakes)
+        message = _explain(table, first, prefix, values)
+        keys = dict.fromkeys(_shown(tuple(_keys(table, mistake)), prefix) for mistake in mistakes)
+        others = [key for key in keys if key != _shown(tuple(_keys(table, first)), prefix)]
+        raise ConfigError(f"{source}: {message}{_more(others)}") from error
 
 
 class Part(dict[str, Any]):
@@ -167,10 +169,23 @@ def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
     return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
+def _more(keys: Sequence[str]) -> str:
+    """Return which other keys have a mistake, for the end of a message."""
+    named = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MOST_NAMED]]
+    if len(keys) > len(named):
+        named.append(f"{len(keys) - len(named)} more")
+    return f" (and {', '.join(named)})" if named else ""
+
+
+def _shown(keys: Sequence[int | str], prefix: str) -> str:
+    """Return the dotted key of a mistake, in which a name that a terminal would obey is quoted."""
+    shown = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
+    return ".".join([prefix, *shown] if prefix else shown)
+
+
 def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
     keys = [str(key) for key in _keys(table, mistake)]
-    shown = [name if name.isprintable() and name else repr(name) for name in keys]
-    key = ".".join([prefix, *shown] if prefix else shown)
+    key = _shown(keys, prefix)
     value = short(mistake.get("input"))
     if mistake["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggest(table, keys, prefix, values)}"
@@ -220,20 +235,45 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
     a near path anywhere."""
     known = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
-    if dotted in known and not _says_type(values, keys[:-1]):
-        owner = next(model for key, model, _ in all_fields(table) if key == dotted)
-        kinds = " or ".join(f'"{kind}"' for kind in get_args(owner.model_fields["type"].annotation))
-        return f" here; set {'.'.join(keys[:-1])}.type = {kinds}"
     if dotted in known:
-        return " here; it belongs to another `type`"
+        kinds = " or ".join(dict.fromkeys(kind for model in _owners(table, dotted) for kind in _kinds(model)))
+        type_key = f"{'.'.join(keys[:-1])}.type"
+        if not _says_type(values, keys[:-1]):
+            return f" here; set {type_key} = {kinds}"
+        return f" here; it belongs to {type_key} = {kinds}" if kinds else " here"
     if foreign := trl.told(dotted):
         return foreign
+    if (meant := _near_meaning(keys[-1], known)) and not prefix:
+        return f"; did you mean {meant}?"
     parent = dotted.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
     near = near or [k for k in known if k.rpartition(".")[2] == keys[-1]][:1]
     near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.8)
     return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
+
+
+def _owners(table: type[Table], dotted: str) -> list[type[Table]]:
+    return [model for key, model, _ in all_fields(table) if key == dotted and "type" in model.model_fields]
+
+
+def _kinds(model: type[Table]) -> list[str]:
+    return [f'"{kind}"' for kind in get_args(model.model_fields["type"].annotation)]
+
+
+def _near_meaning(name: str, known: Sequence[str]) -> str:
+    """Return the key that a name nearly says in the words of transformers and TRL; empty: a key here is as near.
+
+    `optm_learnrate` has more letters of `optm_name` than of `optm_lr`, which is the learning rate.
+    """
+    own = {_letters(key.rpartition(".")[2]) for key in known}
+    theirs = {_letters(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
+    [near] = difflib.get_close_matches(_letters(name), [*own, *theirs], n=1, cutoff=0.75) or [""]
+    return theirs[near] if near in theirs and near not in own else ""
+
+
+def _letters(name: str) -> str:
+    return name.removeprefix("optm_").replace("_", "")
 
 
 def _says_type(values: Any, keys: list[str]) -> bool:

@@ -13,7 +13,9 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.messages import ReadRow, Row, SkippedRow, read_conversation, read_held_out, read_prompt
+from cosmos_core.data.messages import (
+    ReadRow, Row, SkippedRow, read_conversation, read_held_out, read_prompt, remedy_of,
+)  # fmt: skip
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import DataError
@@ -64,8 +66,8 @@ def _check(rows: Rows, read: Reader, most: float) -> None:
             refused.append(error)
     if len(refused) > most * len(rows):
         raise DataError(
-            f"{refused[0]}; {len(refused)} of the first {min(_NUM_ROWS, len(rows))} rows cannot be used, more than "
-            f"dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+            f"{refused[0]}; {len(refused)} of the first {min(_NUM_ROWS, len(rows))} rows cannot be used, "
+            + remedy_of(most, is_all=len(refused) == min(_NUM_ROWS, len(rows)))
         )
 
 

@@ -45,6 +45,13 @@ IMAGE_MARK = re.compile("<image>")
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
+def remedy_of(most: float, *, is_all: bool) -> str:
+    """Return the end of a message about rows that cannot be used, of which a fraction of `most` may be left out."""
+    if is_all:
+        return "none of those read can be: this training reads rows of another form; name their columns, or give others"
+    return f"more than dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+
+
 class SkippedRow(DataError):
     """A row of the right form with nothing to learn or to complete in it: `prepare` counts `reason` and goes on."""
 

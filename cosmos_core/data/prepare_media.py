@@ -27,6 +27,7 @@ from cosmos_core.data.media_pixels import Framing, bucket_sizes, frame_rate, pix
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import TRAIN, Row, Source, Split, framing_of, in_threads, read_splits
+from cosmos_core.data.messages import remedy_of
 from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
@@ -314,8 +315,8 @@ def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: in
     most = split.config.max_skipped_fraction
     if len(skipped) > most * split.total:
         raise DataError(
-            f"{skipped[0]}; {len(skipped)} of {split.total} rows of {name} cannot be used, more than "
-            f"dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+            f"{skipped[0]}; {len(skipped)} of {split.total} rows of {name} cannot be used, "
+            + remedy_of(most, is_all=not num_kept)
         )
     if not num_kept:
         raise DataError(f"{name}: no row is left of {split.total}; give others")

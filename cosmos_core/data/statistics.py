@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from cosmos_core.data.messages import remedy_of
 from cosmos_core.data.prepared import SCHEMAS, RowKind
 from cosmos_core.errors import DataError
 
@@ -112,8 +113,8 @@ class Counts:
         """
         if self._refused.count > most * total:
             raise DataError(
-                f"{self._refused.first}; {self._refused.count} of {total} rows cannot be used so far, more than "
-                f"dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+                f"{self._refused.first}; {self._refused.count} of {total} rows cannot be used so far, "
+                + remedy_of(most, is_all=not self.num_rows)
             )
 
     def notices(self, end_token: str | None = None) -> list[str]:

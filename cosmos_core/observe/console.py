@@ -205,7 +205,9 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     }
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
-    if run.model is not None:
+    if run.outcome in {"failed", "stopped"}:  # what it began from is not what it was to make
+        facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
+    elif run.model is not None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
     if run.published:
         facts["published"] = ", ".join(run.published)

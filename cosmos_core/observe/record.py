@@ -242,6 +242,12 @@ class RunRecord:
         return None if is_elsewhere else found
 
     @property
+    def trained(self) -> list[StageRecord]:
+        """Return the stages that made a model, and whose files are here."""
+        made = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
+        return [stage for stage in made if (stage.path / str(stage.info["model"])).exists()]
+
+    @property
     def published(self) -> list[str]:
         """Return where the run has published models: folders, URLs."""
         found = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]

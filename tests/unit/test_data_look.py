@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.data import look
+from cosmos_core.errors import DataError
 from tests.effects.change import GRPO, SFT, recipe, stage_of
 
 SHOWN = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]}]
@@ -30,3 +31,24 @@ def test_rows_with_images_are_accepted_of_every_kind(tmp_path: Path, settings: d
     rows.write_text(json.dumps(row) + "\n")
     named = {"train.train_policy.dataset.name": str(rows), "validation.dataset.name": str(rows)}
     look.run(stage_of(tmp_path / "sft", recipe({**settings, **named})))
+
+
+@pytest.mark.parametrize(
+    ("lines", "remedy"),
+    [
+        (
+            [{"messages": SHOWN + CAT}, {"text": 3}],
+            "more than dataset.max_skipped_fraction = 0.01 allows; mend them",
+        ),
+        ([{"Frage": "a", "Antwort": "b"}] * 8, "8 of the first 8 rows cannot be used, none of those read can be: this"),
+    ],
+)
+def test_the_remedy_for_rows_of_which_none_can_be_used_is_not_to_allow_more(
+    tmp_path: Path, lines: list[Any], remedy: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {**SFT, "train.train_policy.dataset.name": str(rows)}
+    with pytest.raises(DataError) as caught:
+        look.run(stage_of(tmp_path / "sft", recipe(settings)))
+    assert remedy in str(caught.value)
