@@ -14,7 +14,13 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.messages import (
-    ReadRow, Row, SkippedRow, read_conversation, read_held_out, read_prompt, remedy_of,
+    ReadRow,
+    Row,
+    SkippedRow,
+    read_conversation,
+    read_held_out,
+    read_prompt,
+    remedy_of,
 )  # fmt: skip
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.rows import Rows, load_rows

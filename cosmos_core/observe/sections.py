@@ -22,7 +22,7 @@ _NUM_OPERATORS = 10  # of a trace
 _NUM_DRAWINGS = 4  # of one prompt
 _NUM_FILES = 40  # of a stage's outputs
 _OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
-_LOGPROB_DIFFERENCE = "rollout/logprob_difference_max"
+_LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
 
 
 class Condition(Document):
@@ -53,7 +53,7 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
         values = [wording.number(each[name]) for each in metrics if name in each]
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
-    shown += [("log-prob difference", f"≤ {max(differences):.1e}")] if differences else []
+    shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
     times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
     if seconds := overhead(run):
         shown += [(name, wording.duration(seconds[key])) for name, key in times.items()]

@@ -12,7 +12,7 @@ _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 BOOKKEEPING = ("time/", "throughput/", "memory/")
 _HEADLINES = ("reward", "loss", "accuracy")
 _IN_TABLES = {
-    "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_max": "log-prob difference",
+    "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
 _OF_BOTH = frozenset({"reward", "loss"})
 """What training and validation both measure, with other rows or completions."""
