@@ -25,7 +25,8 @@ _KEYS = {
 """Settings of ours that the adapter has itself, to their names in its file."""
 _HARMLESS = {
     *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights", "ensure_weight_tying", "runtime_config",
+    "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
+    "ensure_weight_tying", "runtime_config",
 }  # fmt: skip
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 

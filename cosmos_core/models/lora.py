@@ -8,6 +8,7 @@ adapters both have the dtype of the model.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 import warnings
@@ -27,7 +28,19 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.adapter import load_weights, saved_settings
+from cosmos_core.models.lora_targets import (
+    ExactLora,
+    adapted_layers,
+    adapted_names,
+    describe_adapter,
+    find_targets,
+    names_of_targets,
+    portable,
+    resolve_saved,
+)
 from cosmos_core.registry import suggestion
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "lora"
 """Where an export has the adapter, beside the merged weights."""
@@ -51,7 +64,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         lora = lora.derived(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     names = [name for name, _ in model.named_modules() if name]
-    _check(f"{_KEY}.target_modules", targets, names, r"(^|.*\.){}")
+    _check(f"{_KEY}.target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
     _check(f"{_KEY}.modules_to_save", lora.modules_to_save or (), names, r".*{}")
     tied = _tied_modules(model)
     if refused := [name for name in tied if any(name == t or name.endswith(f".{t}") for t in targets)]:
@@ -60,13 +73,17 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             "name it in modules_to_save, which trains it whole"
         )
     keeps_ties = any(name.endswith(saved) for name in tied for saved in lora.modules_to_save or ())
-    config = _peft_config(model, lora, keeps_ties) if lora.lora_path is None else saved_settings(lora)
+    if lora.lora_path is None:
+        config = _peft_config(model, lora, keeps_ties)
+    else:
+        config = saved_settings(lora)
+        resolve_saved(config, model)
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
         with warnings.catch_warnings():  # what PEFT warns of is checked here
             warnings.simplefilter("ignore")
-            peft.inject_adapter_in_model(config, model, _NAME)
+            ExactLora(model, config, _NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
             raise ConfigError(
@@ -75,8 +92,9 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             ) from error
         raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
     adapted: Mapping[str, Any] = adapted_layers(model)
+    logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        _check(f"{_KEY}.{key}", patterns or {}, adapted, r"(.*\.)?({})", are_patterns=True)
+        _check(f"{_KEY}.{key}", patterns or {}, adapted_names(model), r"(.*\.)?({})", are_patterns=True)
     _check_head(model, lora)
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
         load_weights(model, lora)
@@ -130,11 +148,6 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers whose weights an adapter changes, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
 def is_adapter_alone(model: nn.Module) -> bool:
     """Return whether what is trained are the factors of an adapter on linear layers, and nothing else: whoever has the
     base weights of the model's folder needs no others."""
@@ -151,7 +164,7 @@ def is_adapter_alone(model: nn.Module) -> bool:
 def add_adapter_like(model: Any, adapted: Any) -> None:
     """Put an adapter of the settings that another model's has into a model, with values that are to be replaced."""
     with torch.random.fork_rng():
-        peft.inject_adapter_in_model(copy.deepcopy(adapted.peft_config[_NAME]), model, _NAME)
+        ExactLora(model, copy.deepcopy(adapted.peft_config[_NAME]), _NAME)
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
@@ -167,10 +180,11 @@ def factor_of(key: str) -> tuple[str, str]:
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter as PEFT does: `PeftModel.from_pretrained(base, folder)` loads it onto the untouched base."""
-    config: Any = copy.deepcopy(model.peft_config[_NAME])
+    config = portable(model.peft_config[_NAME], model)
     config.inference_mode = True
     for name in (
         "target_modules",
+        "target_parameters",
         "modules_to_save",
         "exclude_modules",
     ):  # sets, which have another order in each process
@@ -189,40 +203,30 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
-    modules = lora.target_modules
-    others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not _is_product(m)]
+    targets = find_targets(model, lora.target_modules)
+    if targets.parameters and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE):
+        raise ConfigError(
+            f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
+            f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
+        )
+    doubled = [f".*{re.escape(name)}" for name in targets.doubled]  # PEFT too has room for each projection
     build: Any = peft.LoraConfig  # its annotations are narrower than what it takes
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules=list(modules) if isinstance(modules, tuple) else modules,
-        exclude_modules=others if modules == "all-linear" and others else None,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
+        exclude_modules=targets.excluded or None,
         use_rslora=lora.use_rslora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=keeps_ties,
-        alpha_pattern=dict(lora.alpha_pattern or {}),
-        rank_pattern=dict(lora.r_pattern or {}),
+        alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(doubled, 2 * lora.lora_alpha),
+        rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(doubled, 2 * lora.r),
         init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,  # nothing to take apart there
     )
     return config
-
-
-@torch.no_grad()
-def _is_product(layer: nn.Linear) -> bool:
-    """Return whether a layer computes what a linear one does.
-
-    Routers and grouped layers inherit from it, and return several tensors or take another shape.
-    """
-    if type(layer) is nn.Linear:
-        return True
-    weight = layer.weight
-    try:
-        found = layer(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return False
-    return isinstance(found, Tensor) and found.shape == (1, layer.out_features)
 
 
 def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:

@@ -28,7 +28,9 @@ class LoraConfig(Table):
     lora_dropout: Fraction = 0.0
     """Dropout before A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
-    """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family."""
+    """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family. `gate_proj`,
+    `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also name the experts of a layer that are one parameter, whose
+    gate and up projection in one get twice the rank; `cosmos check` lists what is adapted."""
     primary_adapter: str | None = None
     """Adapter that is active; None: the first."""
     use_rslora: bool = False
