@@ -32,7 +32,9 @@ Predict = Callable[..., Tensor]
 """The velocity of `DiffusionModel.predict` with a denoiser in it: `(latents, sigma_B, text, num_given_B)`."""
 
 TIMESTEPS = 1000.0
-"""Most networks take a noise level as 1000 sigma."""
+"""What most networks take a noise level times; `DiffusionModel.num_timesteps` is that of a pipeline."""
+_SAME_TABLE = 1e-5
+"""Largest difference between two tables of noise levels that are the same but for rounding."""
 
 
 class DiffusionModel:
@@ -93,11 +95,34 @@ class DiffusionModel:
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         """Return the noise levels of a sampler, `num_steps` + 1 of them from noise to 0, as the scheduler of the
-        pipeline has them: float64, and never that scheduler's own integer timesteps."""
+        pipeline has them: float64, and never that scheduler's own integer timesteps. Its own table, in float32, is
+        taken where its settings make another of it than ours.
+
+        Raises:
+            ConfigError: the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
+        """
         if self.schedule == "karras":
             most, least = self.edm_levels
-            return flow.karras_schedule(num_steps, most=most, least=least)
-        return flow.SCHEDULES[self.schedule](num_steps, self.shift)
+            ours_N = flow.karras_schedule(num_steps, most=most, least=least)
+        else:
+            ours_N = flow.SCHEDULES[self.schedule](num_steps, self.shift)
+        scheduler, wrong = self.folder.load("scheduler"), f"policy.model_name_or_path = {self.folder.model!r}: "
+        try:
+            scheduler.set_timesteps(num_steps)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{wrong}its scheduler has no table of noise levels here: {error}") from error
+        theirs_N = scheduler.sigmas.double()
+        if theirs_N.shape == ours_N.shape and (theirs_N - ours_N).abs().max() < _SAME_TABLE:
+            return ours_N
+        if not (
+            theirs_N.shape == ours_N.shape and theirs_N[0] <= 1 and theirs_N[-1] == 0 and theirs_N.diff().max() < 0
+        ):
+            raise ConfigError(
+                f"{wrong}the {len(theirs_N)} noise levels of its {type(scheduler).__name__} for {num_steps} steps go "
+                f"from {theirs_N[0]:g} to {theirs_N[-1]:g}; they must fall from at most 1 to 0 at each step: mend "
+                f"invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
+            )
+        return theirs_N
 
     def add_noise(self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_given_B: Tensor | None = None) -> Tensor:
         """Return clean latents at their noise levels; frames that are given stay clean."""
@@ -210,6 +235,11 @@ class DiffusionModel:
     def shift(self) -> float:
         """Return how far the scheduler shifts noise levels towards noise."""
         return float(self.scheduler.get("shift") or self.scheduler.get("flow_shift") or 1.0)
+
+    @property
+    def num_timesteps(self) -> float:
+        """Return what a noise level is multiplied by to be a timestep of the network, as the scheduler does."""
+        return float(self.scheduler.get("num_train_timesteps") or TIMESTEPS)
 
     @property
     def train_shift(self) -> float:

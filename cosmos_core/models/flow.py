@@ -2,7 +2,8 @@
 
 One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e drawn
 from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and ours:
-the integer timesteps of a scheduler are off by up to one of a thousand, and a pipeline's call changes them.
+the integer timesteps of a scheduler are off by up to one of a thousand, and a pipeline's call changes them. A table
+that settings of its scheduler make otherwise is taken from the scheduler (`diffusion.set_scheduler_timestep`).
 
 Not here: steps from one noise level to the next (`flow_steps`), networks, losses.
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cosmos_core.models.diffusion import TIMESTEPS, DiffusionModel, Text
+from cosmos_core.models.diffusion import DiffusionModel, Text
 
 PIPELINES = ("SanaPipeline",)
 
@@ -58,7 +58,7 @@ class Sana(DiffusionModel):
         """See `DiffusionModel.nft_prepare_transformer_input`."""
         return {
             "hidden_states": latents,
-            "timestep": sigma_B * TIMESTEPS * self.timestep_scale,
+            "timestep": sigma_B * self.num_timesteps * self.timestep_scale,
             "encoder_hidden_states": text["prompt_embeds"],
             "encoder_attention_mask": text["prompt_attention_mask"],
         }

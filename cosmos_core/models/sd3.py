@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.diffusion import TIMESTEPS, DiffusionModel, Text
+from cosmos_core.models.diffusion import DiffusionModel, Text
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 PIPELINES = ("StableDiffusion3Pipeline",)
@@ -70,7 +70,7 @@ class SD3(DiffusionModel):
         """See `DiffusionModel.nft_prepare_transformer_input`."""
         return {
             "hidden_states": latents,
-            "timestep": sigma_B * TIMESTEPS,
+            "timestep": sigma_B * self.num_timesteps,
             "encoder_hidden_states": text["prompt_embeds"],
             "pooled_projections": text["pooled_prompt_embeds"],
         }

@@ -119,7 +119,8 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
     family = opened.open_family(stage.model, policy)
     found = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
-    family.set_scheduler_timestep(1)
+    for num_steps in {policy.diffusers.sample.num_steps, policy.diffusers.sample.eval_num_steps}:
+        family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
         looked = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
         found += [line for line, _ in looked.values()]

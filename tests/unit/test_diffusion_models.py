@@ -170,27 +170,78 @@ def test_a_scheduler_that_is_no_flow_is_refused(tmp_path: Path) -> None:
         opened(folder).set_scheduler_timestep(4)
 
 
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+EULER, UNIPC, DPM = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"
+
+
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("scheduler", "settings"),
     [
-        ({"flow_shift": 5.0}, "unipc"),
-        ({"use_karras_sigmas": True, "sigma_max": 80.0, "sigma_min": 0.002}, "karras"),
-        ({"use_karras_sigmas": True}, "karras"),
+        (EULER, {"shift": 3.0}),
+        (EULER, {"shift": 3.0, "shift_terminal": 0.1}),
+        (EULER, {"use_karras_sigmas": True}),
+        (EULER, {"use_exponential_sigmas": True, "shift": 2.0}),
+        (EULER, {"use_beta_sigmas": True}),
+        (EULER, {"num_train_timesteps": 200, "shift": 3.0}),
+        (UNIPC, {"flow_shift": 5.0}),
+        (UNIPC, {"flow_shift": 5.0, "shift_terminal": 0.05}),
+        (UNIPC, {"num_train_timesteps": 100}),
+        (UNIPC, {"use_karras_sigmas": True, "sigma_max": 80.0, "sigma_min": 0.002}),
+        (UNIPC, {"use_karras_sigmas": True}),
+        (DPM, {"flow_shift": 3.0}),
+        (DPM, {"flow_shift": 3.0, "num_train_timesteps": 100}),
     ],
-    ids=["plain", "karras", "karras-of-ddpm"],
 )
-def test_the_table_of_unipc_is_the_schedulers(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
-    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-    scheduler = diffusers.UniPCMultistepScheduler(**flow, **settings)
-    scheduler.save_pretrained(tmp_path / "scheduler")
-    index = {"_class_name": "SanaPipeline", "scheduler": ["diffusers", "UniPCMultistepScheduler"]}
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    family = DiffusionModel(PipelineFolder(str(tmp_path)), DiffusersConfig())
-    assert family.schedule == name
-    for num_steps in (1, 4, 10):
-        scheduler.set_timesteps(num_steps)
+def test_the_table_of_noise_levels_is_the_schedulers(scheduler: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    family = with_scheduler(tmp_path, scheduler, settings)
+    theirs = family.folder.load("scheduler")
+    for num_steps in (2, 4, 10):
+        theirs.set_timesteps(num_steps)
         ours_N = family.set_scheduler_timestep(num_steps)
-        assert torch.allclose(ours_N, scheduler.sigmas.double(), atol=2e-6, rtol=0)
+        assert ours_N.dtype == torch.float64
+        assert torch.allclose(ours_N, theirs.sigmas.double(), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "settings", "message"),
+    [
+        (EULER, {"use_dynamic_shifting": True}, "`mu` must be passed"),
+        (UNIPC, {"use_dynamic_shifting": True}, "`mu` must be passed"),
+        (EULER, {"invert_sigmas": True}, "go from 0 to 1; they must fall"),
+        (UNIPC, {"final_sigmas_type": "sigma_min"}, "they must fall from at most 1 to 0"),
+        (DPM, {"final_sigmas_type": "sigma_min"}, "they must fall from at most 1 to 0"),
+        (DPM, {"use_karras_sigmas": True}, "they must fall from at most 1 to 0"),
+        (DPM, {"use_beta_sigmas": True}, "they must fall from at most 1 to 0"),
+        (UNIPC, {"use_exponential_sigmas": True}, "they must fall from at most 1 to 0"),
+        ("FlowMatchHeunDiscreteScheduler", {}, "they must fall from at most 1 to 0"),
+    ],
+)
+def test_a_table_that_is_no_path_from_noise_to_data_is_refused(
+    scheduler: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_scheduler(tmp_path, scheduler, settings).set_scheduler_timestep(4)
+
+
+def with_scheduler(folder: Path, name: str, settings: dict[str, Any]) -> DiffusionModel:
+    """A pipeline of which there is only the scheduler."""
+    getattr(diffusers, name)(**({} if name.startswith("FlowMatch") else FLOW), **settings).save_pretrained(
+        folder / "scheduler"
+    )
+    (folder / INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "scheduler": ["diffusers", name]}))
+    return DiffusionModel(PipelineFolder(str(folder)), DiffusersConfig())
+
+
+def test_a_network_is_told_noise_levels_in_the_timesteps_of_its_scheduler(tmp_path: Path) -> None:
+    folder = tiny_pipelines.save("sd3", tmp_path / "sd3")
+    file = folder / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_train_timesteps": 200}))
+    family = opened(folder)
+    theirs = family.folder.load("scheduler")
+    theirs.set_timesteps(4)
+    text = family.text_embedding(PROMPTS)
+    inputs = family.nft_prepare_transformer_input(torch.zeros(4, 16, 2, 2), family.set_scheduler_timestep(4)[:-1], text)
+    assert torch.allclose(inputs["timestep"].float(), theirs.timesteps, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """A pipeline whose denoiser is called `unet`: Stable Diffusion as a rectified flow."""
 
-from cosmos_core.models.diffusion import TIMESTEPS, DiffusionModel
+from cosmos_core.models.diffusion import DiffusionModel
 
 
 class FlowUnet(DiffusionModel):
@@ -16,7 +16,7 @@ class FlowUnet(DiffusionModel):
     def nft_prepare_transformer_input(self, latents, sigma_B, text, num_given_B=None):
         return {
             "sample": latents,
-            "timestep": sigma_B * TIMESTEPS,
+            "timestep": sigma_B * self.num_timesteps,
             "encoder_hidden_states": text["prompt_embeds"],
         }
 
