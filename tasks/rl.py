@@ -7,7 +7,7 @@ from tasks.prepare import DECIDE_ROWS
 KIND = StageKind(
     name="rl",
     entry="cosmos_core.train.setup:run",
-    result_version=3,
+    result_version=4,
     makes="model",
     feed="rollouts",
     has_mesh=True,

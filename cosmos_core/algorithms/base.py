@@ -26,6 +26,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.base import Wants as AnyWants
 from cosmos_core.models.scorer import Wants
+from cosmos_core.rewards.base import metric_names
 from cosmos_core.types import Sampling, ScoredGroup
 
 
@@ -152,3 +153,11 @@ def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
     for b, row in enumerate(rows):
         out_BS[b, : len(row)] = row
     return out_BS
+
+
+def weights_by_metric(config: AlgorithmConfig) -> dict[str, float]:
+    """Return the weight of each reward function, a reward service's too, by the name that scores have for its value."""
+    if config.remote_rewards is not None:
+        return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}
+    names = metric_names(config.rewards)
+    return {names[reward]: weight for reward, weight in config.rewards.items()}

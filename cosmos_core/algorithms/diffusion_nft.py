@@ -1,7 +1,8 @@
 """DiffusionNFT (arXiv 2509.16117): samples of the old policy are learned along the forward process.
 
 Each sample is put to some of the noise levels of its sampler, with fresh noise; the policy learns to denoise good ones
-and, mirrored at the old policy, to leave bad ones. Then the old policy follows. What is learned is in
+and, mirrored at the old policy, to leave bad ones; groups of equal rewards count with an optimality of 1/2, as in the
+reference implementation. Then the old policy follows. What is learned is in
 `flow_objectives`, advantages are made in `flow_credit`.
 """
 
@@ -23,6 +24,8 @@ _SEED_BITS = (1 << 63) - 1
 
 class DiffusionNft(FlowRl):
     """DiffusionNFT with the settings of `[train.train_policy]` and `[policy.diffusers]`."""
+
+    keeps_equal_groups = True
 
     def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         """See `FlowRl.update_of`."""
@@ -59,7 +62,7 @@ class DiffusionNft(FlowRl):
 
     def after_step(self, view: View) -> None:
         """Let the old policy follow."""
-        view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_steps - 1))
+        view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_updates))
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return a completion at some of the noise levels of its sampler, in an order that its seed decides."""
@@ -79,12 +82,12 @@ class DiffusionNft(FlowRl):
         ]
 
 
-def old_decay(kind: int, step: int) -> float:
-    """Return how much of itself the old policy keeps after train step `step`, counted from 0: nothing (0), a share that
-    grows to a half (1), or nothing for 75 steps and then one that grows to 0.999 (2)."""
+def old_decay(kind: int, num_updates: int) -> float:
+    """Return how much of itself the old policy keeps when it follows after `num_updates` optimizer steps: nothing (0),
+    a share that grows to a half (1), or nothing for 75 steps and then one that grows to 0.999 (2)."""
     if kind == 1:
-        return min(0.001 * step, 0.5)
-    return 0.0 if kind == 0 or step < 75 else min(0.0075 * (step - 75), 0.999)
+        return min(0.001 * num_updates, 0.5)
+    return 0.0 if kind == 0 or num_updates < 75 else min(0.0075 * (num_updates - 75), 0.999)
 
 
 ALGORITHM = DiffusionNft

@@ -1,7 +1,7 @@
 """How the rewards of drawn images and videos become advantages, and what is watched meanwhile.
 
-Rewards are float64 on the CPU. Groups whose rewards are all equal say nothing, are left out and counted. Not here: what
-is learned of an advantage (`flow_objectives`).
+Rewards are float64 on the CPU. Groups whose rewards are all equal are counted; the algorithm says whether they are left
+out. Not here: what is learned of an advantage (`flow_objectives`).
 
 Shapes: G completions of a group.
 """
@@ -54,6 +54,8 @@ class CreditSettings:
     each: Mapping[str, float] = field(default_factory=dict)
     """Weights of the reward functions, by the names of their metrics, where each is normalised by itself before they
     are summed; empty: the weighted sum of their values is normalised."""
+    keeps_equal: bool = False
+    """Whether the completions of a group of equal rewards have the advantage 0; False: None."""
 
 
 def flow_advantages(
@@ -61,13 +63,15 @@ def flow_advantages(
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its prompt) / (std + 1e-4), and metrics.
 
-    None: its reward is invalid, or all of its group are equal.
+    None: its reward is invalid, or all of its group are equal and `keeps_equal` is not set.
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
     found = _normalised_each(groups, settings) if settings.each else _normalised(totals, settings)
     is_constant = [not any(row) for row in found]
-    kept: list[list[float | None]] = [[None] * len(row) if is_constant[g] else row for g, row in enumerate(found)]
+    kept: list[list[float | None]] = [
+        [None] * len(row) if is_constant[g] and not settings.keeps_equal else row for g, row in enumerate(found)
+    ]
     num_valid = sum(bool(values) for values in valid)
     return kept, {
         "reward/constant_groups": sum(c and bool(v) for c, v in zip(is_constant, valid, strict=True))

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.base import Algorithm, Update, View, equal_batches
+from cosmos_core.algorithms.base import Algorithm, Update, View, equal_batches, weights_by_metric
 from cosmos_core.algorithms.flow_credit import (
     CreditSettings,
     FlowRollout,
@@ -28,7 +28,6 @@ from cosmos_core.algorithms.flow_credit import (
     rollouts_of,
 )
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
-from cosmos_core.rewards.base import metric_names
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Group, Sampling, ScoredGroup
 
@@ -61,20 +60,24 @@ class FlowRl(Algorithm):
     """Credit of drawn images and videos; a subclass says what one optimizer step learns of them."""
 
     config: FlowPolicyConfig
+    keeps_equal_groups: ClassVar[bool] = False
+    """Whether something is learned of groups whose rewards are all equal."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
-        weights = _weights_by_metric(config)
+        weights = weights_by_metric(config)
         self._watch = Watch(config.least_diversity, [name for name, weight in weights.items() if not weight])
         self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
-        """Return the completions of groups whose rewards differ, each with its advantage."""
+        """Return the completions with a valid reward, each with its advantage; `keeps_equal_groups` says whether
+        those of groups whose rewards are all equal are among them."""
         settings = CreditSettings(
             over="batch" if self.diffusers.sample.global_std else "group",
             divides=not self.config.unbiased_advantage,
             each=self._weights if self.config.normalise_each_reward else {},
+            keeps_equal=self.keeps_equal_groups,
         )
         values, metrics = flow_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
@@ -87,6 +90,7 @@ class FlowRl(Algorithm):
             update = self.update_of(samples[batch])
             if update is not None:
                 yield self._with_data(update)
+                self._num_updates += 1
         self._num_steps += 1
         self.after_step(view)
         interval = self.config.reference_reset_interval
@@ -121,22 +125,13 @@ class FlowRl(Algorithm):
     def _with_data(self, update: Update) -> Update:
         if self.data_term is None:
             return update
-        number, self._num_updates = self._num_updates, self._num_updates + 1
         return Update(
             update.samples,
             update.loss,
             update.wants,
             compares=update.compares,
-            data=self.data_term(self._num_steps, number),
+            data=self.data_term(self._num_steps, self._num_updates),
         )
-
-
-def _weights_by_metric(config: FlowPolicyConfig) -> dict[str, float]:
-    """Return the weight of each reward function, a reward service's too, by the name that scores have for its value."""
-    if config.remote_rewards is not None:
-        return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}
-    names = metric_names(config.rewards)
-    return {names[reward]: weight for reward, weight in config.rewards.items()}
 
 
 def metrics_of(**values_B: Tensor) -> Metrics:

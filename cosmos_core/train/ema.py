@@ -9,7 +9,8 @@ NAME = "ema"
 
 
 class MovingAverage:
-    """Moves the average after each step; a pure function of the weights after each step."""
+    """Moves the average after each optimizer step, as DiffusionNFT and Flow-GRPO do; a pure function of the weights
+    after each of them."""
 
     def __init__(self, named: NamedWeights, train: TrainConfig) -> None:
         self._named = named
@@ -17,7 +18,7 @@ class MovingAverage:
         self._interval = max(1, train.ema_update_step_interval)
         named.add(NAME)
 
-    def update(self, step: int) -> None:
-        """Take in the weights after train step `step`, counted from 0, if it is the turn of that step."""
-        if (step + 1) % self._interval == 0:
-            self._named.lerp(NAME, 1 - min((1 + step) / (10 + step), self._decay))
+    def update(self, num_updates: int) -> None:
+        """Take in the weights after `num_updates` optimizer steps, if the interval says so."""
+        if (num_updates + 1) % self._interval == 0:
+            self._named.lerp(NAME, 1 - min((1 + num_updates) / (10 + num_updates), self._decay))

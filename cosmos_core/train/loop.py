@@ -65,6 +65,8 @@ class Loop:
     """The best step by validation; None: none was validated yet."""
     step: int = 0
     """Train steps that are complete."""
+    _num_updates: int = 0
+    """Optimizer steps taken, of which a train step may have several."""
     _hooks: Hooks = field(init=False)
     _measured_at: int = -1
     """The newest step that was validated, or that another run has left behind; -1: none."""
@@ -208,12 +210,13 @@ class Loop:
         updates = []
         for update in self.algorithm.updates(samples, self.trainer) if samples else ():
             updates.append(self.trainer.update(update))
+            self._num_updates += 1
+            if self.average:
+                self.average.update(self._num_updates)
             if self.utilization:
                 self.utilization.add(update)
         metrics |= _over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
-        if self.average:
-            self.average.update(self.step)
         seconds = time.perf_counter() - began
         if self.utilization:
             metrics["throughput/mfu"] = self.utilization.reached(seconds)
@@ -257,6 +260,7 @@ class Loop:
         if start:
             self.feed.load_state_dict(state.feed or {"step": start})
             self.algorithm.load_state_dict(state.algorithm)
+            self._num_updates = int(str(state.extra.get("num_updates", start)))
             # Last of all set-up: starting an engine draws from and reseeds every generator.
             self._restore_rng(start, state.extra["rng"])
         else:  # opening the model has seeded those of torch
@@ -295,6 +299,7 @@ class Loop:
         metrics: dict[str, JsonValue] = {**self._last}
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
+            "num_updates": self._num_updates,
             "best": asdict(self.best) if self.best else None,
             "measured_at": self._measured_at,
             "is_unmeasured": self.apart is not None and self.apart.step == self.step,

@@ -97,12 +97,13 @@ def test_it_changes_what_a_training_leaves(
 
 
 AVERAGED = {**SMALL, "train.ema_enable": True, "train.optm_lr": 1e-3}
+DECAYS = [2 / 11, 3 / 12, 4 / 13, 5 / 14]
 
 
 @changes(
-    (Change("train.ema_enable", True, {**SMALL, "train.optm_lr": 1e-3}), ([0, 0, 0, 0], [0.1, 2 / 11, 3 / 12, 4 / 13])),
-    (Change("train.ema_decay", 0.15, AVERAGED), ([0.1, 2 / 11, 3 / 12, 4 / 13], [0.1, 0.15, 0.15, 0.15])),
-    (Change("train.ema_update_step_interval", 2, AVERAGED), ([0.1, 2 / 11, 3 / 12, 4 / 13], [1, 2 / 11, 1, 4 / 13])),
+    (Change("train.ema_enable", True, {**SMALL, "train.optm_lr": 1e-3}), ([0, 0, 0, 0], DECAYS)),
+    (Change("train.ema_decay", 0.2, AVERAGED), (DECAYS, [2 / 11, 0.2, 0.2, 0.2])),
+    (Change("train.ema_update_step_interval", 2, AVERAGED), (DECAYS, [2 / 11, 1, 4 / 13, 1])),
 )
 def test_it_changes_which_average_of_the_weights_is_left(
     change: Change, expected: tuple[list[float], list[float]], inputs: Path, tmp_path: Path

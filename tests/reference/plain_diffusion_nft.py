@@ -80,13 +80,13 @@ class Training:
         ]
         rewards = torch.tensor(scores, dtype=torch.float64)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(correction=0) + EPSILON)
-        kept = [
+        learned = [
             (row, drawn[g][k], 0.5 + advantages[g, k].clamp(-MOST, MOST).item() / (2 * MOST), k)
-            for g, row in enumerate(rows) if rewards[g].min() < rewards[g].max()
+            for g, row in enumerate(rows)
             for k in range(self.settings.completions)
         ]  # fmt: skip
-        for start in range(0, len(kept), self.settings.per_update):
-            self.update(step, kept[start : start + self.settings.per_update])
+        for start in range(0, len(learned), self.settings.per_update):
+            self.update(step, learned[start : start + self.settings.per_update])
         self.old.load_state_dict(self.model.state_dict())
         return rewards.mean().item()
 

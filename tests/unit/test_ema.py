@@ -23,31 +23,35 @@ def averages(values: list[float], **settings: object) -> list[float]:
     named = NamedWeights(model)
     average = MovingAverage(named, TrainConfig.model_validate({"ema_enable": True, **settings}))
     found = []
-    for step, value in enumerate(values):
+    for count, value in enumerate(values, start=1):
         with torch.no_grad():
             model.weight.fill_(value)
-        average.update(step)
+        average.update(count)
         found.append(named.tensors["ema"]["weight"].item())
     return found
 
 
+def reference(values: list[float], decay: float, interval: int) -> list[float]:
+    """EMAModuleWrapper.step of DiffusionNFT and Flow-GRPO, which are called after the step has been counted."""
+    average, found = 1.0, []
+    for step, value in enumerate(values, start=1):
+        if (step + 1) % interval == 0:
+            average += (1 - min((1 + step) / (10 + step), decay)) * (value - average)
+        found.append(average)
+    return found
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("interval", [0, 1, 2, 3])
+def test_the_average_is_that_of_the_reference_implementations(decay: float, interval: int) -> None:
+    values = torch.randn(12, generator=torch.Generator().manual_seed(0)).tolist()
+    found = averages(values, ema_decay=decay, ema_update_step_interval=interval)
+    assert found == pytest.approx(reference(values, decay, max(1, interval)), abs=1e-6)
+
+
 def test_the_decay_rises_with_the_step_up_to_its_bound() -> None:
-    # Decays 1/10, 2/11, 3/12 of (1 + s) / (10 + s), then the bound of 0.3 below 4/13.
-    assert averages([0.0, 0.0, 0.0, 0.0, 0.0], ema_decay=0.3) == pytest.approx(
-        [0.1, 0.1 * 2 / 11, 0.1 * 2 / 11 * 0.25, 0.1 * 2 / 11 * 0.25 * 0.3, 0.1 * 2 / 11 * 0.25 * 0.3 * 0.3]
-    )
-    assert averages([2.0, 3.0], ema_decay=0.9999) == pytest.approx([1.9, 1.9 * 2 / 11 + 3 * 9 / 11])
-    assert averages([2.0, 3.0], ema_decay=0.0) == [2.0, 3.0]
-
-
-@pytest.mark.parametrize("interval", [0, 1])
-def test_an_interval_of_zero_or_one_is_every_step(interval: int) -> None:
-    assert averages([0.0, 0.0], ema_update_step_interval=interval) == pytest.approx([0.1, 0.1 * 2 / 11])
-
-
-def test_an_interval_leaves_steps_out_and_keeps_the_decay_of_the_step() -> None:
-    found = averages([9.0, 0.0, 9.0, 0.0], ema_update_step_interval=2)
-    assert found == pytest.approx([1.0, 2 / 11, 2 / 11, 2 / 11 * 4 / 13])
+    # Decays 2/11, 3/12 of (1 + n) / (10 + n), then the bound of 0.3 below 4/13.
+    assert averages([0.0, 0.0, 0.0], ema_decay=0.3) == pytest.approx([2 / 11, 2 / 44, 2 / 44 * 0.3])
 
 
 def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_it() -> None:
@@ -56,15 +60,15 @@ def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_i
     average = MovingAverage(named, TrainConfig(ema_enable=True))
     with torch.no_grad():
         model.weight.fill_(2.0)
-    average.update(0)
+    average.update(1)
     with named.use("ema"):
-        assert model.weight.item() == pytest.approx(1.9)
+        assert model.weight.item() == pytest.approx(2 - 2 / 11)
     assert model.weight.item() == 2.0
     with pytest.raises(KeyError), named.use("ema"):
         raise KeyError
     assert model.weight.item() == 2.0
     named.copy_to_policy("ema")
-    assert model.weight.item() == pytest.approx(1.9)
+    assert model.weight.item() == pytest.approx(2 - 2 / 11)
 
 
 def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:

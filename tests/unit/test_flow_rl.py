@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.base import equal_batches
-from cosmos_core.algorithms.flow_credit import CreditSettings, Watch, flow_advantages
+from cosmos_core.algorithms.flow_credit import CreditSettings, FlowRollout, Watch, flow_advantages
 from cosmos_core.algorithms.flow_rl import FlowRl
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -27,8 +27,9 @@ from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.feeds import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Group, Prompt, Score, ScoredGroup
+from cosmos_core.types import Drawn, Group, Prompt, Score, ScoredGroup
 from tests import tiny_pipelines
+from tests.unit.trainers import NoView
 
 SIZES: dict[str, dict[str, Any]] = {
     "sd3": {"inference_size": [16, 16]},
@@ -164,14 +165,63 @@ def test_frames_that_are_given_are_given_in_training_too(trainer_type: str, tmp_
     assert metrics["grad_norm"] > 0 and metrics.get("ratio_deviation", 0.0) < 1e-5
 
 
-def test_a_step_without_any_difference_learns_nothing(tmp_path: Path) -> None:
-    run = Run("sd3", tmp_path / "model", "diffusion_nft")
+def test_flow_grpo_learns_nothing_of_a_step_without_any_difference(tmp_path: Path) -> None:
+    run = Run("sd3", tmp_path / "model", "flow_grpo", sample={"solver": "flow"})
     before = state(run.trainer)
     groups = [ScoredGroup(g, (Score(1.0),) * 4) for g in generate(run.engine, run.prompts, run.sampling, 0)]
     samples, metrics = run.algorithm.credit(groups)
     assert samples == [] and metrics["reward/constant_groups"] == 1.0
     assert list(run.algorithm.updates(samples, run.trainer)) == []
     assert all(torch.equal(value, before[name]) for name, value in state(run.trainer).items())
+
+
+def test_nft_learns_groups_of_equal_rewards_with_an_optimality_of_one_half(tmp_path: Path) -> None:
+    """As the reference implementation, whose losses are a mean over all samples."""
+    run = Run("sd3", tmp_path / "model", "diffusion_nft", diffusers={"timesteps_fraction": 1.0})
+    groups = [scored(group) for group in generate(run.engine, run.prompts, run.sampling, 0)]
+    groups[1] = ScoredGroup(groups[1].group, (Score(1.0), Score(1.0), Score(None, error="x"), Score(1.0)))
+    samples, metrics = run.algorithm.credit(groups)
+    assert [sample.advantage for sample in samples[4:]] == [0.0] * 3 and all(s.advantage for s in samples[:4])
+    assert metrics["reward/constant_groups"] == 0.5
+    [update] = run.algorithm.updates(samples, run.trainer)
+    assert len(update.samples) == 7 * 4
+    assert run.trainer.update(update)["optimality"] == pytest.approx(0.5, abs=1e-3)
+
+
+def reference_decay(step: int, kind: int) -> float:
+    """`return_decay` of DiffusionNFT, which is asked with the number of optimizer steps taken."""
+    flat, uprate, uphold = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}[kind]
+    return 0.0 if step < flat else min((step - flat) * uprate, uphold)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_the_old_policy_follows_as_in_the_reference_implementation(kind: int, per_step: int) -> None:
+    diffusers = {"weight_copy_decay_type": kind}
+    policy = {
+        "type": "grpo",
+        "trainer_type": "diffusion_nft",
+        "mini_batch": 2,
+        "batch_size_per_optimize": 4 // per_step,
+    }
+    recipe = Recipe.model_validate(
+        {"policy": {"is_diffusers": True, "diffusers": diffusers}, "train": {"train_policy": policy}}, context={}
+    )
+    fractions: list[float] = []
+
+    class View(NoView):
+        def follow(self, weights: str, fraction: float) -> None:
+            fractions.append(fraction)
+
+    drawn = Drawn(torch.zeros(1), torch.zeros(2), (1.0, 0.5, 0.0), 0)
+    rollouts = [FlowRollout(drawn, Prompt(0, (), "", "", embedding={}), 1.0, k) for k in range(4)]
+    algorithm, resumed = make_algorithm(recipe), make_algorithm(recipe)
+    for step in range(300):
+        if step == 7:
+            resumed.load_state_dict(algorithm.state_dict())
+            algorithm = resumed
+        assert len(list(algorithm.updates(rollouts, View()))) == per_step
+    assert fractions == pytest.approx([1 - reference_decay((s + 1) * per_step, kind) for s in range(300)], abs=1e-12)
 
 
 def test_rewards_of_a_service_are_normalised_and_watched_by_their_own_names(tmp_path: Path) -> None:

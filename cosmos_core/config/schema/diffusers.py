@@ -51,7 +51,8 @@ class DiffusersConfig(Table):
     nft_beta: PositiveFloat = 1.0
     """Beta of DiffusionNFT (arXiv 2509.16117)."""
     weight_copy_decay_type: Literal[0, 1, 2] = 0
-    """How fast the old policy follows: 0 at once, 1 slowly, 2 after a start."""
+    """What the old policy keeps of itself when it follows after n optimizer steps: nothing (0), min(0.001 n, 0.5) (1),
+    or nothing for 75 steps and then min(0.0075 (n - 75), 0.999) (2)."""
     lora: LoraConfig | None = None
     """Adapters; see [policy.lora]."""
     sample: SampleConfig = SampleConfig()

@@ -97,9 +97,9 @@ class TrainConfig(Table):
     ema_enable: bool = False
     """Keep a moving average of the trained weights, in float32; it is what validation measures and what is exported."""
     ema_decay: Annotated[Fraction, Needs("ema_enable")] = 0.9999
-    """Largest decay; step s, counted from 0, uses min((1 + s) / (10 + s), this)."""
-    ema_update_step_interval: Annotated[NonNegativeInt, Unit("train steps"), Needs("ema_enable")] = 0
-    """Every N steps; 0 and 1: every step."""
+    """Largest decay; after n optimizer steps it is min((1 + n) / (10 + n), this)."""
+    ema_update_step_interval: Annotated[NonNegativeInt, Unit("optimizer steps"), Needs("ema_enable")] = 0
+    """Every N optimizer steps, the first after N - 1, as in Flow-GRPO and DiffusionNFT; 0 and 1: every step."""
 
     master_dtype: Annotated[
         DType, Only(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
