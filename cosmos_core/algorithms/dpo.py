@@ -1,15 +1,15 @@
-"""Direct preference optimisation (arXiv 2305.18290): the chosen response above the rejected one, measured against a
-reference policy.
+"""Direct preference optimisation (arXiv 2305.18290) and its relatives: the chosen response above the rejected one.
 
 The reward of a response is beta times its log-probability less that under the reference, which is fixed, or without a
-reference beta times its log-probability. Not here: forward passes, and those of the reference (`train/reference.py`).
+reference beta times its log-probability. Formulas and names of the losses are those of TRL; all of a list are computed
+from the same log-probabilities. Not here: forward passes, and those of the reference (`train/reference.py`).
 
 Shapes: B sequences, T tokens, P pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,9 @@ from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 
+_LEAST_LOGP = 1e-12
+"""The odds of a response that is certain are infinite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -32,6 +35,9 @@ class Compared:
     reference_chosen: Tensor
     """Of the reference; zeros: there is none."""
     reference_rejected: Tensor
+    chosen_tokens: Tensor
+    """Number of learned tokens."""
+    rejected_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,12 @@ def preference_loss(pairs: Compared, config: DpoLossConfig, total: Denominators)
     """Return the loss of some of a step's pairs, and metrics to add up."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
-    terms = {
-        "sigmoid": -logsigmoid(chosen_P - rejected_P).sum() / total.pairs,
-        "bco_pair": -(logsigmoid(chosen_P) + logsigmoid(-rejected_P)).sum() / total.pairs,
-        "sft": -pairs.chosen.sum() / total.chosen_tokens,
-    }
-    weights = config.loss_weights or (1.0,) * len(config.loss_type)
-    loss = sum((w * terms[name] for name, w in zip(config.loss_type, weights, strict=True)), pairs.chosen.new_zeros(()))
+    loss = pairs.chosen.new_zeros(())
+    for name, weight in zip(config.loss_type, config.loss_weights or (1.0,) * len(config.loss_type), strict=True):
+        if name in {"sft", "orpo"}:
+            loss = loss - weight * pairs.chosen.sum() / total.chosen_tokens
+        if name != "sft":
+            loss = loss + weight * _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config).sum() / total.pairs
     values = {
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
@@ -64,6 +69,53 @@ def preference_loss(pairs: Compared, config: DpoLossConfig, total: Denominators)
     count = torch.tensor(float(len(chosen_P)), dtype=torch.float64, device=chosen_P.device)
     metrics = {k: torch.stack([v.detach().sum(dtype=torch.float64), count]) for k, v in values.items()}
     return loss, metrics
+
+
+def _smoothed(margin_P: Tensor, smoothing: float) -> Tensor:
+    return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+
+
+def _robust(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+    margin_P, wrong = chosen_P - rejected_P, config.label_smoothing
+    return (wrong * logsigmoid(-margin_P) - (1 - wrong) * logsigmoid(margin_P)) / (1 - 2 * wrong)
+
+
+def _per_token(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """Return the difference of two values, each divided by the tokens of its response."""
+    return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
+
+
+def _ipo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+    return (_per_token(pairs, chosen_P, rejected_P) / config.beta - 1 / (2 * config.beta)) ** 2
+
+
+def _simpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+    margin_P = config.beta * _per_token(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
+    return _smoothed(margin_P, config.label_smoothing)
+
+
+def _orpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+    """Of the odds p / (1 - p), p the geometric mean of the tokens' probabilities."""
+    log_odds = []
+    for logps_P, tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
+        mean_P = (logps_P / tokens_P.clamp(min=1)).clamp(max=-_LEAST_LOGP)
+        log_odds.append(mean_P - torch.log(-torch.expm1(mean_P)))
+    return -config.beta * logsigmoid(log_odds[0] - log_odds[1])
+
+
+_PAIR_LOSSES: dict[str, Callable[[Compared, Tensor, Tensor, DpoLossConfig], Tensor]] = {
+    "sigmoid": lambda _, c, r, config: _smoothed(c - r, config.label_smoothing),
+    "robust": _robust,
+    "bco_pair": lambda _, c, r, config: -logsigmoid(c) - logsigmoid(-r),
+    "hinge": lambda _, c, r, config: torch.relu(1 - (c - r)),
+    "ipo": _ipo,
+    "apo_zero": lambda _, c, r, config: torch.sigmoid(-c) + torch.sigmoid(r),
+    "apo_down": lambda _, c, r, config: torch.sigmoid(c) + torch.sigmoid(r - c),
+    "sigmoid_norm": lambda pairs, c, r, config: -logsigmoid(_per_token(pairs, c, r)),
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+"""The loss of each pair, by its rewards."""
 
 
 def step_denominators(samples: Sequence[Sample]) -> Denominators:
@@ -91,22 +143,23 @@ class Dpo(Algorithm):
             logps_B = masked(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro.samples])
             chosen_P, rejected_P = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
-            pairs = Compared(logps_B[chosen_P], logps_B[rejected_P], reference_B[chosen_P], reference_B[rejected_P])
+            each = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
+            pairs = Compared(*(values_B[own] for values_B in each for own in (chosen_P, rejected_P)))
             return Loss(*preference_loss(pairs, self.config.dpo, total))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
         """Return loss, mean rewards, and the share of pairs whose chosen response has the higher one."""
-        logps, references, chosen_tokens = [], [], 0
+        logps, references, tokens = [], [], []
         for samples in chunks:
             rows = view.evaluate(samples, size=2 * size)
             logps.append(torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows]).cpu())
             references += [sample.reference_logprob for sample in samples]
-            chosen_tokens += sum(int(sample.loss_mask[1:].sum()) for sample in samples[::2])
-        own, against = torch.cat(logps), torch.tensor(references, dtype=torch.float64)
-        pairs = Compared(own[::2], own[1::2], against[::2], against[1::2])
-        total = Denominators(len(pairs.chosen), float(chosen_tokens))
+            tokens += [sample.num_learned for sample in samples]
+        each = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
+        pairs = Compared(*(values[start::2] for values in each for start in (0, 1)))
+        total = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, total)
         return {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs.chosen))}
 

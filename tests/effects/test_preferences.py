@@ -26,6 +26,7 @@ from tests.unit.trainers import NoView, micro_batch
 
 DPO = {**SFT, "train.train_policy.trainer_type": "dpo"}
 BOTH = {**DPO, "train.train_policy.dpo.loss_type": ("sigmoid", "sft")}
+SIMPO = {**DPO, "train.train_policy.dpo.loss_type": "simpo"}
 # With beta 0.1 the rewards are 0.2 and 0.1.
 LOGPS, REFERENCE = {"chosen": -4.0, "rejected": -3.0}, {"chosen": -6.0, "rejected": -4.0}
 
@@ -52,6 +53,8 @@ def loss(recipe: Recipe) -> float:
     (Change("train.train_policy.dpo.beta", 0.5, DPO), softplus(-0.5)),
     (Change("train.train_policy.dpo.loss_type", "bco_pair", DPO), softplus(-0.2) + softplus(0.1)),
     (Change("train.train_policy.dpo.loss_weights", (1.0, 0.25), BOTH), softplus(-0.1) + 0.25 * 2.0),
+    (Change("train.train_policy.dpo.label_smoothing", 0.2, DPO), 0.8 * softplus(-0.1) + 0.2 * softplus(0.1)),
+    (Change("train.train_policy.dpo.simpo_gamma", 1.0, SIMPO), softplus(-0.1 * (-4 / 2 + 3) + 1.0)),
 )
 def test_it_changes_the_loss_of_a_pair(change: Change, expected: float) -> None:
     assert loss(change.after) == pytest.approx(expected, rel=1e-12)

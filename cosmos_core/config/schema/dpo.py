@@ -10,7 +10,11 @@ from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
 
-LossType = Literal["sigmoid", "bco_pair", "sft"]
+LossType = Literal[
+    "sigmoid", "bco_pair", "sft", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm", "simpo", "orpo"
+]  # fmt: skip
+_WITHOUT_REFERENCE = {"sft", "simpo", "orpo"}
+_SMOOTHED = {"sigmoid", "robust", "simpo"}
 
 
 class DpoLossConfig(Table):
@@ -18,12 +22,22 @@ class DpoLossConfig(Table):
     `dpo_loss_weights`."""
 
     beta: PositiveFloat = 0.1
-    """Reward of a response: beta x (its log-probability - that under the reference)."""
+    """Reward of a response: beta x (its log-probability - that under the reference); in `ipo` the regularisation tau,
+    in `orpo` the weight of the odds ratio, in `simpo` about 2."""
     loss_type: Names = ("sigmoid",)
     """With rewards c of the chosen and r of the rejected response: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
-    sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens; or a list of them."""
+    sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens, `robust` `sigmoid` without
+    the bias of labels of which `label_smoothing` are wrong (arXiv 2403.00409), `hinge` max(0, 1 - c + r) (2305.10425),
+    `ipo` the squared distance of the difference per token to 1 / (2 beta) (2310.12036), `apo_zero` sigmoid(-c) +
+    sigmoid(r) and `apo_down` sigmoid(c) + sigmoid(r - c) (2408.06266), `sigmoid_norm` `sigmoid` with rewards per token.
+    Without a reference: `simpo`, -log sigmoid(beta x difference per token - `simpo_gamma`) (2405.14734), and `orpo`,
+    `sft` - beta x log sigmoid of the log odds ratio per token (2403.07691). Or a list of them."""
     loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """Weight of each; None: 1."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs whose chosen response is taken to be the worse one, in `sigmoid`, `robust` and `simpo`."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """Margin that `simpo` wants between the rewards of a pair."""
     reference_free: bool = False
     """False: the reference is the model that the stage starts from. True: there is none, a reward is beta x
     log-probability, as in Cosmos-RL."""
@@ -41,6 +55,11 @@ class DpoLossConfig(Table):
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights = {list(self.loss_weights)} must be one for each of loss_type = {list(self.loss_type)}"
+            )
+        if self.label_smoothing and not _SMOOTHED & {*self.loss_type}:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} means nothing with loss_type = {list(self.loss_type)}; it "
+                f"is for {', '.join(sorted(_SMOOTHED))}"
             )
         return self
 
@@ -67,7 +86,8 @@ class DpoConfig(SupervisedConfig):
     @property
     def named_weights(self) -> tuple[str, ...]:
         """See `AlgorithmConfig.named_weights`."""
-        return () if self.dpo.reference_free else ("reference",)
+        is_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _WITHOUT_REFERENCE
+        return () if is_free else ("reference",)
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """See `Table.notices`."""
