@@ -20,6 +20,7 @@ from cosmos_core.errors import RewardError
 STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 """Of `whitened`, as in verl and OpenRLHF."""
+_GDPO_EPSILON = 1e-4
 
 Groups = Sequence[Sequence[float | None]]
 
@@ -113,6 +114,31 @@ def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
             f"rewards that are never negative, or another algo"
         )
     return [c_G / r_G.mean() if c_G.any() else c_G for c_G, r_G in zip(_centred(groups), groups, strict=True)]
+
+
+def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list[list[float | None]]:
+    """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL: the values of each reward function,
+    a member of `rewards`, become (r - mean) / (sample std + 1e-4) in their group, and so does their weighted sum over
+    the step.
+
+    A completion without a value of some function has None.
+    """
+    valid = [[all(r is not None and math.isfinite(r) for r in each) for each in zip(*own, strict=True)]
+             for own in zip(*rewards, strict=True)]  # fmt: skip
+    sums = [np.zeros(sum(row)) for row in valid]
+    for groups, weight in zip(rewards, weights, strict=True):
+        for sum_G, own, row in zip(sums, groups, valid, strict=True):
+            kept_G = np.array([r for r, is_valid in zip(own, row, strict=True) if is_valid], dtype=np.float64)
+            sum_G += weight * _standardised(kept_G)
+    flat = iter(_standardised(np.concatenate([*sums, np.zeros(0)])))
+    return [[float(next(flat)) if is_valid else None for is_valid in row] for row in valid]
+
+
+def _standardised(values_N: np.ndarray) -> np.ndarray:
+    if _is_constant(values_N):
+        return np.zeros_like(values_N)
+    centred_N: np.ndarray = values_N - values_N.mean()
+    return centred_N / (values_N.std(ddof=1) + _GDPO_EPSILON)
 
 
 RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {

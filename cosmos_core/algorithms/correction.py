@@ -16,18 +16,22 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
-from cosmos_core.algorithms.kl import MAX_LOG_RATIO
+from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
 CAP = 2.0
 """Usual cap of truncated importance sampling; top-p and top-k alone never reach 1."""
 
+_MEAN_EPSILON = 1e-8
+"""Added to the tokens of a sequence in `self_normalised`, as in verl."""
 
 Rule = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
@@ -47,6 +51,13 @@ class Correction:
     high: float = CAP
     geometric: tuple[float, float] | None = None
     """Sequences whose geometric mean of w is outside get weight 0, such as (0.99, 1.01); None: none."""
+    mean_k3: float | None = None
+    """Sequences whose mean of w - 1 - log w over tokens, the k3 estimate of KL(mu || pi_old), is above this get weight
+    0; None: none."""
+    max_k3: float | None = None
+    """The same for the largest of a sequence."""
+    scale: float = 1.0
+    """What weights are divided by: their mean, where they are self-normalised."""
 
 
 @torch.no_grad()
@@ -78,7 +89,13 @@ def importance_weights(
         low, high = correction.geometric
         mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
         accepted_BT = accepted_BT & (mean_B1 >= low) & (mean_B1 <= high)
-    weights_BT = masked(weights_BT, accepted_BT)
+    if correction.mean_k3 is not None or correction.max_k3 is not None:
+        k3_BT = masked(k3(masked(rollout_logprobs_BT, kept_BT), masked(old_logprobs_BT, kept_BT))[0], kept_BT)
+        mean_B1 = k3_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)
+        accepted_BT = accepted_BT & (mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3))
+        most = math.inf if correction.max_k3 is None else correction.max_k3
+        accepted_BT = accepted_BT & (k3_BT.amax(-1, keepdim=True) <= most)
+    weights_BT = masked(weights_BT, accepted_BT) / correction.scale
     metrics = {
         "rollout/weight": token_metric(weights_BT, mask_BT),
         "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
@@ -87,3 +104,18 @@ def importance_weights(
         "rollout/logprob_not_finite": token_metric(~is_finite_BT, mask_BT),
     }
     return weights_BT, metrics
+
+
+def self_normalised(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
+    """Return the correction whose weights have the mean 1 over all learned tokens, by the rules for sequences over all
+    sequences, of a step, before sequences are left out. Each row has the log-probabilities of a sample under the old
+    policy, those of its rollout, and the mask, T each."""
+    plain = replace(correction, geometric=None, mean_k3=None, max_k3=None)
+    total, count = 0.0, 0
+    for old_T, rollout_T, mask_T in rows:
+        num_tokens = int(mask_T.sum())
+        sum_ = importance_weights(old_T[None], rollout_T[None], mask_T[None], plain)[0].sum(dtype=torch.float64).item()
+        is_sequence = correction.rule.startswith("sequence")
+        total += sum_ / (num_tokens + _MEAN_EPSILON) if is_sequence else sum_
+        count += min(1, num_tokens) if is_sequence else num_tokens
+    return replace(correction, scale=total / count if total else 1.0)

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.advantages import advantages
+from cosmos_core.algorithms.advantages import advantages, gdpo_advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned, equal_batches
-from cosmos_core.algorithms.correction import Correction, importance_weights
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned, equal_batches, weights_by_metric
+from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalised
 from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distilled, including_prompt
+from cosmos_core.algorithms.high_entropy import high_entropy_masks
 from cosmos_core.algorithms.objectives.base import PolicySettings, ratio_of
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.prefixes import shared_prefixes
@@ -32,7 +33,10 @@ from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
-_OBJECTIVES = {"grpo": "clip", "dapo": "clip", "gspo": "gspo", "cispo": "cispo"}
+_OBJECTIVES = {"grpo": "clip", "dapo": "clip"}
+"""Of variants that are not named as their objective is."""
+_RATIO_CAPS = {"dppo_tv": 20.0, "dppo_kl": 20.0}
+_RATIO_CAP = 5.0
 _AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 
@@ -48,6 +52,10 @@ class _Fixed:
     """What a teacher says of each token; None: nobody is asked."""
     returns: Sequence[Tensor] | None
     """Advantages of tokens, which take the place of those of completions; None: the KL is not in the reward."""
+    high_entropy: Sequence[Tensor] | None
+    """Which tokens the policy loss is taken of; None: all."""
+    correction: Correction | None
+    """How tokens of another policy are weighted; None: not at all."""
     is_first: bool
     """No update of the train step came before."""
 
@@ -75,6 +83,7 @@ class Grpo(Algorithm):
         super().__init__(config, custom, sampling)
         self._wants = Wants(config.temperature)
         self._correction = _correction(config, sampling)
+        objective = _AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES.get(config.variant, config.variant)
         self._settings = PolicySettings(
             epsilon_low=config.epsilon_low,
             epsilon_high=config.epsilon_high,
@@ -82,8 +91,10 @@ class Grpo(Algorithm):
             kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
             unbiased_kl_estimate=config.unbiased_kl_estimate,
             kl_estimator=config.kl_estimator,
-            objective=_AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES[config.variant],
-            ratio_cap=config.aipo_rho or config.ratio_cap,
+            objective=objective,
+            ratio_cap=config.aipo_rho or config.ratio_cap or _RATIO_CAPS.get(objective, _RATIO_CAP),
+            sapo_temperature_pos=config.sapo_temperature_pos,
+            sapo_temperature_neg=config.sapo_temperature_neg,
             entropy_coeff=config.entropy_coeff,
             off_policy_masking_delta=config.off_policy_masking_delta,
         )
@@ -101,17 +112,28 @@ class Grpo(Algorithm):
             ]
             for group, row in zip(groups, ignored, strict=True)
         ]
+        is_cut = [[self._is_left_out(completion) for completion in group.group.completions] for group in groups]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
-            algo=config.algo,
+            algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
-            num_tokens=[[draft.num_learned for draft in row] for row in drafts],
+            num_tokens=[
+                [0 if cut else draft.num_learned for draft, cut in zip(*row, strict=True)]
+                for row in zip(drafts, is_cut, strict=True)
+            ],
         )
+        if config.algo == "gdpo":
+            weights = weights_by_metric(config)
+            columns = [
+                [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
+                for name in weights
+            ]
+            values = gdpo_advantages(columns, list(weights.values()))
         metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
         found, num_ignored, num_sampled, num_broken = [], 0, 0, 0
-        for group, *rows in zip(groups, drafts, values, ignored, strict=True):
-            for completion, draft, value, ignore in zip(group.group.completions, *rows, strict=True):
-                if value is not None:
+        for group, *rows in zip(groups, drafts, values, ignored, is_cut, strict=True):
+            for completion, draft, value, ignore, cut in zip(group.group.completions, *rows, strict=True):
+                if value is not None and not cut:
                     found.append(replace(draft, advantage=value))
                     num_ignored += sum(completion.loss_mask[:ignore])
                     num_sampled += completion.num_sampled
@@ -122,6 +144,9 @@ class Grpo(Algorithm):
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
         metrics["rollout/tokens_not_finite"] = float(num_broken)
         return within_budget(found, config.max_token_len_per_mini_batch), metrics
+
+    def _is_left_out(self, completion: Completion) -> bool:
+        return self.config.mask_truncated_completions and completion.finish_reason == "length"
 
     def _ignored(self, group: ScoredGroup) -> list[int]:
         """Return for each completion how many of its first tokens are left out of the loss."""
@@ -134,7 +159,7 @@ class Grpo(Algorithm):
         """Yield `mu_iterations` passes over the samples in optimizer batches."""
         batches = equal_batches(len(samples), self.config.batch_size_per_optimize)
         # With one update per step pi is pi_old, so the ratio is exactly 1 and the pass that measures it is saved.
-        is_single = len(batches) == 1 and self.config.mu_iterations == 1
+        is_single = len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old = None
         if self.config.use_rollout_logprobs_for_loss:
             old = [_rollout_row(sample) for sample in samples]
@@ -146,16 +171,25 @@ class Grpo(Algorithm):
         if self.config.kl_in_reward and reference is not None:
             before = old or _logprobs(view, samples, self._wants, "policy")
             returns = whitened_returns(samples, before, reference, self.config.kl_beta)
+        correction = self._correction
+        if correction is not None and old is not None and self.config.self_normalised_weights:
+            correction = self_normalised(correction, map(_drawn_rows, samples, old))
         teacher = None
         if self.teacher is not None:
             samples, teacher = ask_teacher(self.teacher, samples, view, self._wants)
         for number, batch in enumerate(batches * self.config.mu_iterations):
             fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
-            own = returns and returns[batch]
-            yield self._update(_Fixed(samples[batch], *fixed, returns=own, is_first=number == 0))
+            own = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
+            yield self._update(_Fixed(samples[batch], *fixed, *own, is_first=number == 0))
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
+
+    def _high_entropy(self, samples: Sequence[Sample], view: View) -> list[Tensor] | None:
+        if self.config.top_entropy_quantile == 1:
+            return None
+        rows = view.evaluate(samples, Wants(self.config.temperature, entropy="value"))
+        return high_entropy_masks(samples, [row["entropy"] for row in rows], self.config.top_entropy_quantile)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`."""
@@ -200,22 +234,24 @@ class Grpo(Algorithm):
             fixed.old is None
             and fixed.reference is None
             and fixed.teacher is None
-            and self._correction is None
+            and fixed.correction is None
             and not settings.entropy_coeff
             and settings.off_policy_masking_delta is None
-            and settings.objective in {"clip", "gspo", "cispo", "aipo_clamped"}
+            and settings.objective != "aipo"
         )
 
     def _policy_loss(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> tuple[Tensor, Metrics]:
         """Return the loss of each token, weighted where tokens were drawn from another distribution, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
-        if self._correction is not None:
+        if fixed.correction is not None:
             assert compared.rollout_BS is not None, "weights need the log-probabilities of the rollouts"
             weights_BS, metrics = importance_weights(
-                compared.before_BS, compared.rollout_BS, compared.drawn_BS, self._correction
+                compared.before_BS, compared.rollout_BS, compared.drawn_BS, fixed.correction
             )
             weights_BS = torch.where(compared.drawn_BS, weights_BS, 1.0)
+        if (kept_BS := _rows(fixed.high_entropy, micro)) is not None:
+            weights_BS = kept_BS if weights_BS is None else kept_BS * weights_BS
         taught = self._taught(micro, fixed, compared)
         advantages_B = micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples])
         token_advantages_BS = taught.advantages_BS if taught else None
@@ -271,7 +307,8 @@ def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
     """Return how tokens of another policy are weighted; None: not at all."""
     off = config.geometric_mask
-    found = Correction("none", high=math.inf, geometric=None if off is None else (1 - off, 1 + off))
+    geometric = None if off is None else (1 - off, 1 + off)
+    found = Correction("none", 0.0, math.inf, geometric, config.mean_k3_mask, config.max_k3_mask)
     if config.use_decoupled_loss:
         found = replace(found, rule="mask", high=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
@@ -281,7 +318,8 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         pass  # the ratio itself is that to the rollout policy
     elif sampling is not None and sampling.is_off_policy:
         found = replace(found, rule="truncate", high=config.rollout_correction_high)
-    return None if found.rule == "none" and found.geometric is None else found
+    refuses = any(limit is not None for limit in (found.geometric, found.mean_k3, found.max_k3))
+    return found if refuses or found.rule != "none" else None
 
 
 def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
@@ -299,6 +337,13 @@ def _rollout_row(sample: Sample) -> Tensor:
     row = torch.zeros(len(sample.input_ids) - 1)
     row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
     return row
+
+
+def _drawn_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `self_normalised` takes of a sample."""
+    rollout_S = _rollout_row(sample).to(old_S)
+    is_drawn_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()
+    return old_S, rollout_S, is_drawn_S
 
 
 def _compared(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Compared:

@@ -21,6 +21,7 @@ from tests.unit.trainers import Given, grpo, micro_batch
 TWICE = {**GRPO, "train.train_policy.mu_iterations": 2}  # only then is a ratio not 1
 WITH_KL = {**TWICE, "train.train_policy.kl_beta": 0.1}
 PLUS_PLUS = {**WITH_KL, "train.train_policy.algo": "reinforce++"}
+SAPO = {**TWICE, "train.train_policy.variant": "sapo"}
 CISPO = {**TWICE, "train.train_policy.variant": "cispo"}
 AIPO = {**TWICE, "train.train_policy.aipo_rho": 3.0}
 DECOUPLED = {**TWICE, "train.train_policy.use_decoupled_loss": True}
@@ -32,6 +33,7 @@ BY_SEQUENCE = {**TWICE, "train.train_policy.loss_type": "seq-mean-token-mean"}
 # Token losses by default: two of -min(2, 1.2) = -1.2; min(4, 3) = 3 by dual clip; 0.8 by clip.
 ADVANTAGES, LENGTHS, RATIOS = (1.0, -1.0, -1.0), (2, 1, 1), (2.0, 4.0, 0.5)
 LOGPROB, ENTROPY = -1.0, 0.5
+ENTROPIES = (0.9, 0.1, 0.2)  # of each sample's tokens, before the update
 WEIGHTS = (2.0, 0.5, 1.0)  # old policy / rollout policy
 K3 = 2 - math.log(2) - 1  # the reference finds every token twice as likely
 
@@ -44,6 +46,15 @@ def kl_in_reward() -> float:
     first, second, third, fourth = whitened.tolist()
     assert first > second > 0 > third > fourth
     return (-1.2 * first - 1.2 * second - 3 * third - 0.8 * fourth) / 4
+
+
+def soft(positive: float, negative: float) -> float:
+    """The loss of SAPO with these temperatures."""
+
+    def gate(ratio: float, temperature: float) -> float:
+        return 4 / temperature / (1 + math.exp(-temperature * (ratio - 1)))
+
+    return (-gate(2, positive) + gate(4, negative) + gate(0.5, negative)) / 3
 
 
 def samples() -> list[Sample]:
@@ -65,7 +76,9 @@ def updates(recipe: Recipe, sampling: Sampling | None = None) -> list[Update]:
 
     old = [torch.full((n,), LOGPROB - math.log(r)) for n, r in zip(LENGTHS, RATIOS, strict=True)]
     reference = [torch.full((n,), LOGPROB + math.log(2)) for n in LENGTHS]
-    return list(grpo(policy, sampling).updates(samples(), Given(policy=old, reference=reference)))
+    view = Given(policy=old, reference=reference)
+    view.entropies = [torch.full((n,), value) for n, value in zip(LENGTHS, ENTROPIES, strict=True)]
+    return list(grpo(policy, sampling).updates(samples(), view))
 
 
 def loss(recipe: Recipe, sampling: Sampling | None = None) -> float:
@@ -90,6 +103,9 @@ def loss(recipe: Recipe, sampling: Sampling | None = None) -> float:
     (Change("train.train_policy.variant", "gspo", TWICE), (-1.2 + 4 + 0.8) / 3),
     (Change("train.train_policy.variant", "cispo", TWICE), (2 * 2 - 4 - 0.5) / 4),
     (Change("train.train_policy.ratio_cap", 3.0, CISPO), (2 * 2 - 3 - 0.5) / 4),
+    (Change("train.train_policy.sapo_temperature_pos", 0.5, SAPO), soft(0.5, 1.05)),
+    (Change("train.train_policy.sapo_temperature_neg", 2.0, SAPO), soft(1.0, 2.0)),
+    (Change("train.train_policy.top_entropy_quantile", 0.3, TWICE), -2.4 / 4),
     (Change("train.train_policy.aipo_rho", 3.0, TWICE), (2 * 3 - 2 - 0.5) / 4),
     (Change("train.train_policy.aipo_form", "clamped", AIPO), (-2 * 2 + 3 + 0.5) / 4),
     (Change("train.train_policy.off_policy_masking_delta", 0.5, TWICE), (-2.4 + 3) / 4),
@@ -100,6 +116,9 @@ def loss(recipe: Recipe, sampling: Sampling | None = None) -> float:
     (Change("train.train_policy.rollout_correction_high", 1.5, TRUNCATED), (-2.4 * 1.5 + 3 * 0.5 + 0.8) / 4),
     (Change("train.train_policy.rollout_correction_low", 0.6, MASKED), (-2.4 * 2 + 0.8) / 4),
     (Change("train.train_policy.geometric_mask", 0.6, TWICE), (3 + 0.8) / 4),
+    (Change("train.train_policy.mean_k3_mask", 0.25, TWICE), (3 + 0.8) / 4),
+    (Change("train.train_policy.max_k3_mask", 0.25, TWICE), (3 + 0.8) / 4),
+    (Change("train.train_policy.self_normalised_weights", True, TRUNCATED), (-2.4 * 2 + 3 * 0.5 + 0.8) / 4 / 1.375),
     (Change("train.train_policy.loss_type", "seq-mean-token-mean", TWICE), (-1.2 + 3 + 0.8) / 3),
     (Change("train.train_policy.unbiased_loss_max_tokens", 8, BY_SEQUENCE), (-2.4 + 3 + 0.8) / (3 * 8)),
 )  # fmt: skip

@@ -111,13 +111,17 @@ FOURS = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
     (Change("train.train_policy.algo", "rloo", FOURS), {"advantages": [-0.3333, 1.0]}),
     (Change("train.train_policy.max_token_len_per_mini_batch", 6, FOURS), {"micro_batches": [2, 2, 2, 2]}),
     (Change("train.train_policy.min_filter_prefix_tokens", 1, FOURS), {"learned": [1] * 8}),
+    (Change("train.train_policy.mask_truncated_completions", True, FOURS), {"learned": [2] * 6}),
 )
 def test_it_changes_the_samples_of_completions(change: Change, expected: dict[str, Any]) -> None:
-    """Two groups of four completions: a token that all share and one of their own, behind a prompt of one token."""
+    """Two groups of four completions: a token that all share and one of their own, behind a prompt of one token. The
+    third is cut off."""
     found: list[dict[str, Any]] = []
     for side in (change.before, change.after):
         turns = [Segment((7, 10 + k), True, (-1.0, -1.0), 0) for k in range(4)]
-        groups = [Group(p, tuple(Completion((turn,), "stop", "") for turn in turns), 0) for p in PROMPTS[:2]]
+        ends: list[Any] = ["stop", "stop", "length", "stop"]
+        drawn = tuple(Completion((turn,), end, "") for turn, end in zip(turns, ends, strict=True))
+        groups = [Group(p, drawn, 0) for p in PROMPTS[:2]]
         samples, _ = make_algorithm(side).credit(score(groups))
         batches = [sample.micro_batch for sample in samples if sample.micro_batch is not None]
         found.append({

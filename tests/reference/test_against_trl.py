@@ -21,8 +21,10 @@ B sequences, T tokens, V vocabulary, G answers of a group.
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,9 +35,11 @@ from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, se
 from cosmos_core.algorithms.advantages import STD_EPSILON, advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
 from cosmos_core.algorithms.correction import Correction, importance_weights
+from cosmos_core.algorithms.high_entropy import high_entropy_masks
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
 from cosmos_core.algorithms.sft import sft_loss
+from cosmos_core.data.sample import Sample
 from cosmos_core.models.scorer import Scorer, Wants
 
 MAX_TOKENS = 12
@@ -68,6 +72,8 @@ def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0, **others
             delta=settings.lower_bound_ratio,
             steps_per_generation=accumulation,
             use_bias_correction_kl=settings.unbiased_kl_estimate,
+            sapo_temperature_pos=settings.sapo_temperature_pos,
+            sapo_temperature_neg=settings.sapo_temperature_neg,
         ),
         aux_loss_enabled=False,
         beta=settings.kl_beta,
@@ -160,6 +166,38 @@ def test_cispo_equals_trl():
     logits_BTV, inputs = random_batch()
     metrics = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "cispo", epsilon_high=1.4)
     assert metrics["clip_high"] > 0
+
+
+@pytest.mark.parametrize("temperatures", [(1.0, 1.0625), (0.25, 2.0)])  # TRL rounds them to float32
+def test_sapo_equals_trl(temperatures):
+    settings = PolicySettings(
+        objective="sapo", sapo_temperature_pos=temperatures[0], sapo_temperature_neg=temperatures[1], kl_beta=0.1
+    )
+    for seed in range(5):
+        logits_BTV, inputs = random_batch(seed)
+        assert_like_trl(inputs, logits_BTV, settings, "seq-mean-token-mean", "sapo")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_the_mask_of_high_entropy_equals_trl(share):
+    settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.1)
+    for seed in range(5):
+        logits_BTV, inputs = random_batch(seed)
+        inputs = replace(inputs, entropy_BT=inputs.entropy_BT.float())  # TRL's quantile is of float32
+        masks = [np.concatenate([[0], row]).astype(np.uint8) for row in inputs.mask_BT.numpy()]
+        samples = [Sample(np.arange(len(mask)), mask) for mask in masks]
+        kept_BT = torch.stack(high_entropy_masks(samples, list(inputs.entropy_BT), share))
+        assert 0 < kept_BT.sum() < inputs.mask_BT.sum()
+        accelerator = SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, pad_across_processes=lambda x, **_: x
+        )
+        trl = {"accelerator": accelerator, "top_entropy_quantile": share}
+        trl["get_high_entropy_mask"] = partial(GRPOTrainer.get_high_entropy_mask, SimpleNamespace(**trl))
+        loss, _ = our_loss(replace(inputs, weights_BT=kept_BT.double()), "token-mean", settings)
+        expected, _ = trl_loss(inputs, "bnpo", settings, **trl)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        gradients = [torch.autograd.grad(value, logits_BTV, retain_graph=True)[0] for value in (loss, expected)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
 
 
 def test_the_off_policy_mask_equals_trl():

@@ -122,7 +122,7 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept(f"{P}.variant", "dapo"),
         kept(f"{P}.variant", "gspo", f"{P}.variant='gspo'", f"{P}.loss_type='token-mean'"),
         changed(f"{P}.loss_type", "seq-mean-token-mean", f"{P}.variant='gspo'",
-                said=f"{P}.loss_type: seq-mean-token-mean, because variant = 'gspo' has one ratio for each sequence; "
+                said=f"{P}.loss_type: seq-mean-token-mean, as in the paper of variant = 'gspo'; "
                 "set it to have another"),
         no(f"{P}.variant = 'ppo': input should be 'grpo', 'dapo', 'gspo' or 'cispo'", f"{P}.variant='ppo'"),
     ),

@@ -84,6 +84,7 @@ class Given:
     def __init__(self, **logprobs: Sequence[Tensor]) -> None:
         self._logprobs = logprobs
         self.resets: list[tuple[str, bool]] = []
+        self.entropies: Sequence[Tensor] | None = None
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         self.resets.append((weights, optimizer))
@@ -94,7 +95,8 @@ class Given:
     def evaluate(
         self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        return [{"logprobs": row} for row in self._logprobs[weights]]
+        rows = [{"logprobs": row} for row in self._logprobs[weights]]
+        return [row | {"entropy": entropy} for row, entropy in zip(rows, self.entropies or (), strict=False)] or rows
 
 
 def micro_batch(

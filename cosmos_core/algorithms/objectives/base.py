@@ -30,7 +30,9 @@ class PolicySettings:
     objective: str = "clip"
     """A file of this folder."""
     ratio_cap: float = 5.0
-    """Largest weight of a token in CISPO and AIPO, an absolute value."""
+    """Largest weight of a token in CISPO, AIPO and DPPO, an absolute value."""
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
     entropy_coeff: float = 0.0
     off_policy_masking_delta: float | None = None
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.marks import Needs, Only, Where
@@ -12,7 +12,8 @@ from cosmos_core.config.schema.table import InStage, say
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, Steps, Thing, Tokens
 from cosmos_core.registry import is_code
 
-Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl"]
+Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
+_CAPPED = ("cispo", "dppo_tv", "dppo_kl")
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -27,9 +28,11 @@ class GrpoConfig(RlConfig):
     """The algorithm: `grpo`, or `path/file.py:Class` of your own."""
 
     epsilon_low: float = 0.2
-    """Ratios are clipped below at 1 - this; negative: no lower clip."""
+    """Ratios are clipped below at 1 - this; negative: no lower clip. With variant = 'dppo_tv' or 'dppo_kl' the largest
+    divergence of a token that becomes less likely, about 0.15 or 0.05."""
     epsilon_high: float = 0.2
-    """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip."""
+    """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip. With variant = 'dppo_tv' or
+    'dppo_kl' the largest divergence of a token that becomes more likely."""
     advantage_low: float = -5.0
     """Lowest advantage, of a diffusion model."""
     advantage_high: float = 5.0
@@ -49,7 +52,8 @@ class GrpoConfig(RlConfig):
     """The rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean
     of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r whitened
     over the learned tokens of the step (`reinforce++`, 2501.03262), r - mean whitened in that way
-    (`reinforce++-baseline`), or r - mean over the mean (`maxrl`, 2602.02710)."""
+    (`reinforce++-baseline`), r - mean over the mean (`maxrl`, 2602.02710), or each reward function's values over the
+    sample std of their group, weighted, summed and normalised over the step (`gdpo`, 2601.05242)."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
     kl_in_reward: Annotated[bool, Needs("kl_beta")] = False
@@ -63,8 +67,19 @@ class GrpoConfig(RlConfig):
     off_policy_masking_delta: NonNegativeFloat | None = None
     """Leave out sequences of negative advantage whose mean log(rollout policy / policy) is above this (arXiv
     2512.02556); None: none."""
-    ratio_cap: PositiveFloat = 5.0
-    """Largest weight of a token with variant = 'cispo', an absolute value."""
+    ratio_cap: PositiveFloat | None = None
+    """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl', an absolute value; None: 5 with
+    'cispo', 20 with the others."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """With variant = 'sapo': how fast the gate closes for tokens of positive advantage."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """The same for all other tokens."""
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the learned tokens of an optimizer step, those of highest entropy, that the policy loss is taken of; it
+    costs a forward pass (arXiv 2506.01939: 0.2). 1: all."""
+    mask_truncated_completions: bool = False
+    """Leave completions that reached `rollout.max_response_length` out of the loss; their rewards still count in the
+    advantages of their group (arXiv 2503.14476, overlong filtering)."""
     aipo_rho: PositiveFloat | None = None
     """Weight tokens by policy / rollout policy, at most this, in place of clipping (arXiv 2505.24034); None: off."""
     aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho")] = "weighted"
@@ -97,6 +112,14 @@ class GrpoConfig(RlConfig):
     """Largest weight, where weights are not 1."""
     geometric_mask: PositiveFloat | None = None
     """Leave out sequences whose geometric mean of w is further from 1 than this, such as 0.01; None: none."""
+    mean_k3_mask: PositiveFloat | None = None
+    """Leave out sequences whose mean of w - 1 - log w over their tokens, an estimate of the KL divergence of rollout
+    policy and old policy, is above this; None: none."""
+    max_k3_mask: PositiveFloat | None = None
+    """The same for the largest of a sequence, which finds single tokens that rollouts and trainer disagree about."""
+    self_normalised_weights: bool = False
+    """Divide the weights of `rollout_correction` by their mean over the learned tokens of the train step, with
+    `sequence-truncate` and `sequence-mask` over its sequences; it costs a forward pass."""
 
     data_term: DataTermConfig = DataTermConfig()
     """Rows that are learned beside rollouts."""
@@ -104,8 +127,11 @@ class GrpoConfig(RlConfig):
     def notices(self, stage: InStage) -> Iterator[str]:
         """See `Table.notices`."""
         yield from super().notices(stage)
-        if self.variant != "cispo" and self.is_given("ratio_cap"):
-            yield "train.train_policy.ratio_cap has no effect here: it is for variant = 'cispo'"
+        of_variant = {"ratio_cap": _CAPPED, "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",)}
+        for name, variants in of_variant.items():
+            if self.variant not in variants and self.is_given(name):
+                others = " or ".join(map(repr, variants))
+                yield f"train.train_policy.{name} has no effect here: it is for variant = {others}"
         for name in ("advantage_low", "advantage_high"):
             if not stage.recipe.policy.is_diffusers and self.is_given(name):
                 yield f"train.train_policy.{name} has no effect here: it bounds advantages of diffusion models"
@@ -129,10 +155,10 @@ class GrpoConfig(RlConfig):
     @model_validator(mode="before")
     @classmethod
     def _loss_of_gspo(cls, values: Any, info: ValidationInfo) -> Any:
-        is_gspo = isinstance(values, dict) and values.get("variant") == "gspo" and values.get("aipo_rho") is None
-        if is_gspo and "loss_type" not in values:
-            say(info, "train.train_policy.loss_type: seq-mean-token-mean, because variant = 'gspo' has one ratio for "
-                "each sequence; set it to have another")  # fmt: skip
+        variant = values.get("variant") if isinstance(values, dict) and values.get("aipo_rho") is None else None
+        if variant in {"gspo", "sapo"} and "loss_type" not in values:
+            say(info, f"train.train_policy.loss_type: seq-mean-token-mean, as in the paper of variant = {variant!r}; "
+                f"set it to have another")  # fmt: skip
             return values | {"loss_type": "seq-mean-token-mean"}
         return values
 
@@ -149,10 +175,16 @@ class GrpoConfig(RlConfig):
                 f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}: no weight is between; "
                 f"swap them"
             )
-        if self.geometric_mask is not None and self.use_rollout_logprobs_for_loss:
+        masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
+        if masks and self.use_rollout_logprobs_for_loss:
             raise ValueError(
-                "geometric_mask compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = true "
+                f"{masks[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = true "
                 "takes the one for the other; set one of them"
+            )
+        if self.self_normalised_weights and not (self._corrects or self.use_decoupled_loss):
+            raise ValueError(
+                "self_normalised_weights = true needs weights: set rollout_correction, such as 'truncate', or leave it "
+                "out"
             )
         if self.unbiased_kl_estimate and self.kl_estimator == "k2":
             raise ValueError(
@@ -198,7 +230,7 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="after")
     def _overruled(self, info: ValidationInfo) -> Self:
-        if self.aipo_rho is not None and self.variant in {"gspo", "cispo"}:
+        if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
             say(
                 info,
                 f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is set",

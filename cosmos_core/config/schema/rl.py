@@ -24,9 +24,11 @@ class RlConfig(AlgorithmConfig):
 
     type: Literal["grpo"] = "grpo"
     """Which kind of training."""
-    variant: Literal["grpo", "dapo", "gspo", "cispo"] = "grpo"
+    variant: Literal["grpo", "dapo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl"] = "grpo"
     """The loss: clipped for each token (`grpo`; `dapo` also drops groups without a difference and samples others,
-    arXiv 2503.14476), for each sequence (`gspo`, 2507.18071), or weighted and never cut off (`cispo`, 2506.13585)."""
+    arXiv 2503.14476), for each sequence (`gspo`, 2507.18071), weighted and never cut off (`cispo`, 2506.13585),
+    weighted by a gate that closes gradually (`sapo`, 2511.20347), or cut off where the total variation or the KL
+    divergence of a token is too large (`dppo_tv`, `dppo_kl`, 2602.04879)."""
     mini_batch: Completions = 2
     """Completions per forward pass; changes speed and memory, not results."""
     prompt_column_name: str = ""

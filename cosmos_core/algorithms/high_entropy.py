@@ -1,0 +1,26 @@
+"""Which tokens the policy is least sure of, for a loss that leaves out all others (arXiv 2506.01939).
+
+Shapes: S predicted tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_core.data.sample import Sample
+
+
+def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Return of each sample which tokens are learned and have an entropy at or above the quantile 1 - `share` of all
+    learned tokens of `samples`: S each, so that it does not depend on micro-batches."""
+    masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
+             for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip
+    learned = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
+    if not learned.numel():
+        return masks
+    threshold = float(np.quantile(learned.double().cpu().numpy(), 1 - share))
+    return [mask_S & (row_S.double() >= threshold) for row_S, mask_S in zip(entropies, masks, strict=True)]

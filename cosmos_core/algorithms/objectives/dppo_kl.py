@@ -1,0 +1,28 @@
+"""Divergence proximal policy optimisation (arXiv 2602.04879), with the KL divergence of two outcomes: the sampled token
+or any other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms
+from cosmos_core.algorithms.objectives.dppo_tv import probabilities, within_region
+
+_EPSILON = 1e-8
+"""Added to the probability of all other tokens, as in verl."""
+
+
+def dppo_kl(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+    """Return `within_region` for tokens with KL(old || policy) up to epsilon_high where A > 0 and the probability has
+    risen, and up to epsilon_low where A <= 0 and it has fallen."""
+    probability_BT, old_BT = probabilities(terms)
+    others_BT = torch.log((1 - old_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
+    kl_BT = -old_BT * terms.log_ratio_BT.detach() + (1 - old_BT) * others_BT
+    is_inside_BT = torch.where(
+        terms.advantages_B1 > 0,
+        (kl_BT <= settings.epsilon_high) | (probability_BT <= old_BT),
+        (kl_BT <= settings.epsilon_low) | (probability_BT >= old_BT),
+    )
+    return within_region(terms, settings, is_inside_BT)

@@ -1,0 +1,20 @@
+"""Soft adaptive policy optimisation (arXiv 2511.20347): a gate that closes gradually in place of a clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+
+
+def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+    """Return -(4 / t) sigmoid(t (rho - 1)) A, with a temperature t for positive advantages and one for all others.
+
+    It is the paper's loss when it is averaged over each sequence and then over sequences.
+    """
+    positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+    temperature_B1 = negative + (positive - negative) * (terms.advantages_B1 > 0).to(terms.advantages_B1)
+    gate_BT = torch.sigmoid(temperature_B1 * (ratio_of(terms.log_ratio_BT) - 1)) * 4 / temperature_B1
+    return -gate_BT * terms.advantages_B1, {}
