@@ -59,18 +59,19 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def find_key(name: str) -> list[Key]:
-    """Return the entries of a key, in today's name, an older one or that of TRL; `STAGE.KEY` is not known here.
+    """Return the entries of a key, in today's name, an older one or that of TRL; of a name without a table those of all
+    tables. `STAGE.KEY` is not known here.
 
     Raises:
-        ConfigError: there is no such key; those that are near are suggested.
+        ConfigError: there is no such key; those that are near are suggested, or what is here in place of one of TRL.
     """
     now = MOVED.get(name) or today(name)
     keys = [key for key in all_keys() if key.name == now]
     if now in DEAD and not trl.keys_of(name):
         raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[now]}")
-    keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name)]
+    keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:
-        raise ConfigError(fit(f"{name}: unknown key{_near(name)}"))
+        raise ConfigError(fit(f"{name}: unknown key{trl.told(name) or _near(name)}"))
     return keys
 
 
@@ -107,7 +108,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
         yield f"{key.name}  ({key.table.__name__})"
         if key.name in {MOVED.get(name), today(name)} - {name}:
             yield f"  was       {name}"
-        elif name != key.name:
+        elif key.name in trl.keys_of(name):
             yield f"  in TRL    {name.rpartition('.')[2]}"
         yield f"  {key.meaning}"
         rows = {

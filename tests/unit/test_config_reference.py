@@ -11,11 +11,12 @@ import pytest
 from cosmos_core.config import describe
 from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import DEAD, MOVED
-from cosmos_core.config.describe import all_keys
+from cosmos_core.config.describe import all_keys, explain, find_key
 from cosmos_core.config.reference import reference
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import all_fields
+from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -71,7 +72,28 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
     )
     known = {key.name for key in all_keys()}
     assert {key for keys in (*trl.NAMES.values(), *listed.values()) for key in keys} <= known
-    assert [name for name in trl.NAMES if name in known] == []
+    assert [name for name in (*trl.NAMES, *trl.WITHOUT_KEY) if name in known] == []
+    for name, meaning in trl.WITHOUT_KEY.items():
+        assert f"| {name} | {meaning.replace('rollout.sampling_config.', '')} |" in text.replace("`", "")
+    same = text[text.index("`mask_truncated_completions`") :]
+    last = {key.rpartition(".")[2] for key in known}
+    assert set(re.findall(r"`(\w+)`", same)) <= last, "they have the same names here"
+
+
+def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
+    names = [key.name for key in find_key("temperature")]
+    assert {"train.train_policy.temperature", "rollout.sampling_config.temperature"} <= set(names)
+    assert not [line for line in explain("temperature", {}) if "in TRL" in line]
+    assert "  in TRL    learning_rate" in explain("learning_rate", {})
+    assert {key.name for key in find_key("epsilon")} == {"train.epsilon", "train.train_policy.epsilon_low"}
+    assert {key.name.rpartition(".")[0] for key in find_key("mask_truncated_completions")} == {"train.train_policy"}
+
+
+@pytest.mark.parametrize("name", list(trl.WITHOUT_KEY))
+def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
+        find_key(name)
+    assert trl.told(f"train.train_policy.{name}") == f"; {name} of transformers and TRL is {trl.WITHOUT_KEY[name]}"
 
 
 def test_status_toml_names_keys_that_the_schema_has() -> None:
