@@ -197,15 +197,10 @@ def reference_decay(step: int, kind: int) -> float:
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("per_step", [1, 2])
 def test_the_old_policy_follows_as_in_the_reference_implementation(kind: int, per_step: int) -> None:
-    diffusers = {"weight_copy_decay_type": kind}
-    policy = {
-        "type": "grpo",
-        "trainer_type": "diffusion_nft",
-        "mini_batch": 2,
-        "batch_size_per_optimize": 4 // per_step,
-    }
+    policy = {"is_diffusers": True, "diffusers": {"weight_copy_decay_type": kind}}
+    trained = {"type": "grpo", "trainer_type": "diffusion_nft", "batch_size_per_optimize": 4 // per_step}
     recipe = Recipe.model_validate(
-        {"policy": {"is_diffusers": True, "diffusers": diffusers}, "train": {"train_policy": policy}}, context={}
+        {"policy": policy, "train": {"train_policy": {**trained, "mini_batch": 2}}}, context={}
     )
     fractions: list[float] = []
 
