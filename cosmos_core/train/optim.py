@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.fsdp import by_mesh, local, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
+from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
 GLOBAL = "global"
 """In `optm_lr`, stands for all modules that are not named."""
@@ -34,7 +36,8 @@ def build_optimizer(
     """
     rates = _rates(train)
     _check_paths(whole or model, rates)
-    groups = []
+    groups: list[dict[str, Any]] = []
+    matrices = hidden_matrices(whole or model) if train.optm_name == "Muon" else None
     for path, trained in _parameters_by_path(model, rates).items():
         common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
         for alike in by_mesh(trained):
@@ -42,6 +45,12 @@ def build_optimizer(
                 {**common, "params": [p for p in alike if p.ndim > 1], "weight_decay": train.optm_weight_decay},
                 {**common, "params": [p for p in alike if p.ndim <= 1], "weight_decay": 0.0},
             ]
+    if matrices is not None:
+        groups = [
+            {**group, "params": [p for p in group["params"] if (p in matrices) == is_matrix], "is_matrix": is_matrix}
+            for group in groups
+            for is_matrix in (True, False)
+        ]
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     return _class(train.optm_name)(
@@ -119,7 +128,9 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 def _class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """In torch, or in torchao where the moments have eight bits."""
+    """In torch, in torchao where the moments have eight bits, or that of `muon`."""
+    if name == "Muon":
+        return MuonWithAdamW
     found: Callable[..., torch.optim.Optimizer] = getattr(
         importlib.import_module("torchao.optim" if name.endswith("8bit") else "torch.optim"), name
     )

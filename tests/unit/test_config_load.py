@@ -80,7 +80,10 @@ WRONG = [
     ("train.optm_lr=nan", "train.optm_lr = nan: input should be a finite number"),
     ("train.optm_lr=inf", "train.optm_lr = inf: input should be a finite number"),
     ("train.optm_lr='fast'", "train.optm_lr = 'fast': must be a number"),
-    ("train.optm_name='Lion'", "train.optm_name = 'Lion': input should be 'AdamW', 'Adam', 'AdamW8bit' or 'Adam8bit'"),
+    (
+        "train.optm_name='Lion'",
+        "train.optm_name = 'Lion': input should be 'AdamW', 'Adam', 'AdamW8bit', 'Adam8bit' or 'Muon'",
+    ),
     ("train.optm_betas=[0.9]", "train.optm_betas.1: is required"),
     ("train.optm_betas=0.9", "train.optm_betas = 0.9: must be an array"),
     ("train.optm_warmup_steps=-1", "train.optm_warmup_steps = -1 must be a count of steps or a fraction up to 1.0"),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
@@ -171,6 +172,57 @@ def test_the_first_step_with_moments_in_eight_bits_is_the_closed_form(name: str)
     assert optimizer.state[model.weight]["exp_avg"].codes.dtype == torch.uint8
     expected = 2.0 * 0.95 + 0.1 if name == "AdamW8bit" else 2.1
     torch.testing.assert_close(model.weight.detach(), torch.full((64, 64), expected), rtol=0, atol=1e-6)
+
+
+def tiny_llama() -> torch.nn.Module:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=4,
+        attention_bias=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_all_else_whatever_is_reloaded() -> None:
+    train = TrainConfig.model_validate(
+        {
+            "optm_name": "Muon",
+            "optm_lr": {"global": 0.02, "lm_head": 0.01},
+            "optm_weight_decay": 0.1,
+            "optm_warmup_steps": 4,
+        }
+    )
+    model, other = tiny_llama(), tiny_llama()
+    optimizer = build_optimizer(model, train)
+    named = dict(other.named_parameters())
+    muon = {name: p for name, p in named.items() if p.ndim == 2 and "layers." in name}
+    rest = {name: p for name, p in named.items() if name not in muon}
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"} < set(rest)
+    plain = [
+        torch.optim.Muon(list(muon.values()), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": [p], "lr": 0.01 if name == "lm_head.weight" else 0.02, "weight_decay": 0.1 * (p.ndim > 1)}
+             for name, p in rest.items()], betas=train.optm_betas, eps=train.epsilon, fused=True,
+        ),
+    ]  # fmt: skip
+    peaks = [[group["lr"] for group in each.param_groups] for each in plain]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        if step == 3:  # a checkpoint is read into an optimizer that was made anew
+            saved = optimizer.state_dict()
+            optimizer = build_optimizer(model, train)
+            optimizer.load_state_dict(saved)
+        set_learning_rate(optimizer, step, None, train)
+        for each, rates in zip(plain, peaks, strict=True):
+            for group, rate in zip(each.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate_factor(step, None, train)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            named[name].grad = parameter.grad.clone()
+        for each in (optimizer, *plain):
+            each.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, named[name], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])

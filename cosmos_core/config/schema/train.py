@@ -66,9 +66,10 @@ class TrainConfig(Table):
     memory, not results. Models that mix packed rows keep the padding, and say so. None: where the model can, and
     nothing is compiled for a CPU, whose attention to several rows would cut every graph."""
 
-    optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit"] = "AdamW"
+    optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit", "Muon"] = "AdamW"
     """torch.optim class, or its relative of torchao with moments in eight bits, which is always compiled: on CPU it
-    needs a C++ compiler."""
+    needs a C++ compiler. `Muon`: for the matrices of the layers, with updates of the size of AdamW's, which has
+    embeddings, the head, vectors and fused experts."""
     optm_lr: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(strict=False)] | dict[str, PositiveFloat] = 1e-6
     """Peak learning rate: one number, or module path to rate, where the deepest path that leads to a weight wins and
     `global` is the rest; a list has one per model part, and a model is one part here."""
@@ -179,6 +180,8 @@ class TrainConfig(Table):
             yield f"train.optm_impl = {as_toml(self.optm_impl)}: this version has one optimizer; give one name"
         if self.optm_name.endswith("8bit") and stage.recipe.policy.parallelism.world_size > 1:
             yield f"train.optm_name = {self.optm_name!r}: this version has 8-bit moments on one rank alone; use 'AdamW'"
+        if self.optm_name == "Muon" and stage.recipe.policy.parallelism.world_size > 1:
+            yield "train.optm_name = 'Muon' needs whole matrices, which this version has on one rank alone; use 'AdamW'"
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
         if self.train_policy.rows == "pairs" and stage.recipe.validation.reward_function:
