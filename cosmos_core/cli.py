@@ -134,8 +134,11 @@ def plan(
     overrides: Set = [],  # noqa: B006
     verify: Verify = False,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Memory, tokens, steps and GPUs too, from config.json alone.")
+        bool, typer.Option("--estimate", help="Memory, time, disk, tokens, steps and GPUs too, from config.json alone.")
     ] = False,
+    on: Annotated[
+        str, typer.Option(help="GPU that the estimate is for, such as h100; empty: this machine, which is measured.")
+    ] = "",
 ) -> None:
     """Show what would run, what would be reused, and why. Nothing is started."""
     from rich.console import Console
@@ -147,6 +150,7 @@ def plan(
     from cosmos_core.run.remote import pinned_urls
     from cosmos_core.upload.artifact_store import look_up
 
+    estimate = estimate or bool(on)
     pipeline = _pipeline(configs, overrides)
     output_dir = _ready(pipeline, is_only_planned=estimate)
     try:
@@ -174,10 +178,13 @@ def plan(
         from cosmos_core.config.mesh import check_meshes
         from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
+        from cosmos_core.launch.machine import machine_of
 
         found, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
         console.print(estimate_table(found, gpus, pipeline.config.gpus_per_node))
-        console.print(cost_table(pipeline, costs(pipeline, decisions, dict(found), gpus, output_dir)))
+        machine = machine_of(pipeline.config, on, dict(found).values())
+        cost = costs(pipeline, decisions, dict(found), gpus, output_dir, machine)
+        console.print(cost_table(pipeline, cost, machine))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """`cosmos plan --estimate`: how long each stage will take, its GPU hours, what they cost, and whether its memory fits.
 
 What a stage took in an earlier run of the pipeline is the best guess; of a training that was never run it is counted:
-floating-point operations of its tokens, at `pipeline.gpu_tflops`.
+floating-point operations of its tokens, at the rate of this machine or of another (`launch.machine`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from rich.table import Table
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.launch.estimate import Found
+from cosmos_core.launch.machine import Machine
+from cosmos_core.launch.pace import measured_seconds
 from cosmos_core.observe import wording
-from cosmos_core.observe.record import RunRecord, StageRecord, read_run
+from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.run.directory import runs_in
 from cosmos_core.run.plan import Decision
 
@@ -35,8 +37,10 @@ class Cost:
     seconds: float | None
     gpus: int
     fits: str
-    """Whether the peak is below `pipeline.gpu_memory`; empty: nobody asked."""
+    """Whether the peak is below the memory of the GPU, or of the host; empty: unknown."""
     known_from: str
+    disk: int | None = None
+    """Bytes that it leaves; None: unknown."""
 
     @property
     def gpu_hours(self) -> float | None:
@@ -50,6 +54,7 @@ def costs(
     found: Mapping[str, Found],
     gpus: Mapping[str, int],
     output_dir: Path,
+    machine: Machine | None,
 ) -> list[Cost]:
     """Return what each stage will need; `found` are the estimates of the trainings, `gpus` those of each mesh."""
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
@@ -62,18 +67,22 @@ def costs(
         if decisions[stage.name].action in {"reuse", "adopt"}:
             seconds, known_from = 0.0, "reused"
         else:
-            seconds, known_from = _measured(stage, sizes, earlier) or _counted(pipeline, stage, sizes, gpus)
-        costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), _fits(pipeline, sizes), known_from))
+            steps, card = sizes["steps"] if sizes else None, machine.card if machine else ""
+            known = measured_seconds(stage, steps, earlier, card)
+            seconds, known_from = known or _counted(pipeline, stage, sizes, gpus, machine)
+        fits, disk = _fits(sizes, machine), _disk(stage, found, earlier)
+        costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), fits, known_from, disk))
     return costs
 
 
-def cost_table(pipeline: Pipeline, found: Sequence[Cost]) -> Table:
+def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | None) -> Table:
     """Return the costs as a table with their sum; the time of all is that of the longest chain."""
     price = pipeline.config.gpu_hour_price
     table = Table("stage", title="time and cost")
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):
         table.add_column(column, justify="right")
-    table.add_column(f"fits {pipeline.config.gpu_memory:g} GiB")
+    table.add_column("disk", justify="right")
+    table.add_column(f"fits {machine.memory:.3g} GiB" if machine and machine.memory else "fits")
     table.add_column("known from")
 
     def cells(gpus: str, seconds: float | None, hours: float | None, *, is_bound: bool = False) -> list[str]:
@@ -86,12 +95,19 @@ def cost_table(pipeline: Pipeline, found: Sequence[Cost]) -> Table:
 
     for cost in found:
         row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
-        table.add_row(cost.name, *row, cost.fits, cost.known_from)
+        table.add_row(cost.name, *row, _size(cost.disk), cost.fits, cost.known_from)
     is_bound = any(cost.seconds is None for cost in found)
     hours = sum(cost.gpu_hours or 0.0 for cost in found)
     table.add_section()
-    table.add_row("all", *cells("", wall_seconds(pipeline, found), hours, is_bound=is_bound), "", "")
+    disk = sum(cost.disk or 0 for cost in found)
+    table.add_row("all", *cells("", wall_seconds(pipeline, found), hours, is_bound=is_bound), _size(disk), "", "")
+    if machine is not None and machine.name and not machine.card:
+        table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else wording.size(num_bytes)
 
 
 def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
@@ -112,48 +128,42 @@ def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
     return max(ends.values(), default=0.0)
 
 
-def _measured(
-    stage: StageConfig, sizes: dict[str, Any] | None, earlier: Sequence[RunRecord]
-) -> tuple[float, str] | None:
-    """What the stage took in the newest run in which it came to its end, for as many steps as it has now."""
-    for run in earlier:
-        record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
-        if record is None or record.status != "done" or not record.seconds:
-            continue
-        old, new = _steps(record), sizes["steps"] if sizes else None
-        if old and new and old != new:
-            return record.seconds * new / old, f"run {run.path.name}: {record.seconds / old:.3g} s per step"
-        return record.seconds, f"run {run.path.name}"
-    return None
-
-
-def _steps(record: StageRecord) -> int | None:
-    step, total = record.position
-    return total or step
+def _disk(stage: StageConfig, found: Mapping[str, Found], earlier: Sequence[RunRecord]) -> int | None:
+    """Return the bytes that a stage leaves: of a training counted, of another those of its newest result."""
+    sizes = found.get(stage.name)
+    if isinstance(sizes, dict):
+        return int(sizes["disk"])
+    results = (each.result for run in earlier for each in run.stages if each.name == stage.name and each.result)
+    result = next(results, None)
+    return None if result is None else sum(int(output["size"]) for output in result["outputs"])
 
 
 def _counted(
-    pipeline: Pipeline, stage: StageConfig, sizes: dict[str, Any] | None, gpus: Mapping[str, int]
+    pipeline: Pipeline,
+    stage: StageConfig,
+    sizes: dict[str, Any] | None,
+    gpus: Mapping[str, int],
+    machine: Machine | None,
 ) -> tuple[float | None, str]:
     kind = pipeline.kind_of(stage)
     if not kind.in_worker:
         return 0.0, ""
-    if sizes is None or sizes["tokens"] is None:
+    if sizes is None or sizes["tokens"] is None or machine is None:
         return None, "never run"
     per_token = _FORWARD * sizes["parameters"] + _FOR_INPUTS * sizes["parameters"] + _FOR_WEIGHTS * sizes["trainable"]
     if pipeline.recipes[stage.name].policy.model_gradient_checkpointing:
         per_token += _FORWARD * sizes["parameters"]
-    rate = pipeline.config.gpu_tflops
+    ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1))
     without = ", without generation" if kind.feed == "rollouts" else ""
-    seconds = per_token * sizes["tokens"] / (rate * _TERA * max(1, gpus.get(stage.name, 1)))
-    return seconds, f"never run; counted at {rate:g} TFLOP/s per GPU{without}"
+    seconds = per_token * sizes["tokens"] / (machine.tflops * _TERA * ranks)
+    return seconds, f"never run; counted at {machine.rate}{without}"
 
 
-def _fits(pipeline: Pipeline, sizes: dict[str, Any] | None) -> str:
-    if sizes is None:
+def _fits(sizes: dict[str, Any] | None, machine: Machine | None) -> str:
+    if sizes is None or machine is None or machine.memory is None:
         return ""
     rollout = sizes["engine_weights"] + (sizes["kv_cache"] or 0)
-    peak, limit = max(sizes["peak"], sizes["memory"]["weights"] + rollout) / _GIB, pipeline.config.gpu_memory
+    peak, limit = max(sizes["peak"], sizes["memory"]["weights"] + rollout) / _GIB, machine.memory
     if peak > limit:
         return f"no: {peak:,.1f} GiB"
     return "yes" if sizes["memory"]["activations"] is not None and sizes["kv_cache"] is not None else "?"

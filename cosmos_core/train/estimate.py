@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +26,7 @@ from cosmos_core.data.prepared import Pairs, Sequences, open_pairs, open_sequenc
 from cosmos_core.data.rows import load_rows, split_rows
 from cosmos_core.errors import first_line
 from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.flops import matmul_rate
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.recompute import Recompute
@@ -63,6 +65,11 @@ class Estimate:
     """Seen in all steps."""
     is_tokens_bound: bool
     """`tokens` is an upper bound: lengths of rows or completions are not known."""
+    disk: int
+    """Bytes of the checkpoints and the model that it leaves."""
+    machine: dict[str, Any]
+    """Where the estimate was made: `device`, `is_cpu`, `flops` of a product of matrices per second, bytes of
+    `memory`."""
     notes: tuple[str, ...]
 
 
@@ -119,6 +126,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     if course.is_bound and rows.number is not None:
         notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
     built, memory, trouble = _trace(recipe, model, length, progress)
+    held = sharded(memory, recipe)
     if recipe.train.activation_offload:
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trouble
@@ -128,11 +136,12 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         if kv_cache is None:
             notes.append(f"KV cache: unknown, because {built.config.model_type} has layers without keys and values")
     parameters = sum(p.numel() for p in built.parameters())
+    trainable = sum(p.numel() for p in built.parameters() if p.requires_grad)
     return Estimate(
         parameters=parameters,
-        trainable=sum(p.numel() for p in built.parameters() if p.requires_grad),
-        memory=memory,
-        peak=memory.total,
+        trainable=trainable,
+        memory=held,
+        peak=held.total,
         engine_weights=_engine_weights(recipe, parameters),
         kv_cache=kv_cache,
         sequence_length=length,
@@ -141,6 +150,8 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         is_steps_bound=course.is_bound,
         tokens=course.tokens,
         is_tokens_bound=rows.mean is None or recipe.train.train_policy.has_rollouts,
+        disk=_disk(recipe, memory, parameters, trainable, course.steps),
+        machine=_machine(recipe),
         notes=tuple(notes),
     )
 
@@ -191,7 +202,7 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
 
 
 def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
-    """The model without data, its memory on one rank, and what could not be traced."""
+    """The model without data, its memory if it were not sharded, and what could not be traced."""
     train, policy = recipe.train, recipe.policy
     named = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
 
@@ -220,8 +231,8 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             logger.info("the step cannot be traced", exc_info=True)
             reason = first_line(error)
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
-            return built, sharded(_as_held(held_memory(built, len(named)), built, train), recipe), [unknown]
-    return built, sharded(_as_held(memory, built, train), recipe), []
+            return built, _as_held(held_memory(built, len(named)), built, train), [unknown]
+    return built, _as_held(memory, built, train), []
 
 
 def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
@@ -314,6 +325,31 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
     assert plan is not None
     indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
     return _Course(plan.total_steps, int(lengths[indices].sum()), False)
+
+
+def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
+    """Bytes of the checkpoints that are kept, with the optimizer's state, and of the model in `param_dtype`."""
+    ckpt = recipe.train.ckpt
+    kept = 1  # the last state is saved regardless
+    if ckpt.enable_checkpoint:
+        of_an_epoch = max(1, (steps or 0) // recipe.train.epoch)
+        freq = max(0, ckpt.save_freq_in_epoch) * of_an_epoch or ckpt.save_freq
+        saves = ckpt.max_keep if steps is None else -(-steps // freq)
+        kept = max(1, saves if ckpt.max_keep == -1 else min(saves, ckpt.max_keep))
+    weights = trainable * _itemsize(recipe.train.master_dtype)  # frozen ones are not saved
+    checkpoint = weights + memory.optimizer + memory.reference + memory.average
+    return kept * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
+
+
+def _machine(recipe: Recipe) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        name, memory = card.name, card.total_memory
+    else:
+        name, memory = f"cpu, {torch.get_num_threads()} threads", psutil.virtual_memory().total
+    rate = matmul_rate(device, getattr(torch, recipe.train.param_dtype))
+    return {"device": name, "is_cpu": device.type == "cpu", "flops": rate, "memory": memory}
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:

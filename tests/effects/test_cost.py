@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch.cost import Cost, cost_table, costs, wall_seconds
+from cosmos_core.launch.machine import machine_of
 from cosmos_core.run.plan import Decision
 from tasks.kinds import all_kinds
 from tests.effects.change import SFT, Change, changes, nested
@@ -19,9 +22,13 @@ from tests.effects.change import SFT, Change, changes, nested
 GIB = 2**30
 SIZES: dict[str, Any] = {
     "parameters": 10**9, "trainable": 10**9, "peak": 50 * GIB, "engine_weights": 0, "kv_cache": 0, "steps": 100,
-    "tokens": 10**9, "memory": {"weights": 2 * GIB, "activations": 8 * GIB},
+    "tokens": 10**9, "memory": {"weights": 2 * GIB, "activations": 8 * GIB}, "disk": 14 * 10**9,
+    "machine": {"device": "cpu, 2 threads", "is_cpu": True, "flops": 1e11, "memory": 64 * GIB},
 }  # fmt: skip
-BASE = {**SFT, "policy.model_gradient_checkpointing": False, "train.ckpt.export_safetensors": False}
+BASE = {
+    **SFT, "pipeline.gpu_tflops": 400.0, "pipeline.gpu_memory": 80.0, "policy.model_gradient_checkpointing": False,
+    "train.ckpt.export_safetensors": False,
+}  # fmt: skip
 RUN = Decision("run", "never made before")
 
 
@@ -35,15 +42,17 @@ def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
     return load_pipeline(folder / "p.toml", (), all_kinds())
 
 
-def shown(found: Pipeline, folder: Path) -> dict[str, str]:
+def shown(found: Pipeline, folder: Path, on: str = "") -> dict[str, str]:
     """The row of the training, by column."""
+    machine = machine_of(found.config, on, [SIZES])
     decisions = {"prepare": Decision("reuse", "done in this run"), "sft": RUN}
-    table = cost_table(found, costs(found, decisions, {"sft": SIZES}, {"sft": 2}, folder / "outputs"))
+    each = costs(found, decisions, {"sft": SIZES}, {"sft": 2}, folder / "outputs", machine)
+    table = cost_table(found, each, machine)
     return {str(column.header): list(column.cells)[1] for column in table.columns}  # type: ignore[misc]
 
 
 USUAL = {
-    "stage": "sft", "GPUs": "2", "time": "2h05m", "GPU hours": "4.17", "fits 80 GiB": "yes",
+    "stage": "sft", "GPUs": "2", "time": "2h05m", "GPU hours": "4.17", "disk": "14.0 GB", "fits 80 GiB": "yes",
     "known from": "never run; counted at 400 TFLOP/s per GPU",
 }  # fmt: skip
 
@@ -63,21 +72,62 @@ def test_it_changes_what_a_plan_says_of_time_and_cost(change: Change, expected: 
     assert {name: after[name] for name in expected} == expected
 
 
-def test_what_a_stage_took_in_the_newest_run_is_scaled_to_its_steps(tmp_path: Path) -> None:
-    found = pipeline({**BASE, "pipeline.gpu_hour_price": 2.0}, tmp_path)
-    run = tmp_path / "outputs" / "20260101000000"
-    for name, seconds, total in (("prepare", 30.0, None), ("sft", 600.0, 50)):
+@pytest.mark.parametrize(
+    ("on", "time", "fits", "rate"),
+    [
+        # 6e18 operations at half of 1e11 a second: both ranks share the CPU
+        ("", "1388d21h", {"fits 64 GiB": "yes"}, "0.05 TFLOP/s on this machine (cpu, 2 threads)"),
+        ("H100", "2h06m", {"fits 80 GiB": "yes"}, "396 TFLOP/s per GPU on H100"),
+        ("l40s", "5h45m", {"fits 45 GiB": "no: 50.0 GiB"}, "145 TFLOP/s per GPU on l40s"),
+    ],
+)
+def test_what_was_never_run_is_counted_for_this_machine_or_the_one_that_is_named(
+    on: str, time: str, fits: dict[str, str], rate: str, tmp_path: Path
+) -> None:
+    unsaid = {key: value for key, value in BASE.items() if key not in {"pipeline.gpu_tflops", "pipeline.gpu_memory"}}
+    expected = {**fits, "time": time, "known from": f"never run; counted at {rate}"}
+    found = shown(pipeline(unsaid, tmp_path), tmp_path, on)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_machine_that_is_not_known_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--on h1000: known are a100, .*h100, .*set pipeline.gpu_tflops"):
+        machine_of(pipeline(BASE, tmp_path).config, "h1000", [])
+
+
+def write_run(found: Pipeline, run: Path, state: dict[str, Any], lines: list[dict[str, float]], gpu: str = "") -> None:
+    """A run whose training took ten minutes, of which 300 s were steps and 100 s validations."""
+    ended = time.time()
+    for name, seconds, known in (("prepare", 30.0, {"state": "done"}), ("sft", 600.0, state)):
         folder = run / "stages" / name
         folder.mkdir(parents=True)
-        ended = time.time()
-        state = {"state": "done", "spans": [[ended - seconds, ended]], "ended": ended, "total": total, "step": total}
-        (folder / "state.json").write_text(json.dumps(state))
+        known = {"spans": [[ended - seconds, ended]], "ended": ended, **known}
+        (folder / "state.json").write_text(json.dumps(known))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "facts.json").write_text(json.dumps([{"host": "here", "gpus": [gpu] * bool(gpu), "threads": 2}]))
     (run / "pipeline.toml").write_text(tomli_w.dumps(found.as_toml()))
-    (run / "run.json").write_text(json.dumps({"run_id": run.name, "pipeline": found.config.name}))
-    [rows, training] = costs(found, {"prepare": RUN, "sft": RUN}, {"sft": SIZES}, {"sft": 3}, tmp_path / "outputs")
+    facts = {"run_id": run.name, "pipeline": found.config.name, "kinds": {n: asdict(k) for n, k in all_kinds().items()}}
+    (run / "run.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize("state", ["done", "stopped", "failed"])
+def test_steps_of_the_newest_run_are_scaled_and_what_is_no_step_is_not(tmp_path: Path, state: str) -> None:
+    found = pipeline({**BASE, "pipeline.gpu_hour_price": 2.0}, tmp_path)
+    # The first of 25 steps pays for compiling; 600 s = 25 steps of 12 s + 2 validations of 50 s + 200 s of the rest.
+    lines: list[dict[str, float]] = [{"step": i + 1, "time/step": 12.0 if i else 60.0} for i in range(25)]
+    lines[9]["time/validate"] = lines[19]["time/validate"] = 50.0
+    write_run(
+        found, tmp_path / "outputs" / "20260101000000", {"state": state, "total": 50, "step": 25}, lines, "A H100"
+    )
+    sizes, decisions = {"sft": SIZES}, {"prepare": RUN, "sft": RUN}
+    machine = machine_of(found.config, "h100", [])
+    [rows, training] = costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", machine)
     assert (rows.seconds, rows.gpu_hours) == (pytest.approx(30), 0)
-    assert (training.seconds, training.gpu_hours) == (pytest.approx(1200), pytest.approx(1))
-    assert training.known_from == "run 20260101000000: 12 s per step"
+    assert training.seconds == pytest.approx(100 * 12 + 8 * 50 + 200)
+    assert training.known_from == "run 20260101000000: 12 s per step, 3m20s beside them"
+    elsewhere = machine_of(pipeline(SFT, tmp_path).config, "h200", [])
+    [_, training] = costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", elsewhere)
+    assert training.known_from == "never run; counted at 396 TFLOP/s per GPU on h200"
 
 
 def test_the_time_of_all_is_that_of_the_longest_chain_with_the_slots_of_a_sweep(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_a_model_of_8_billion_parameters_needs_no_memory_for_them(tmp_path: Path
     assert found.peak == memory.weights + memory.gradients + memory.optimizer + memory.casts + memory.activations
 
 
+def test_disk_is_the_checkpoints_that_are_kept_and_the_model(tiny: Path, tmp_path: Path) -> None:
+    data = write_statistics(tmp_path / "data", rows=80, longest=60, mean=50.0)  # 10 steps
+    once = of(tiny, recipe(SFT), data)
+    assert (once.steps, once.trainable) == (10, once.parameters)
+    checkpoint, model = 12 * once.parameters, 2 * once.parameters
+    assert 0 <= once.disk - checkpoint - model < 4096, "a counter of each tensor of the optimizer"
+    for saving, kept in (({"save_freq": 4}, 3), ({"save_freq": 1}, 5), ({"save_freq": 1, "max_keep": -1}, 10)):
+        found = of(tiny, recipe(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
+        assert found.disk == kept * (once.disk - model) + model
+    assert once.machine["flops"] > 1e8 and once.machine["memory"] > 1 << 30
+
+
 def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
     tied, untied = save_tiny_model(tmp_path / "tied"), save_tiny_model(tmp_path / "untied", tied=False)
     vocabulary = json.loads((tied / "config.json").read_text())["vocab_size"]

@@ -159,15 +159,17 @@ class PipelineConfig(Table):
     """Most that one stage may take; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
     """In one machine, for `plan --estimate`."""
-    gpu_memory: Annotated[PositiveFloat, Unit("GiB"), NoResult] = 80.0
-    """Of one GPU; `plan --estimate` says whether a stage fits."""
-    gpu_tflops: Annotated[PositiveFloat, Unit("TFLOP/s"), NoResult] = 400.0
-    """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run; 400: about 40 % of an
-    H100 in bfloat16."""
+    gpu_memory: Annotated[PositiveFloat | None, Unit("GiB"), NoResult] = None
+    """Of one GPU; `plan --estimate` says whether a stage fits. None: that of `--on`, otherwise of the GPU of this
+    machine, or of its host where it has none."""
+    gpu_tflops: Annotated[PositiveFloat | None, Unit("TFLOP/s"), NoResult] = None
+    """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run. None: 40 % of the
+    data sheet of the GPU that `--on` names, otherwise half of what a product of matrices reaches on this machine."""
     gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
     """Of one GPU for an hour, in any currency; `plan --estimate` says what a run costs. None: it does not."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
-    """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it."""
+    """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it. The longest step that was seen is added,
+    for the step that it is in; when the flow itself is killed, its workers have at most 10 s."""
     python: Annotated[str, NoResult] = ""
     """Interpreter of the workers; empty: this one."""
     artifact_store: Annotated[str, Field(pattern=r"^(s3://[^/\s#]+(/[^\s#]+)?)?$"), NoResult] = ""

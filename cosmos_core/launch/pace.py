@@ -1,0 +1,70 @@
+"""How long a stage took in earlier runs, and how long it would take for another number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.observe import wording
+from cosmos_core.observe.record import RunRecord, StageRecord
+
+
+def measured_seconds(
+    stage: StageConfig, steps: int | None, earlier: Sequence[RunRecord], card: str
+) -> tuple[float, str] | None:
+    """Return the seconds that a stage takes by the newest run that says so, for `steps` steps, and how they are known.
+
+    A training that was stopped or killed counts from its first step on. `card`: a GPU that its ranks must have had.
+    """
+    for run in earlier:
+        record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
+        if record is None or not record.seconds or (card and record.kind.trains and not _ran_on(record, card)):
+            continue
+        if pace := _pace(record):
+            return pace.total(steps or record.position[1] or pace.steps), f"run {run.path.name}: {pace}"
+        if record.status == "done":
+            return record.seconds, f"run {run.path.name}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Where the time of a training went, in seconds."""
+
+    steps: int
+    step: float
+    validations: int
+    validation: float
+    rest: float
+    """Loading, compiling, checkpoints and the export of one attempt."""
+
+    def total(self, steps: int) -> float:
+        """Return the seconds of so many steps."""
+        validations = -(-self.validations * steps // self.steps)
+        return self.rest + steps * self.step + validations * self.validation
+
+    def __str__(self) -> str:
+        return f"{self.step:.3g} s per step, {wording.duration(self.rest)} beside them"
+
+
+def _pace(record: StageRecord) -> _Pace | None:
+    """Return the pace of a training that has taken a step; None: it has not, or it does not say how long."""
+    steps, checks = _times(record, "time/step"), _times(record, "time/validate")
+    if not steps:
+        return None
+    usual = steps[1:] or steps  # the first one pays for compiling
+    step = sum(usual) / len(usual)
+    rest = max(0.0, (record.seconds or 0.0) - sum(checks) - step * len(steps))
+    num_attempts = max(1, len(record.state.spans))
+    return _Pace(len(steps), step, len(checks), sum(checks) / max(1, len(checks)), rest / num_attempts)
+
+
+def _times(record: StageRecord, name: str) -> list[float]:
+    return [float(line[name]) for line in record.curves if isinstance(line.get(name), int | float)]
+
+
+def _ran_on(record: StageRecord, card: str) -> bool:
+    """Return whether every rank of a training had that GPU."""
+    names = [name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for name in rank.gpus]
+    return bool(names) and all(card in name for name in names)
