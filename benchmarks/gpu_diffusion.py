@@ -38,7 +38,7 @@ from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.open_diffusion import recompute_blocks
 from cosmos_core.rollout.flow_path import denoise
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import training_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Drawn, FlowSampling, Prompt
 

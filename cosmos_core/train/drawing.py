@@ -22,7 +22,8 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.rollout.flow_path import SHARED_NOISE, stochastic_steps, table_of
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import draws_of, rows_per_step, training_sampling
+from cosmos_core.train.feeds import draws_of, rows_per_step
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Prompt, Sampling
 

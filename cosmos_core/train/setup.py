@@ -36,21 +36,7 @@ from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn, prepare_algorithm
 from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
-from cosmos_core.train.feeds import (
-    Feed,
-    MediaFeed,
-    PairFeed,
-    PromptOrder,
-    RolloutFeed,
-    SequenceFeed,
-    group_filter,
-    in_turns,
-    rows_per_step,
-    sft_rows,
-    step_groups,
-    total_steps,
-    training_sampling,
-)
+from cosmos_core.train.feeds import Feed, MediaFeed, PairFeed, SequenceFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import (
@@ -66,6 +52,14 @@ from cosmos_core.train.measure import (
 from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
+from cosmos_core.train.rollout_feed import (
+    PromptOrder,
+    RolloutFeed,
+    group_filter,
+    in_turns,
+    step_groups,
+    training_sampling,
+)
 from cosmos_core.train.spread_feed import SpreadRolloutFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer

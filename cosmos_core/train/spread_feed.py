@@ -19,7 +19,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.groups import GroupSource
-from cosmos_core.train.feeds import RolloutFeed
+from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import ImageRef, Prompt, ScoredGroup
 
 

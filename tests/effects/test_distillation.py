@@ -17,7 +17,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.scorer import LOGPROBS, Wants
-from cosmos_core.train.feeds import training_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment

@@ -21,8 +21,8 @@ from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.train.drawing import data_term
-from cosmos_core.train.feeds import training_sampling
 from cosmos_core.train.measure import validation_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 from tests.effects.change import Change, changes
 from tests.unit.test_flow_sampler import Denoiser, Films

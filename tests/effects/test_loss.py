@@ -13,7 +13,7 @@ from cosmos_core.algorithms.base import Update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
-from cosmos_core.train.feeds import training_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Sampling
 from tests.effects.change import GRPO, Change, changes, recipe
 from tests.unit.trainers import Given, grpo, micro_batch

@@ -13,9 +13,9 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepared import Prompts
 from cosmos_core.rollout.ahead import Ahead
 from cosmos_core.train import generation, setup
-from cosmos_core.train.feeds import PromptOrder
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import most_tokens, trained_rewards
+from cosmos_core.train.rollout_feed import PromptOrder
 from cosmos_core.worker import program as worker
 from tests.effects.change import GRPO, Change, changes, stage_of
 

@@ -11,8 +11,8 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import Sync
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import PromptOrder, RolloutFeed, in_turns, training_sampling
 from cosmos_core.train.measure import validation_sampling
+from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, in_turns, training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes
 

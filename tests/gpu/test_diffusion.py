@@ -21,7 +21,7 @@ from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.flow import flow_schedule
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import training_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Drawn, Prompt
 from tests import tiny_pipelines

@@ -25,7 +25,7 @@ from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import training_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Drawn, Group, Prompt, Score, ScoredGroup
 from tests import tiny_pipelines

@@ -21,7 +21,7 @@ from cosmos_core.rollout.groups import Dynamic, Sync
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import RolloutFeed
+from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
 from tests.unit.tiny_model import save_tiny_model

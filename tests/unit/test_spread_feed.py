@@ -22,7 +22,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.groups import StepGroups, Sync
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import PromptOrder, in_turns, training_sampling
+from cosmos_core.train.rollout_feed import PromptOrder, in_turns, training_sampling
 from cosmos_core.train.spread_feed import CarriedSamples, SpreadRolloutFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
