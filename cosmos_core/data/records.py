@@ -192,8 +192,8 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
         _check_characters(texts, where)
         if not texts[1].strip():
             raise SkippedRow(where, "without a completion to learn")
-        tokens = continued_tokens(tokenizer, *texts, where)
-        counts = {"truncated_rows": len(tokens[0]) > job.max_tokens, "continued_rows": True}
+        tokens = continued_tokens(tokenizer, texts[0], texts[1], where)
+        counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "continued_rows": 1}
         return _Record((*cut(tokens, job.max_tokens, where), where), False, counts)
     conversation = read_conversation(row, where, *job.conversation, with_images=job.root is not None)
     _check_characters(conversation, where)
@@ -208,7 +208,7 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
     values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
     if job.root is not None:
         values = (*values, [])
-    counts = {"truncated_rows": len(tokens[0]) > job.max_tokens, "plain_rows": isinstance(conversation, str)}
+    counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "plain_rows": int(isinstance(conversation, str))}
     return _Record((*values, where), is_merged, counts)
 
 
@@ -315,7 +315,7 @@ def _visual_pair(job: Job, talks: list[list[Message]], row: Row, where: str) -> 
     for talk in talks:
         placed, refs, images = _read_images(job, talk, row, where)
         shown.append(refs)
-        rest = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
+        rest: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
         tokens, merged = _accepted(partial(visual_tokens, processor, **rest), placed)
         is_cut, is_merged = is_cut or len(tokens.ids) > job.max_tokens, is_merged or merged
         num_image_tokens += tokens.num_image_tokens
@@ -334,10 +334,10 @@ def _unlearned(prompt: list[Message]) -> list[Message]:
 def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
     policy, has_images = job.recipe.train.train_policy, job.root is not None
     if isinstance(policy, RlConfig):
-        columns = (policy.prompt_column_name, policy.response_column_name)
+        names = (policy.prompt_column_name, policy.response_column_name)
         keeps_last = job.chat.continue_final_message
         messages, reference = read_prompt(
-            row, where, *columns, policy.system_prompt, keeps_last=keeps_last, with_images=has_images
+            row, where, *names, policy.system_prompt, keeps_last=keeps_last, with_images=has_images
         )
     else:  # what the model learned to complete, in the form in which it learned it
         assert isinstance(policy, SupervisedConfig)

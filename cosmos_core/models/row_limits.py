@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -28,7 +29,8 @@ def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTr
     try:
         check_ids(folder, getattr(text, "vocab_size", 0))
     except DataError:  # the embeddings of some models have more rows than that
-        check_ids(folder, build().get_input_embeddings().weight.shape[0])
+        embedding: Any = build().get_input_embeddings()
+        check_ids(folder, embedding.weight.shape[0])
     limit, longest = getattr(text, "max_position_embeddings", None), longest_row(folder)
     if not limit or longest <= limit:
         return ""

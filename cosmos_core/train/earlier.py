@@ -96,7 +96,7 @@ def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
     return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
 
 
-def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, str]]:
+def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
     """Those that are of this very training on another mesh, with their fingerprint."""
     ours = _without_mesh(read_json(stage.path / FINGERPRINT))
     for step, folder in found:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def hidden_matrices(model: nn.Module) -> set[Tensor]:
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of two dimensions that neither embed tokens nor predict them."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)] + ([head] if head else [])

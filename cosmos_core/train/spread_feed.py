@@ -132,7 +132,9 @@ def _bytes(content: bytes) -> torch.Tensor:
 
 
 def _sample_of(state: dict[str, Any]) -> Sample:
-    found = {name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
+    found: dict[str, Any] = {
+        name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in state.items()
+    }
     images = [
         ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
         for each in state["images"]
