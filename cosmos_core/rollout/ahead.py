@@ -62,8 +62,8 @@ class Ahead:
     """Of the first prompt that no step has taken."""
     _step: int = 0
     """The train step that will take it."""
-    _wanted: int = 0
-    """Groups that it takes."""
+    _wanted: int | None = None
+    """Groups that it takes; None: those of `steps`."""
     _next: int = 0
     """Of the first prompt that was not handed out."""
     _pending: dict[int, Future[Group]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Ahead:
         began = time.perf_counter()
         with self._ready:
             self._step = step
-            self._wanted = self.steps.count(step) if num_groups is None else num_groups
+            self._wanted = num_groups
             if self.filter is None:
                 self._position = self.steps.first(step)
         self._start()
@@ -165,19 +165,20 @@ class Ahead:
         """Return the kept and the sampled groups of a step; None: not all are there."""
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        most = self.filter.most_sampled(self._wanted) if self.filter else self._wanted
-        while len(kept) < self._wanted and len(sampled) < most:
+        wanted = self.steps.count(step) if self._wanted is None else self._wanted
+        most = self.filter.most_sampled(wanted) if self.filter else wanted
+        while len(kept) < wanted and len(sampled) < most:
             position = self._position + len(sampled)
             scored = self._scored.get(position)
             if scored is None:
                 return None if position in self._pending or self.take(position, 1) else (kept, sampled)
             if step - scored.group.version > self.allowed:
-                self._ask_again(step, range(position, position + self._wanted - len(kept)))
+                self._ask_again(step, range(position, position + wanted - len(kept)))
                 return None
             sampled.append(scored)
             if self.filter is None or self.filter.keeps(scored):
                 kept.append(scored)
-            if self.filter is not None and len(sampled) == self._wanted:
+            if self.filter is not None and len(sampled) == wanted:
                 check_scores(step, sampled, self.filter.metrics)
         return kept, sampled
 

@@ -57,6 +57,6 @@ def _quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
     middles = torch.tensor(_MIDDLES, device=scaled.device)
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))  # up, to the even one above
-    codes = torch.bucketize(scaled.abs(), middles, out_int32=True) + 8 * torch.signbit(scaled)
+    codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
     codes = codes.to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents_ON + _BIAS).to(torch.uint8)
