@@ -163,9 +163,7 @@ def _value(name: str, fields: Fields) -> Any:
     if name == "ground_truth":  # of verl's rows below another column
         model = columns.get("reward_model")
         return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else fields["reference"]
-    if name == "extra_info":
-        return {}
-    return {"data_source": fields.get("data_source") or ""}[name]
+    return {"extra_info": {}, "data_source": ""}[name]
 
 
 def _values(name: str, group: Sequence[Fields]) -> Any:

@@ -26,7 +26,7 @@ def scores(folder: Path, code: str, *texts: str, columns: dict[str, Any] = COLUM
     """What the function `f` of a file gives to completions of one prompt."""
     (folder / "mine.py").write_text(code)
     group = Group(Prompt(0, (1,), "<user> 2 + 3?", "5", metadata=columns), tuple(map(completion, texts)), 0)
-    fields = [{**request_of(group, k), "data_source": "sums.jsonl", "custom": {}} for k in range(len(texts))]
+    fields = [{**request_of(group, k), "custom": {}} for k in range(len(texts))]
     reward = load_reward(f"{folder}/mine.py:f")
     found = reward.of_group(fields) if reward.binding.takes_lists else [reward(each) for each in fields]
     return [each[0] if isinstance(each, tuple) else each for each in found]
@@ -59,7 +59,7 @@ CONTENTS = "[c[0]['content'] for c in completions]"
         "async def f(prompts, completions, task, log_extra=None, **kwargs): return [len(c) + 10 for c in completions]",
         # verl
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    ok = data_source == 'sums.jsonl' and ground_truth == '5' and extra_info == {}\n"
+        "    ok = data_source == '' and ground_truth == '5' and extra_info == {}\n"
         "    return {'score': len(solution_str) + 10 * ok, 'acc': True, 'pred': 'text'}",
         "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
         "    return [len(s) + 10 * (g == '5') for s, g in zip(solution_strs, ground_truths)]",

@@ -106,9 +106,8 @@ class Recipe(Table):
     @property
     def reward_constants(self) -> dict[str, Any]:
         """Return what every reward of the recipe may ask for by keyword; see `rewards.base.KEYWORDS`."""
-        policy = self.train.train_policy
-        constants = {"custom": self.custom, "max_tokens": self.rollout.max_response_length}
-        return {**constants, "data_source": policy.dataset.name, **policy.constants_of_rewards}
+        constants = self.train.train_policy.constants_of_rewards
+        return {"custom": self.custom, "max_tokens": self.rollout.max_response_length, **constants}
 
     @property
     def reward_env(self) -> tuple[str, ...]:
