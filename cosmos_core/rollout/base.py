@@ -7,7 +7,7 @@ completions (`groups`), rewards, losses.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -220,6 +220,11 @@ def completion(  # noqa: PLR0913 - what an engine knows of a completion
         finish_reason="stop" if is_stopped else "length",
         text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
     )
+
+
+def place_of(tensor: Tensor) -> Hashable:
+    """Return what is equal for two tensors that are the same memory, such as tied weights under their two names."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class Receiver:

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.base import Bucket, Engine, Loaded, WeightFormat
+from cosmos_core.rollout.base import Bucket, Engine, Loaded, WeightFormat, place_of
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -243,15 +243,18 @@ class Replica:
 
 
 def packed(bucket: Bucket) -> Packed:
-    """Return a bucket as one array on the host."""
-    index, start = [], 0
+    """Return a bucket as one array on the host, in which tied weights are once."""
+    index, size = [], 0
+    starts: dict[Hashable, int] = {}
     for name, tensor in bucket:
+        start = starts.setdefault(place_of(tensor), size)
         end = start + tensor.numel() * tensor.element_size()
         index.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, end))
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-    found = Packed(np.empty(start, np.uint8), index)
+        size = max(size, -(-end // _ALIGNMENT) * _ALIGNMENT)
+    found = Packed(np.empty(size, np.uint8), index)
     for (_, tensor), (_, own) in zip(bucket, unpacked(found), strict=True):
-        own.copy_(tensor.detach())
+        if starts.pop(place_of(tensor), None) is not None:
+            own.copy_(tensor.detach())
     return found
 
 

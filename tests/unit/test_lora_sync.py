@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
-from tests.unit.test_lora import disturb, folder, ours  # noqa: F401 - a fixture
+from cosmos_core.rollout.replica import packed, unpacked
+from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
 
 
 @pytest.mark.parametrize(("lora", "form"), [({}, "adapter"), ({"modules_to_save": ["lm_head"]}, "module")])
@@ -45,3 +46,25 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
     factors = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" in name)
     assert engine.weight_format == form
     assert (metrics["sync/bytes"] == factors) == (form == "adapter")
+
+
+def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
+    model = load_model(str(tied_folder), dtype=torch.float32)
+    apart = EngineSettings(
+        model, load_tokenizer(str(tied_folder)), str(tied_folder), RolloutConfig(), 64, torch.float32, is_apart=True
+    )
+
+    def own(token_ids: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([list(token_ids)])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    publisher = WeightPublisher(HfEngine(apart), model, own, torch.float32)
+    assert publisher.publish(1)["sync/bytes"] == sum(parameter.nbytes for parameter in model.parameters())
+    tied, other = torch.randn(64, 8), torch.randn(64)
+    bucket = [("embed", tied), ("head", tied), ("norm", other), ("half", tied[:32])]
+    sent = packed(bucket)
+    assert sent.data.nbytes == tied.nbytes + other.nbytes + tied[:32].nbytes
+    assert all(
+        name == own and torch.equal(one, two) for (name, one), (own, two) in zip(bucket, unpacked(sent), strict=True)
+    )
