@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import FOLDER
 from cosmos_core.models.processor import processor_files
 from cosmos_core.models.prove import auto_class, prove_export
+from cosmos_core.run.lineage import public_name
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
@@ -110,13 +112,13 @@ def loading_of(stage: Stage, loader: str) -> Loading:
 def model_card(stage: Stage, loading: Loading) -> str:
     """Return README.md of an export: what lineage knows of where the weights come from, what was measured, and how to
     load them."""
-    origin, base = stage.origin, stage.origin.get("base_model", "")
+    origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
-    made_by = f"made by `{origin['made_by']}`" if origin.get("made_by") else ""
+    made_by = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
     facts = {
         "Base model": f"`{base}`" + f" at `{revision}`" * bool(revision) if base else made_by,
-        "Data": ", ".join(f"`{name}`" for name in origin.get("data", ())),
+        "Data": ", ".join(f"`{public_name(name)}`" for name in origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
         "Precision": precision(stage),
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
@@ -126,7 +128,8 @@ def model_card(stage: Stage, loading: Loading) -> str:
         *(f"- {name}: {fact}" for name, fact in facts.items() if fact), "",
         "```python", *loading.lines, "```", "",
     ]  # fmt: skip
-    lines += [loading.adapter, ""] if adapter_files(stage) else []
+    if adapter_files(stage):
+        lines += [f"{loading.adapter} Its base is `{_base_of_adapter(stage)}`.", ""]
     for name, result in sorted(stage.inputs.items()):
         lines += _describe_input(name, result)
     return "\n".join(lines)
@@ -160,8 +163,17 @@ def _upstream_info(stage: Stage) -> Mapping[str, Any]:
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the files of the adapter that the upstream stage exported."""
-    return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
+    """Return the files of the adapter that the upstream stage exported, whose settings name its base without a folder
+    of this machine."""
+    files = {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
+    if content := files.get(name := f"{FOLDER}/adapter_config.json"):
+        settings = json.loads(content) | {"base_model_name_or_path": _base_of_adapter(stage)}
+        files[name] = json.dumps(settings, indent=2, sort_keys=True).encode()
+    return files
+
+
+def _base_of_adapter(stage: Stage) -> str:
+    return str(_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))
 
 
 def prove_copy(files: Mapping[str, bytes], target: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parsed, read_object, sha256
 from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.run.manifest import Result, Source, problem, read_result
+from cosmos_core.run.stage import Stage
 
 _RECORD = "published.json"
 """What a published version says of itself, beside its files."""
@@ -128,6 +130,25 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     base = {"base_model": stage.model or recipe.policy.model_name_or_path, "data": list(data)}
     revision = recipe.policy.model_revision if isinstance(source, str) else None
     return base | ({"revision": revision} if revision else {})
+
+
+def public_name(name: str) -> str:
+    """Return the name of a model or of rows without the folders of this machine: a Hub id, or the last of a path."""
+    if cached := re.search(r"models--(.+?)--([^/]+)/snapshots/", name):
+        return f"{cached[1]}/{cached[2]}"
+    is_path = name.startswith(("/", "~", ".")) or os.path.exists(name)
+    return Path(name).name if is_path else name
+
+
+def base_of(stage: Stage) -> str:
+    """Return what names the model that a training began from, on any machine: a Hub id, a stage of this run, or the
+    name and the digest of a folder."""
+    named = stage.config.model or stage.recipe.policy.model_name_or_path
+    if (upstream := source_of(named)) is not None:
+        return f"{stage.run_path.name}/{upstream}"
+    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
+    name = public_name(named)
+    return name if name in {named, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
 def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:

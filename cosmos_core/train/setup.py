@@ -29,6 +29,7 @@ from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
+from cosmos_core.run.lineage import base_of
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.agreement import Agreement
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
@@ -147,7 +148,7 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip
     if export.adapter:
-        info["adapter"] = f"{folder}/{export.adapter}"
+        info |= {"adapter": f"{folder}/{export.adapter}", "base": base_of(stage)}
     if trained.best is not None:
         info["best"] = asdict(trained.best)
     return Outcome(outputs=(folder, *others), metrics=trained.metrics, info=info)

@@ -13,7 +13,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.files import sha256
-from cosmos_core.run.lineage import lineage, stage_of
+from cosmos_core.run.lineage import lineage, public_name, stage_of
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 from tasks.stage import perform
@@ -116,3 +116,20 @@ def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path:
     assert stage_of(tmp_path / "published" / "latest") == first
     with pytest.raises(ConfigError, match=r"belongs to no run; give a run, a stage, an exported or a published model$"):
         stage_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("/data/models/qwen3-8b", "qwen3-8b"),
+        ("~/models/mine/", "mine"),
+        ("../rows.jsonl", "rows.jsonl"),
+        ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/c0ffee", "Qwen/Qwen3-8B"),
+        ("/home/me/mine.py:make", "mine.py:make"),
+        ("s3://bucket/models/mine", "s3://bucket/models/mine"),
+        ("", ""),
+    ],
+)
+def test_a_public_name_has_no_folder_of_this_machine(name: str, public: str) -> None:
+    assert public_name(name) == public
