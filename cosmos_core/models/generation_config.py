@@ -32,16 +32,21 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     Raises:
         ModelError: the file is no JSON object, or the Hub id cannot be had.
     """
-    source, options = source_of(model, revision)
-    options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with reading(FILE, model):
-        file = cached_file(str(source), FILE, **options)
-    if file is None:
+    if (content := _read(model, revision)) is None:
         return None
-    found, refused = _usable(read_object(Path(file), model))
+    found, refused = _usable(content)
     if refused:
         logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused))
     return found
+
+
+def refused_settings(model: str, revision: str | None = None) -> list[str]:
+    """Return the settings of a model's generation config that transformers, and so vLLM, refuses to load.
+
+    Raises:
+        ModelError: as `load_generation_config`.
+    """
+    return _usable(_read(model, revision) or {})[1]
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -57,6 +62,14 @@ def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
+
+
+def _read(model: str, revision: str | None) -> dict[str, Any] | None:
+    source, options = source_of(model, revision)
+    options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    with reading(FILE, model):
+        file = cached_file(str(source), FILE, **options)
+    return None if file is None else read_object(Path(file), model)
 
 
 def _usable(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:

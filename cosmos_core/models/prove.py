@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +35,11 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import ModelError, ProgramError, StageFailed
 from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, fitting, is_beyond
 from cosmos_core.models.fresh import ask, fresh_interpreter
 from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
+from cosmos_core.models.source import KEY, reading
 
 _INDEX = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
@@ -96,6 +98,19 @@ def prove_export(
     return checks
 
 
+def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Write what an export has beside its weights to a temporary folder and read it again, before anything is trained.
+
+    Raises:
+        ModelError: transformers cannot save it, or reads something else.
+    """
+    with reading("config and tokenizer that an export would have", model), TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
+            raise ModelError(f"{KEY} = {model!r}: the tokenizer, saved by transformers, is another when it is loaded")
+
+
 def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
     """Files hold the model's keys, no other, and of tied ones at least one; the index says where they are. Each tensor,
     read again from disk, is the trainer's in `dtype`, bit for bit."""
@@ -111,17 +126,17 @@ def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
     missing = sorted(min(keys) for keys in aliases.values() if not keys & found.keys())
     unexpected = sorted(found.keys() - expected.keys())
     if missing or unexpected:
-        raise StageFailed(
+        raise ProgramError(
             f"export {target} failed the check 'keys': missing {some_of(missing)}, unexpected {some_of(unexpected)}; "
             "it must not be used, run the stage again"
         )
     index = target / _INDEX
     if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != found:
-        raise StageFailed(
+        raise ProgramError(
             f"export {target} failed the check 'keys': {_INDEX} does not match the files; run the stage again"
         )
     if wrong:
-        raise StageFailed(
+        raise ProgramError(
             f"export {target} failed the check 'bytes': {some_of(sorted(wrong))} on disk is not what was trained; "
             "it must not be used, check the disk and run the stage again"
         )
@@ -158,7 +173,7 @@ def _prove_reload(
     checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
     if tokenizer is not None:
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
-            raise StageFailed(
+            raise ProgramError(
                 f"export {target} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} otherwise "
                 "or has another chat template; save the tokenizer again from the base model"
             )
@@ -219,7 +234,7 @@ def _compare_logits(
     if trainer_BTV.shape == reloaded_BTV.shape:
         difference = float((trainer_BTV - reloaded_BTV).abs().max())
     if not difference <= tolerance:  # NaN fails too
-        raise StageFailed(
+        raise ProgramError(
             f"export {target} failed the check {check!r}: logits of the {_COMPARED[check]} differ by {difference:.2g} "
             f"from the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
         )

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.config.compose import source_of
+from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import InStage
@@ -20,10 +22,14 @@ from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
 from cosmos_core.data.shown import shown_rows
-from cosmos_core.errors import DataError, RewardError
+from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import balance_of
 from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.generation_config import FILE, refused_settings
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
+from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.lora_targets import describe_adapter
+from cosmos_core.models.prove import rehearse_export
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
@@ -68,7 +74,13 @@ def run(stage: Stage) -> Outcome:
         info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
         check_weights(stage.model)
-        _check_model(stage)
+        found += _check_model(stage)
+        refused = refused_settings(stage.model, revision)
+        if refused and stage.kind.feed == "rollouts" and stage.recipe.rollout.backend == "vllm":
+            raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused)}; remove it there")
+        if stage.kind.trains:
+            rehearse_export(config, tokenizer, stage.model)
+            found += _narrowed(config, stage.recipe.train.param_dtype)
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
             found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
@@ -95,8 +107,9 @@ def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonVal
     return {}
 
 
-def _check_model(stage: Stage) -> None:
-    """Build the model without reading its weights, with its adapter, and in pipeline stages where the run does."""
+def _check_model(stage: Stage) -> list[str]:
+    """Build the model without reading its weights, with its adapter, and in pipeline stages where the run does; return
+    what the adapter changes."""
     policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
     dtype = getattr(torch, stage.recipe.train.master_dtype)
     is_pipelined = stage.kind.has_mesh and sizes.pp_size > 1
@@ -109,8 +122,22 @@ def _check_model(stage: Stage) -> None:
         if stage.kind.trains:
             choose_trained(model, policy)
             balance_of(model, policy.aux_loss_coeff)
+    found = _adapter(model, policy.lora)
     if is_pipelined:
         apply_pp(model, sizes, 0)
+    return found
+
+
+def _narrowed(config: PretrainedConfig, dtype: str) -> list[str]:
+    """Return a line where kind `export` will write the trained model in a dtype of fewer bits than the base has."""
+    base = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
+    if base not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
+        return []
+    return [f"exports will be in {dtype}, the base is in {base}: train.param_dtype = '{base}' would keep that"]
+
+
+def _adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
+    return [describe_adapter(model, lora.target_modules)] if lora and is_adapted(model) else []
 
 
 def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
@@ -129,7 +156,9 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
         family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:
         with torch.device("meta"):
-            choose_trained(family.folder.build(family.denoiser_name), policy, family.lora_targets)
+            denoiser = family.folder.build(family.denoiser_name)
+            choose_trained(denoiser, policy, family.lora_targets)
+        found += _adapter(denoiser, policy.lora)
     return {"found": "; ".join(found + look_at_rewards(stage))}
 
 

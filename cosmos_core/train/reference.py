@@ -61,7 +61,7 @@ def reference_logprobs(
         return None
     stage.progress.phase(NAME)
     file = stage.path / NAME / f"{split}.json"
-    key = {"fingerprint": stage.fingerprint, "rows": sha256(pairs.path)}
+    key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(pairs.path)}
     saved_before = torch.from_numpy(_saved(file, key, len(pairs))) if is_first() else torch.empty(0)
     found = broadcast_object(saved_before).numpy()
     policy, saved = stage.recipe.train.train_policy, time.monotonic()
