@@ -6,10 +6,12 @@ import logging
 import shutil
 
 import torch
+import torch._dynamo.callback
 from torch import nn
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.fsdp import blocks_of
+from cosmos_core.run.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -29,3 +31,16 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(dynamic=True)
     names = sorted({type(block).__name__ for block in blocks})
     logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))
+
+
+def watch_compiling(progress: Progress) -> None:
+    """Tell `progress` from now on whenever torch compiles in this process: at the first steps, and at shapes that no
+    graph fits. It takes the place of the one that was told before."""
+    handler = torch._dynamo.callback.callback_handler
+    if not _watching:
+        handler.register_start_callback(lambda _: _watching[-1].begin_compiling())
+        handler.register_end_callback(lambda _: _watching[-1].end_compiling())
+    _watching[:] = [progress]
+
+
+_watching: list[Progress] = []

@@ -11,7 +11,7 @@ from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import balance_of
 from cosmos_core.models.causal_lm import CausalLM, Reading
-from cosmos_core.models.compiled import compile_blocks
+from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_fp8, use_liger
@@ -65,7 +65,9 @@ def open_model(stage: Stage) -> CausalLM:
         choose_trained(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
+    train = train.derived(compile=stage.recipe.compiles_on(device.type))
     if train.compile:
+        watch_compiling(stage.progress)
         compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
     # A tokenizer may have been given a token to pad with that the model has no embedding for.

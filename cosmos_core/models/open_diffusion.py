@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cosmos_core.models.compiled import compile_blocks
+from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import choose_trained
@@ -46,7 +46,8 @@ def open_model(stage: Stage) -> Denoiser:
     recompute_blocks(model, policy.model_gradient_checkpointing)
     if stage.kind.trains:
         choose_trained(model, policy, family.lora_targets)
-    if train.compile:
+    if stage.recipe.compiles_on(device.type):
+        watch_compiling(stage.progress)
         compile_blocks(model)
     adapter = Denoiser(model, family, train, mesh)
     adapter.model_class = policy.model_class

@@ -206,7 +206,7 @@ class Loop:
         samples, metrics = given
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
-        began = time.perf_counter()
+        began, compiled = time.perf_counter(), self.stage.progress.compile_seconds
         updates = []
         for update in self.algorithm.updates(samples, self.trainer) if samples else ():
             updates.append(self.trainer.update(update))
@@ -217,7 +217,8 @@ class Loop:
                 self.utilization.add(update)
         metrics |= _over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
-        seconds = time.perf_counter() - began
+        compiling = self.stage.progress.compile_seconds - compiled
+        seconds = time.perf_counter() - began - compiling
         if self.utilization:
             metrics["throughput/mfu"] = self.utilization.reached(seconds)
         num_tokens = sum(self.trainer.adapter.cost(sample) for sample in samples)
@@ -225,6 +226,7 @@ class Loop:
             **learning_rates,
             "tokens": float(num_tokens),
             "time/train": seconds,
+            **({"time/compile": compiling} if compiling else {}),
             "throughput/tokens_per_second": num_tokens / max(1e-9, seconds),
         }
 

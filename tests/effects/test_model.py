@@ -69,7 +69,7 @@ def facts(recipe: Recipe, model: Path, folder: Path) -> dict[str, Any]:
 
 
 @changes(
-    (Change("train.compile", False), {"compiled": 0}),
+    (Change("train.compile", True), {"compiled": 2}),
     (Change("train.master_dtype", "bfloat16"), {"weights": {torch.bfloat16}}),
     (Change("train.logprob_dtype", "bfloat16"), {"logprobs": torch.bfloat16}),
     (Change("train.seed", 7), {"seed": 7}),
@@ -80,7 +80,7 @@ def test_it_changes_the_model_that_is_trained(
     change: Change, expected: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     before, after = (facts(side, model, tmp_path) for side in (change.before, change.after))
-    assert before["compiled"] == 2 and before["weights"] == {torch.float32}
+    assert before["compiled"] == 0 and before["weights"] == {torch.float32}
     assert {name: after[name] for name in after if after[name] != before[name]} == expected
 
 

@@ -322,7 +322,10 @@ def test_check_refuses_ranks_that_cannot_share_a_clip(
     ("settings", "said"),
     [
         ({"policy.parallelism.tp_size": 2}, "policy.parallelism.tp_size = 2: this version spreads diffusion models by"),
-        ({"policy.parallelism.cp_size": 2}, "train.compile = true excludes policy.parallelism.cp_size = 2 for"),
+        (
+            {"policy.parallelism.cp_size": 2, "train.compile": True},
+            "train.compile = true excludes policy.parallelism.cp_size = 2 for",
+        ),
         ({"policy.enable_liger_kernel": True}, "Liger has no kernels for diffusion models"),
         ({"policy.lora.modules_to_save": ["proj_out"]}, "diffusers loads adapters alone"),
         ({"policy.lora.init_lora_weights": "pissa"}, "moves a part of the base weights"),

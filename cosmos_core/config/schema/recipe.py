@@ -173,6 +173,14 @@ class Recipe(Table):
             raise ValueError(f"{where} excludes train.fsdp_offload; set train.fsdp_offload = false")
         return self
 
+    def compiles_on(self, device: str) -> bool:
+        """Return whether blocks are compiled on devices of a type, `cuda` or `cpu`."""
+        if self.train.compile is not None or device != "cuda":
+            return bool(self.train.compile)
+        mesh, policy = self.policy.parallelism, self.policy
+        excludes = (mesh.cp_size > 1, False) if policy.is_diffusers else (mesh.tp_size > 1, policy.lora is not None)
+        return not (excludes[0] or (excludes[1] and isinstance(self.train.train_policy, RlConfig)))
+
     @model_validator(mode="after")
     def _lora_in_rl(self) -> Self:
         if self.policy.lora is None or not isinstance(self.train.train_policy, RlConfig) or self.policy.is_diffusers:
