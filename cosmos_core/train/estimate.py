@@ -347,7 +347,8 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
         card = torch.cuda.get_device_properties(device)
         name, memory = card.name, card.total_memory
     else:
-        name, memory = f"cpu, {torch.get_num_threads()} threads", psutil.virtual_memory().total
+        count = torch.get_num_threads()
+        name, memory = f"cpu, {count} thread{'s' * (count > 1)}", psutil.virtual_memory().total
     rate = matmul_rate(device, getattr(torch, recipe.train.param_dtype))
     return {"device": name, "is_cpu": device.type == "cpu", "flops": rate, "memory": memory}
 
