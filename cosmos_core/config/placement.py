@@ -48,7 +48,7 @@ def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
     found = []
     if kind.trains and recipe.train.fp8.enable_fp8:
         found.append("train.fp8.enable_fp8 = true")
-    if kind.feed == "rollouts" and recipe.rollout.quantization != "none" and recipe.rollout.backend == "vllm":
+    if kind.feed == "rollouts" and recipe.rollout.quantization != "none":
         found.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
     return found
 

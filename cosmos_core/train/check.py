@@ -76,7 +76,7 @@ def run(stage: Stage) -> Outcome:
         check_weights(stage.model)
         found += _check_model(stage)
         refused = refused_settings(stage.model, revision)
-        if refused and stage.kind.feed == "rollouts" and stage.recipe.rollout.backend == "vllm":
+        if refused and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused)}; remove it there")
         if stage.kind.trains:
             rehearse_export(config, tokenizer, stage.model)

@@ -11,8 +11,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_rows import open_media, open_media_prompts
 from cosmos_core.data.prepare_media import Source, prepare
 from tests.effects.change import SFT, Change, changes, stage_of
+from tests.unit.media_stage import FakeEncoders, with_rows
 from tests.unit.test_media_source import png, write_clip, write_pairs
-from tests.unit.test_prepare_media import FakeEncoders, with_rows
 
 TRAIN, HELD_OUT = "train.train_policy.dataset", "validation.dataset"
 SIZE = {"policy.is_diffusers": True, "policy.diffusers.inference_size": [16, 16]}

@@ -12,7 +12,7 @@ from cosmos_core.observe.console import print_summary
 from cosmos_core.observe.record import read_run
 from cosmos_core.run.files import read_object
 from tasks.artifacts import _run_card
-from tests.unit.test_observe_run import Page, finished_run, write, write_lines
+from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
 
 @pytest.mark.parametrize("has_export", [True, False])

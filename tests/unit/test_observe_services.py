@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cosmos_core.observe import report
-from tests.unit.test_observe_run import HOSTILE, Page, finished_run, write
+from tests.unit.observed_runs import HOSTILE, Page, finished_run, write
 
 
 def test_the_page_says_how_the_reward_service_of_a_stage_was(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
@@ -26,69 +24,14 @@ from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.run.files import SHARED, files_below, sha256
-from cosmos_core.run.stage import Stage
-from tasks.kinds import all_kinds
 from tests import tiny_pipelines
+from tests.unit.media_stage import FakeEncoders, make_stage, prepared, stage_path
 from tests.unit.test_media_source import png, write_clip, write_pairs
-
-
-class FakeEncoders:
-    """The text's length and first letter as an embedding, the mean colour of pixels as a latent; counts its work."""
-
-    def __init__(self, die_at: int = 0) -> None:
-        self.texts: list[str] = []
-        self.media = 0
-        self.die_at = die_at
-
-    def text_embedding(self, prompts):
-        self.texts += prompts
-        ids = torch.tensor([[len(prompt), ord(prompt[:1] or " ")] for prompt in prompts])
-        return {"embeds": ids.float()[:, None], "mask": ids > 0}
-
-    def visual_embedding(self, pixels):
-        self.media += len(pixels)
-        if self.die_at and self.media >= self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        mean = torch.nn.functional.avg_pool2d(pixels.flatten(1, -3), 4) if pixels.ndim == 4 else pixels
-        return mean, torch.zeros_like(mean)
-
-
-def with_rows(recipe: Recipe, rows: str) -> Recipe:
-    """The recipe with an algorithm that learns from other rows."""
-    policy = recipe.train.train_policy
-    table = type("Policy", (type(policy),), {"rows": rows, "__module__": __name__})
-    return recipe.derived(train=recipe.train.derived(train_policy=table.model_construct(**dict(policy))))
-
-
-def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage:
-    path.mkdir(parents=True, exist_ok=True)
-    dataset = recipe.pop("dataset", {})
-    diffusers = {"inference_size": [8, 8], **recipe.pop("diffusers", {})}
-    values = {
-        "train": {"train_policy": {"type": "sft", "dataset": {"local_dir": str(source), **dataset}}},
-        "policy": {"is_diffusers": True, "diffusers": diffusers},
-        **recipe,
-    }
-    made = with_rows(Recipe.model_validate(values), rows)
-    config = StageConfig(name=path.name, kind="prepare")
-    return Stage(path, config, made, "model", None, {}, "f", all_kinds()["prepare"])
-
-
-def prepared(path: Path, source: Path, encoders=None, **recipe):
-    """Return the outcome, and the encoders."""
-    encoders = encoders or FakeEncoders()
-    stage = make_stage(path, source, **recipe)
-    is_video = recipe.get("diffusers", {}).get("is_video", False)
-    return prepare(stage, Source(encoders, "encoders", multiple=4, is_video=is_video)), encoders
 
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
     return tmp_path / "outputs"
-
-
-def stage_path(runs: Path, run_id: int = 1) -> Path:
-    return runs / str(run_id) / "stages" / "prepare"
 
 
 def test_each_row_has_the_embedding_of_its_prompt_and_the_latent_of_its_image(tmp_path, runs):

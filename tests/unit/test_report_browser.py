@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from cosmos_core.observe import report
 from tests.conftest import wait_until
-from tests.unit.test_observe_run import finished_run
+from tests.unit.observed_runs import finished_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",

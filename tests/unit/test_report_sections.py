@@ -13,7 +13,7 @@ from cosmos_core.observe import report
 from cosmos_core.observe.before import before
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.usage import resources, reward_bins
-from tests.unit.test_observe_run import STARTED, finished_run, write, write_lines
+from tests.unit.observed_runs import STARTED, finished_run, write, write_lines
 
 
 def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:

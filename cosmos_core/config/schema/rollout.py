@@ -234,6 +234,11 @@ class RolloutConfig(Table):
             f"their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
         )
 
+    @property
+    def checks_generation_config(self) -> bool:
+        """Return whether the engine refuses a model whose generation_config.json transformers would not save."""
+        return self.backend == "vllm"
+
     @field_validator("backend")
     @classmethod
     def _vllm_for_others(cls, name: str, info: ValidationInfo) -> str:

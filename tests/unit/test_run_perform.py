@@ -1,0 +1,157 @@
+"""How the stages of a run are performed: once, again where something changed, and not where it cannot help."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from cosmos_core.config.load import read_toml
+from cosmos_core.errors import (
+    GateFailed,
+    ProgramError,
+    StageFailed,
+)
+from cosmos_core.run.directory import open_run
+from cosmos_core.run.manifest import read_result
+from cosmos_core.run.state import record_failure, update_state
+from cosmos_core.worker.program import _crash
+from tasks.kinds import all_kinds
+from tasks.stage import perform, should_retry
+from tests.conftest import processes_below, wait_until
+from tests.unit.run_folder import counting_run
+
+
+def visits(run_path: Path, stage: str = "first") -> list[str]:
+    file = run_path / "stages" / stage / "visits.txt"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def performing(run_path: Path) -> subprocess.Popen[str]:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom cosmos_core.run.directory import open_run\n"
+        "from tasks.kinds import all_kinds\nfrom tasks.stage import perform\n"
+        "for name in ('first', 'second'):\n"
+        "    print(perform(open_run(Path(sys.argv[1]), all_kinds()), name)[1])\n"
+    )
+    environment = {**os.environ, "COSMOS_WORKSPACE": str(run_path)}
+    command = [sys.executable, "-c", program, str(run_path)]
+    here = Path(__file__).parents[2]
+    return subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_runs_that_want_the_same_result_at_once_make_it_once(tmp_path: Path) -> None:
+    runs = [counting_run(tmp_path, "first.arguments={steps = 20, seconds = 0.1}") for _ in range(2)]
+    processes = [performing(run.path) for run in runs]
+    answers = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2, "each stage, once"
+    assert [visits(run.path) for run in runs].count(["start 0"]) == 1
+    assert [visits(run.path) for run in runs].count([]) == 1
+    chains = {(run.stage_path("first") / "out.txt").read_text() for run in runs}
+    assert len(chains) == 1
+    wait_until(lambda: not processes_below(tmp_path), 15, "nothing is left running")
+
+
+def test_two_launchers_of_the_same_run_make_each_stage_once(tmp_path: Path) -> None:
+    run = counting_run(tmp_path, "first.arguments={steps = 20, seconds = 0.1}")
+    processes = [performing(run.path) for _ in range(2)]
+    answers = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2
+    assert visits(run.path, "first") == visits(run.path, "second") == ["start 0"]
+    wait_until(lambda: not processes_below(tmp_path), 15, "nothing is left running")
+
+
+def test_a_result_is_reused_across_runs_and_made_again_when_it_was_damaged(tmp_path: Path) -> None:
+    first = counting_run(tmp_path)
+    assert perform(first, "first")[1] is False
+    second = counting_run(tmp_path)
+    result, was_reused = perform(second, "first")
+    assert was_reused
+    assert result["reused_from"] == str(first.stage_path("first"))
+    assert visits(second.path) == []
+    out = second.stage_path("first") / "out.txt"
+    right = out.read_text()
+    out.write_text("altered")  # its own copy, so the other run is whole
+    assert perform(second, "first")[1] is True
+    assert out.read_text() == right == (first.stage_path("first") / "out.txt").read_text()
+    out.unlink()
+    assert perform(second, "first")[1] is True, "the other run still has it"
+    assert out.read_text() == right
+
+
+def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    (run.path / "pipeline.toml").unlink()  # reading it again in each stage made a run quadratic in its stages
+    assert perform(run, "first")[1] is False
+    assert should_retry(run, "first", StageFailed("crashed"))
+    assert not should_retry(run, "first", GateFailed("no"))
+
+
+@pytest.mark.parametrize(
+    ("errors", "tried"),
+    [
+        ([(1, "TypeError: no"), (1, "TypeError: no")], [True, False]),
+        ([(1, "rank 1: TypeError: <a at 0x7f01>"), (1, "rank 0: TypeError: <a at 0x7f02>")], [True, False]),
+        ([(None, "TypeError: no"), (None, "TypeError: no")], [True, False]),  # before the first step
+        ([(1, "TypeError: no"), (2, "TypeError: no"), (2, "TypeError: no")], [True, True, False]),
+        ([(1, "TypeError: no"), (1, "ValueError: no"), (1, "TypeError: no")], [True, True, True]),
+    ],
+)
+def test_the_same_error_at_the_same_step_twice_is_not_tried_again(
+    tmp_path: Path, errors: list[tuple[int | None, str]], tried: list[bool]
+) -> None:
+    run = counting_run(tmp_path, "first.retries=9")
+    path = run.stage_path("first")
+
+    def retried(step: int | None, error: StageFailed) -> bool:
+        update_state(path, step=step, error="")
+        record_failure(path, error)
+        return should_retry(run, "first", error)
+
+    assert [retried(step, ProgramError(message)) for step, message in errors] == tried
+    assert all(retried(1, StageFailed("stage 'first' crashed (signal 9)")) for _ in range(3)), "a kill may pass"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(TypeError("no"), "ProgramError"), (ConnectionError("lost"), "StageFailed"), (MemoryError(), "StageFailed")],
+)
+def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, error: Exception, kind: str) -> None:
+    assert _crash(tmp_path, error) == 1
+    assert json.loads((tmp_path / "error.json").read_text())["type"] == kind
+
+
+def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    perform(run, "first")
+    out = run.stage_path("first") / "out.txt"
+    right, status = out.read_text(), out.stat()
+    with open(out, "r+") as file:
+        file.write("?")
+    os.utime(out, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert perform(run, "first")[1] is True
+    assert perform(replace(run, verify=True), "first")[1] is False
+    assert out.read_text() == right
+
+
+def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    perform(run, "first")
+    saved = copy.deepcopy(read_toml(run.path / "pipeline.toml"))
+    saved["pipeline"]["stages"][0]["arguments"]["steps"] = 5
+    (run.path / "pipeline.toml").write_text(tomli_w.dumps(saved))
+    result, was_reused = perform(open_run(run.path, all_kinds()), "first")
+    assert not was_reused
+    assert result["metrics"] == {"count": 5.0}
+    assert visits(run.path) == ["start 0"]
+    older = read_result(run.path / "superseded" / "first.1")
+    assert older is not None
+    assert older["metrics"] == {"count": 3.0}
