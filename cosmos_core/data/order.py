@@ -6,10 +6,12 @@ cannot get out of step. Nothing here reads data.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
 
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import DataError
 
 _WORD = 2**64
@@ -44,6 +46,25 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
             "lower train.train_batch_per_replica or give more rows"
         )
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
+
+
+def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
+    """Return what is to be said of rows that fill no batch of `size` at the end of an epoch; empty: there are none.
+
+    Raises:
+        DataError: the rows do not fill one step.
+    """
+    if train.train_policy.balances_tokens or size < 1:
+        return ""
+    batches_per_epoch(size, num_rows, train.train_policy.drops_last)
+    count = num_rows % size if train.train_policy.drops_last else 0
+    if not count or (train.max_num_steps or math.inf) * size <= num_rows - count:
+        return ""
+    which = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
+        "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
+    )  # fmt: skip
+    return f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({which}); {remedy}"
 
 
 def batch_positions(

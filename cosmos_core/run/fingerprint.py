@@ -174,6 +174,17 @@ def _said_of(stage: StageConfig) -> dict[str, Any]:
     return found
 
 
+def _templates(recipe: Recipe, reads: Callable[[str], bool], digests: Digests) -> dict[str, str]:
+    """Return the digests of chat templates, or the name of one that comes with this version."""
+    found = {}
+    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
+        found["chat_template"] = digests.of_file(template)
+    if reads("policy.chat_template") and (named := recipe.policy.chat_template):
+        file = existing(named, Path.cwd())
+        found["template"] = digests.of_file(file) if file and file.is_file() else named
+    return found
+
+
 def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     """Return whether a stage reads a key of its recipe: one of its kind, unless other settings leave it unread."""
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]

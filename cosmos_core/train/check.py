@@ -20,6 +20,7 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
+from cosmos_core.data.order import left_over
 from cosmos_core.data.prepare import end_ids
 from cosmos_core.data.shown import shown_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
@@ -41,7 +42,7 @@ from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.wan_latents import look_at
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
-from cosmos_core.train.feeds import left_over
+from cosmos_core.train.feeds import rows_per_step
 from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
@@ -101,7 +102,8 @@ def _empty(stage: Stage) -> PreTrainedModel:
 def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
     """Say which rows fill no batch; where there is not even one, a stage that trains on them could not begin."""
     try:
-        found += filter(None, [left_over(stage.recipe, num_rows)])
+        size = 1 if stage.recipe.spreads_groups else rows_per_step(stage.recipe)
+        found += filter(None, [left_over(stage.recipe.train, size, num_rows)])
     except DataError as error:
         return {"too_few": str(error)}
     return {}

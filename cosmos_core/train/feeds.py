@@ -7,7 +7,6 @@ state of the group source: a resumed run goes on with the same samples.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -21,7 +20,7 @@ from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
 from cosmos_core.data.media_rows import MediaRows
-from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
+from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over
 from cosmos_core.data.prepared import Pairs, Sequences
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.errors import DataError
@@ -86,26 +85,6 @@ def rows_per_step(recipe: Recipe) -> int:
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
 
 
-def left_over(recipe: Recipe, num_rows: int) -> str:
-    """Return what is to be said of rows that fill no batch at the end of an epoch; empty: there are none.
-
-    Raises:
-        DataError: the rows do not fill one step.
-    """
-    train, size = recipe.train, rows_per_step(recipe)
-    if train.train_policy.balances_tokens or recipe.spreads_groups or size < 1:
-        return ""
-    total_steps(recipe, num_rows)
-    count = num_rows % size if train.train_policy.drops_last else 0
-    if not count or (train.max_num_steps or math.inf) * size <= num_rows - count:
-        return ""
-    which = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
-    remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
-        "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
-    )  # fmt: skip
-    return f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({which}); {remedy}"
-
-
 def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
     """Return steps of micro-batches filled by tokens; None: a batch is a number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
@@ -154,7 +133,7 @@ class RowFeed(Feed):
         if self._balanced:
             self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
             return
-        if told := left_over(recipe, len(rows)):
+        if told := left_over(recipe.train, self._batch, len(rows)):
             logger.warning("%s", told)
         self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
         self.total_steps = total_steps(recipe, len(rows))

@@ -41,7 +41,7 @@ def write_clip(
         stream.pix_fmt = "yuv420p"
         stream.bit_rate = 4_000_000
         for i in range(num_frames):
-            pixels = np.full((size, size, 3), 10 * i, np.uint8)
+            pixels = np.full((size, size, 3), 10 * i % 256, np.uint8)
             pixels[:, : size // 2] = pixels[0, 0] if left is None else left
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             container.mux(stream.encode(frame))

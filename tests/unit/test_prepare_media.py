@@ -19,7 +19,7 @@ from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompt
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import framing_of
 from cosmos_core.data.prepare import run as run_stage
-from cosmos_core.data.prepare_media import CACHE, Source, look, prepare, source_of
+from cosmos_core.data.prepare_media import CACHE, Source, prepare, source_of
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
@@ -183,56 +183,6 @@ def test_media_that_cannot_be_decoded_are_named_counted_and_skipped_up_to_a_shar
     assert [rows[i].prompt for i in range(len(rows))] == ["number 0", "number 3"]
 
 
-def fake_source(**given) -> Source:
-    return Source(FakeEncoders(), "encoders", multiple=4, **given)
-
-
-def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
-    source = write_pairs(tmp_path / "pairs", 4)
-    assert look(make_stage(stage_path(runs), source), fake_source()) == {"train": ("train: 4 rows", 4)}
-    (source / "0001.png").write_bytes(png()[:40])
-    with pytest.raises(DataError, match=r"0001\.json: it cannot be decoded.*; 1 of 4 rows of train cannot be used"):
-        look(make_stage(stage_path(runs), source), fake_source())
-    stage = make_stage(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
-    line, num_rows = look(stage, fake_source())["train"]
-    assert num_rows == 3 and line.startswith("train: 3 rows, 1 left out (first: 0001.json: it cannot be decoded")
-    for file in source.glob("*.json"):
-        file.unlink()
-    with pytest.raises(DataError, match=r"there is no 0000\.txt, \.caption or \.json with its prompt; 4 of 4 rows"):
-        look(make_stage(stage_path(runs), source), fake_source())
-    prompts = make_stage(stage_path(runs), write_pairs(tmp_path / "other", 2), rows="media_prompts")
-    assert look(prompts, fake_source())["train"][1] == 2
-
-
-@pytest.mark.parametrize(("suffix", "kept", "told"), [
-    (".mp4", 0.5, "it cannot be decoded"), (".mkv", 0.75, "it is cut off: its head says"),
-    (".avi", 0.75, "it is cut off: its head says"), (".webm", 0.75, "it is cut off: its head says"),
-])  # fmt: skip
-def test_a_video_that_is_cut_off_is_refused_and_a_whole_one_is_not(tmp_path, runs, suffix, kept, told):
-    source = tmp_path / "clips"
-    source.mkdir()
-    clip = write_clip(source / f"a{suffix}", 48, codec="libvpx" if suffix == ".webm" else "mpeg4")
-    (source / "a.txt").write_text("a clip")
-    diffusers = {"is_video": True, "train_frames": 5}
-    stage = make_stage(stage_path(runs), source, diffusers=diffusers, dataset={"frame_sampling": "first"})
-    assert look(stage, fake_source(is_video=True))["train"] == ("train: 1 rows, clips of 8 frames a second", 1)
-    clip.write_bytes(clip.read_bytes()[: int(kept * clip.stat().st_size)])
-    with pytest.raises(DataError, match=told) as caught:
-        look(stage, fake_source(is_video=True))
-    assert "tuple index" not in str(caught.value)
-
-
-def test_clips_of_several_rates_are_told(tmp_path, runs):
-    source = tmp_path / "clips"
-    source.mkdir()
-    for name, rate in {"a": 8, "b": 24}.items():
-        write_clip(source / f"{name}.mp4", 12, rate=rate)
-        (source / f"{name}.caption").write_text(name)
-    stage = make_stage(stage_path(runs), source, diffusers={"is_video": True, "train_frames": 5})
-    line = look(stage, fake_source(is_video=True))["train"][0]
-    assert line == "train: 2 rows, clips of 8 to 24 frames a second, which are learned frame by frame"
-
-
 def test_names_that_are_no_utf_8_and_half_characters_are_told_as_text(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 2)
     for suffix in (".json", ".png"):
@@ -252,15 +202,6 @@ def test_an_embedding_of_another_form_than_the_encoders_is_named_before_it_is_le
     assert "0001.safetensors: embeds is [1, 5, 2], and the model's encoder gives [1, 2]" in notice
     assert "0002.safetensors: embeds is [5, 3]" in notice
     assert open_media(stage_path(runs) / "data", "train")[0].text["embeds"].shape == (5, 2)
-
-
-def test_a_size_beyond_the_position_embeddings_is_refused_by_the_first_stage(tmp_path, runs):
-    model = tiny_pipelines.save("sd3", tmp_path / "model")
-    stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 2), diffusers={"inference_size": [512, 64]})
-    stage.model = str(model)
-    for program in (run_stage, look):
-        with pytest.raises(ConfigError, match=r"inference_size = \[512, 64\]: the model has position embeddings"):
-            program(stage)
 
 
 def test_code_of_a_users_family_is_a_part_of_what_encodes(tmp_path, runs):
