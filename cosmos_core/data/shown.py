@@ -29,5 +29,5 @@ def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> 
                 text = str(tokenizer.decode([i for _, i in run]))
                 lines.append(f"  {'' if side == 'input' else side + ' '}{'learned' if bit else 'masked'}: {text!r}")
         if "reference" in row:
-            lines.append(f"  reference answer: {row['reference']!r}")
+            lines.append(f"  reference: {row['reference']!r}")
     return lines

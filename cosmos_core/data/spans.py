@@ -167,7 +167,7 @@ def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[
     if not full.startswith(parts[0]) or not full.endswith(tail) or "" in parts[1:]:
         return None
     stops = _leftmost(full[:last], parts[1:], first)
-    # A turn that quotes the text between two turns, control tokens included, has a second place for it.
+    # A turn that quotes the text between two turns, control tokens included, has a second match.
     if stops is None or stops != _rightmost(full[:last], parts[1:], first):
         return None
     spans = []

@@ -55,4 +55,4 @@ def test_rows_behind_a_model_that_is_not_made_yet_are_looked_at_with_the_one_it_
     lines = said.splitlines()
     shown = lines[lines.index("rows.jsonl:1:") :]
     assert shown[2] == "  learned: '2<|im_end|>'" and lines.count("rows.jsonl:2:") == 0
-    assert "  reference answer: '2'" in lines
+    assert "  reference: '2'" in lines

@@ -326,7 +326,7 @@ def test_a_conversation_without_an_assistant_turn_is_skipped(answer):
 
 
 def test_a_tokenizer_without_chat_template_is_a_model_error_with_the_remedy():
-    with pytest.raises(ModelError, match=r"has no chat template; save one .*chat_template.jinja"):
+    with pytest.raises(ModelError, match=r"has no chat template; set policy\.chat_template"):
         conversation_tokens(byte_tokenizer(None), TWO_TURNS, "row")
 
 
