@@ -8,6 +8,7 @@ and, in emulation, its numbers.
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _CAPABILITY = (8, 9)
 _MULTIPLE = 16
@@ -39,18 +42,15 @@ def use_liger(model: PreTrainedModel) -> None:
 
 
 def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
-    """Let the linear layers of the blocks multiply in fp8; weights and optimizer stay as they are.
-
-    Raises:
-        ConfigError: the GPU does not multiply in fp8.
-    """
+    """Let the linear layers of the blocks multiply in fp8 where the GPU can; weights and optimizer stay as they are."""
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if found < _CAPABILITY:
-        raise ConfigError(
-            f"train.fp8.enable_fp8 = true: products in fp8 need an NVIDIA GPU of capability 8.9 or newer, and this one "
-            f"has {found[0]}.{found[1]}; leave [train.fp8] out"
-        )
-    convert(model, fp8)
+    if found >= _CAPABILITY:
+        convert(model, fp8)
+        return
+    logger.warning(
+        "train.fp8.enable_fp8 = true: products in fp8 need an NVIDIA GPU of capability 8.9 or newer, and this machine "
+        "has %s; they are computed in train.param_dtype", f"one of {found[0]}.{found[1]}" if any(found) else "none",
+    )  # fmt: skip
 
 
 def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:

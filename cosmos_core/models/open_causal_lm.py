@@ -65,7 +65,7 @@ def open_model(stage: Stage) -> CausalLM:
         choose_trained(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
-    train = train.derived(compile=stage.recipe.compiles_on(device.type))
+    train = train.derived(compile=stage.recipe.compiles_on(device.type) and policy.parallelism.tp_size == 1)
     if train.compile:
         watch_compiling(stage.progress)
         compile_blocks(model)

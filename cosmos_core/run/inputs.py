@@ -275,11 +275,6 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
     train, found = recipe.train, {}
     if train.optm_name.endswith("8bit"):
         found["torchao"] = f"train.optm_name = {train.optm_name!r}"
-    return found | _gpu_kernels(recipe)
-
-
-def _gpu_kernels(recipe: Recipe) -> dict[str, str]:
-    found = {}
     if recipe.train.fp8.enable_fp8:
         found["torchao"] = "train.fp8.enable_fp8 = true"
     if recipe.policy.enable_liger_kernel:
@@ -333,9 +328,11 @@ def _packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_gpu(recipe: Recipe) -> None:
-    for key in _gpu_kernels(recipe).values():
-        if facts_of_workers(is_group=True).device == "cpu":
-            raise ConfigError(f"{key}: these kernels need an NVIDIA GPU, and this machine has none; leave it out")
+    if recipe.policy.enable_liger_kernel and facts_of_workers(is_group=True).device == "cpu":
+        raise ConfigError(
+            "policy.enable_liger_kernel = true: these kernels need an NVIDIA GPU, and this machine has none; leave it "
+            "out"
+        )
 
 
 def _looks_like_path(name: str) -> bool:

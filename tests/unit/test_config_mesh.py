@@ -232,3 +232,12 @@ def test_what_only_a_gpu_rounds_is_left_out_on_cpu_with_a_note(
         said = [line for line in pipeline.notices if "there is no GPU; numbers are those of" in line]
         assert len(said) == (not gpus)
     check_capabilities(pipeline)
+
+
+def test_compiled_blocks_are_left_out_with_tensor_parallelism_and_a_note(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, SFT, "policy.parallelism.tp_size=2", "train.compile=true")
+    check_capabilities(pipeline)
+    assert notices_of(pipeline) == [
+        "train.compile = true: the blocks run as they are, because torch does not compile weights that tp_size = 2 "
+        "splits for rows of any length"
+    ]

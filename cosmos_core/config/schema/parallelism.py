@@ -98,9 +98,9 @@ class PolicyParallelismConfig(ParallelismConfig):
     pp_dynamic_shape: bool = False
     """Micro-batches may differ in length."""
 
-    def only_data_parallel(self, setting: str) -> Iterator[str]:
-        """Yield the axes that a setting excludes, which leaves the layers of a model whole."""
-        for axis in ("tp_size", "cp_size", "pp_size", "ep_size"):
+    def only_data_parallel(self, setting: str, *, or_tensor: bool = False) -> Iterator[str]:
+        """Yield the axes that a setting excludes, which leaves the layers of a model whole, or may have them split."""
+        for axis in ("cp_size", "pp_size", "ep_size") if or_tensor else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"
 
@@ -114,11 +114,6 @@ class PolicyParallelismConfig(ParallelismConfig):
                 f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {shards} x {self.cp_size} "
                 f"ranks shard, with ep_size = 1; leave it out"
             )
-        if stage.recipe.train.compile and self.tp_size > 1:
-            yield (
-                f"policy.parallelism has {self.world_size} ranks: train.compile = true excludes tp_size = "
-                f"{self.tp_size} in this version; set it to false"
-            )
 
     def notices(self, stage: InStage) -> Iterator[str]:
         """Yield a batch that means another number of rows than in Cosmos-RL, and ranks that mostly wait."""
@@ -128,6 +123,12 @@ class PolicyParallelismConfig(ParallelismConfig):
             yield (
                 f"train.train_batch_per_replica = {rows}: rows of an optimizer step, of all {ranks} data-parallel "
                 f"ranks together (Cosmos-RL: of each)"
+            )
+        train = stage.recipe.train
+        if train.compile and "compile" in train.model_fields_set and self.tp_size > 1 and stage.kind.has_mesh:
+            yield (
+                f"train.compile = true: the blocks run as they are, because torch does not compile weights that "
+                f"tp_size = {self.tp_size} splits for rows of any length"
             )
         if policy.mini_batch < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
             yield (

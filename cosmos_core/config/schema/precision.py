@@ -16,7 +16,7 @@ class FP8Config(Table):
 
     enable_fp8: bool = False
     """Multiply in fp8 in the linear layers of the blocks, by torchao, on an NVIDIA GPU of capability 8.9 or newer;
-    weights and exports stay as they are. Not yet measured on one."""
+    on another machine in `param_dtype`, with a note. Weights and exports stay as they are. Not yet measured on one."""
     fp8_recipe: _Recipe = "dynamic_scaling"
     """How scales follow the values."""
     quant_recipe: _Quantisation = "rowwise"
@@ -30,4 +30,5 @@ class FP8Config(Table):
         if dtype != "bfloat16":
             yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {dtype!r}"
         if stage.kind.has_mesh:
-            yield from stage.recipe.policy.parallelism.only_data_parallel("train.fp8.enable_fp8 = true")
+            mesh = stage.recipe.policy.parallelism
+            yield from mesh.only_data_parallel("train.fp8.enable_fp8 = true", or_tensor=True)

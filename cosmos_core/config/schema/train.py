@@ -133,8 +133,9 @@ class TrainConfig(Table):
     deterministic: bool = False
     """Deterministic kernels only; an operation that has none is an error. One CPU rank is repeatable without it."""
     compile: bool | None = None
-    """torch.compile each block; needs a C++ compiler on CPU. None: on a GPU, unless another setting excludes it; not on
-    CPU, where packed rows without it were measured to be faster for the first hundred steps and in float32 always."""
+    """torch.compile each block, but with `tp_size` above 1, where torch 2.13 cannot for rows of any length; needs a C++
+    compiler on CPU. None: on a GPU, unless another setting excludes it; not on CPU, where packed rows without it were
+    measured to be faster for the first hundred steps and in float32 always."""
     async_tp_enabled: bool = False
     """Overlap the communication of tensor parallelism with compute."""
     activation_offload: bool = False
