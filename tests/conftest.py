@@ -88,7 +88,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put what takes longest first."""
-    items.sort(key=lambda item: schedule.place_of(item.nodeid))
+    items.sort(key=lambda item: schedule.storage_of(item.nodeid))
 
 
 _measured: dict[str, float] = defaultdict(float)

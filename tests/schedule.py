@@ -47,7 +47,7 @@ def durations() -> dict[str, float]:
     return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
 
 
-def place_of(nodeid: str) -> tuple[float, str]:
+def storage_of(nodeid: str) -> tuple[float, str]:
     """What tests are sorted by: groups by their time, the longest first; within a group nothing moves."""
     group = group_of(nodeid)
     return -durations().get(group, UNKNOWN), group

@@ -173,7 +173,7 @@ def describe_adapter(model: Any, wanted: Sequence[str] | str | None) -> str:
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     left: Counter[str] = Counter()
     for name, module in model.named_modules():
-        is_inside = any(part in name for part in _OF_ADAPTERS)
+        is_inside = any(marker in name for marker in _OF_ADAPTERS)
         if is_inside or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(each.ndim >= 2 for each in module.parameters(recurse=False)):

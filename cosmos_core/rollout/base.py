@@ -222,7 +222,7 @@ def completion(  # noqa: PLR0913 - what an engine knows of a completion
     )
 
 
-def place_of(tensor: Tensor) -> Hashable:
+def storage_of(tensor: Tensor) -> Hashable:
     """Return what is equal for two tensors that are the same memory, such as tied weights under their two names."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.lora import adapted_layers, merged, plain_names
 from cosmos_core.parallel.gather import Full, Gatherer
-from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, place_of
+from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
 
 BUCKET_BYTES = 256 << 20
@@ -73,10 +73,10 @@ class WeightPublisher:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast = {place_of(tensor): self._cast(tensor) for _, tensor in bucket}  # tied weights once
+                cast = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}  # tied weights once
                 num_sent += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast.values())
-                yield [(name, cast[place_of(tensor)]) for name, tensor in bucket]
+                yield [(name, cast[storage_of(tensor)]) for name, tensor in bucket]
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.base import Bucket, Engine, Loaded, WeightFormat, place_of
+from cosmos_core.rollout.base import Bucket, Engine, Loaded, WeightFormat, storage_of
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -247,13 +247,13 @@ def packed(bucket: Bucket) -> Packed:
     index, size = [], 0
     starts: dict[Hashable, int] = {}
     for name, tensor in bucket:
-        start = starts.setdefault(place_of(tensor), size)
+        start = starts.setdefault(storage_of(tensor), size)
         end = start + tensor.numel() * tensor.element_size()
         index.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, end))
         size = max(size, -(-end // _ALIGNMENT) * _ALIGNMENT)
     found = Packed(np.empty(size, np.uint8), index)
     for (_, tensor), (_, own) in zip(bucket, unpacked(found), strict=True):
-        if starts.pop(place_of(tensor), None) is not None:
+        if starts.pop(storage_of(tensor), None) is not None:
             own.copy_(tensor.detach())
     return found
 
