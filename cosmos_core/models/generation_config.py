@@ -41,7 +41,7 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
 
 
 def refused_settings(model: str, revision: str | None = None) -> list[str]:
-    """Return the settings of a model's generation config that transformers, and so vLLM, refuses to load.
+    """Return the settings of a model's generation config that transformers, and so rollout engines, refuse to load.
 
     Raises:
         ModelError: as `load_generation_config`.

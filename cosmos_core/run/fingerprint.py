@@ -130,8 +130,7 @@ def fingerprint(
         ingredients["config"] = values  # they are handed all of it
     if weights := weights_source(model, recipe, kind):
         ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
-    ingredients |= _said_of(stage)
-    ingredients |= _generation_of(model, kind, digests, recipe)
+    ingredients |= _said_of(stage) | _generation_of(model, kind, digests, recipe)
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     return Fingerprint(_hashed(ingredients), ingredients)
 

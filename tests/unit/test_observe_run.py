@@ -203,24 +203,6 @@ def test_the_summary_of_a_failed_run_says_why(tmp_path: Path) -> None:
     assert f"sft: boom {HOSTILE}" in out.getvalue() and "failed after" in out.getvalue()
 
 
-def test_a_failed_run_does_not_end_with_the_model_that_it_began_from(tmp_path: Path) -> None:
-    run = finished_run(tmp_path)
-    for name in ("grpo", "export"):
-        (run / "stages" / name / "result.json").unlink()
-    write(
-        run / "stages" / "grpo" / "state.json", {"state": "failed", "error": "boom", "spans": [[STARTED, STARTED + 1]]}
-    )
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert "failed after" in out.getvalue() and "load it with" not in out.getvalue()
-    assert not any(line.startswith("model") for line in out.getvalue().splitlines())
-    made = run / "stages/sft/safetensors/step_40"
-    made.mkdir(parents=True)
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert any(line.startswith("model of stage 'sft'") and str(made) in line for line in out.getvalue().splitlines())
-
-
 def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     write(

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import tomli_w
 
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import (
     GateFailed,
-    ProgramError,
     StageFailed,
 )
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.state import record_failure, update_state
-from cosmos_core.worker.program import _crash
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.conftest import processes_below, wait_until
@@ -93,40 +88,6 @@ def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
     assert perform(run, "first")[1] is False
     assert should_retry(run, "first", StageFailed("crashed"))
     assert not should_retry(run, "first", GateFailed("no"))
-
-
-@pytest.mark.parametrize(
-    ("errors", "tried"),
-    [
-        ([(1, "TypeError: no"), (1, "TypeError: no")], [True, False]),
-        ([(1, "rank 1: TypeError: <a at 0x7f01>"), (1, "rank 0: TypeError: <a at 0x7f02>")], [True, False]),
-        ([(None, "TypeError: no"), (None, "TypeError: no")], [True, False]),  # before the first step
-        ([(1, "TypeError: no"), (2, "TypeError: no"), (2, "TypeError: no")], [True, True, False]),
-        ([(1, "TypeError: no"), (1, "ValueError: no"), (1, "TypeError: no")], [True, True, True]),
-    ],
-)
-def test_the_same_error_at_the_same_step_twice_is_not_tried_again(
-    tmp_path: Path, errors: list[tuple[int | None, str]], tried: list[bool]
-) -> None:
-    run = counting_run(tmp_path, "first.retries=9")
-    path = run.stage_path("first")
-
-    def retried(step: int | None, error: StageFailed) -> bool:
-        update_state(path, step=step, error="")
-        record_failure(path, error)
-        return should_retry(run, "first", error)
-
-    assert [retried(step, ProgramError(message)) for step, message in errors] == tried
-    assert all(retried(1, StageFailed("stage 'first' crashed (signal 9)")) for _ in range(3)), "a kill may pass"
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(TypeError("no"), "ProgramError"), (ConnectionError("lost"), "StageFailed"), (MemoryError(), "StageFailed")],
-)
-def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, error: Exception, kind: str) -> None:
-    assert _crash(tmp_path, error) == 1
-    assert json.loads((tmp_path / "error.json").read_text())["type"] == kind
 
 
 def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Which failures of a stage are tried again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.errors import ProgramError, StageFailed
+from cosmos_core.run.state import record_failure, update_state
+from cosmos_core.worker.program import _crash
+from tasks.stage import should_retry
+from tests.unit.run_folder import counting_run
+
+
+@pytest.mark.parametrize(
+    ("errors", "tried"),
+    [
+        ([(1, "TypeError: no"), (1, "TypeError: no")], [True, False]),
+        ([(1, "rank 1: TypeError: <a at 0x7f01>"), (1, "rank 0: TypeError: <a at 0x7f02>")], [True, False]),
+        ([(None, "TypeError: no"), (None, "TypeError: no")], [True, False]),  # before the first step
+        ([(1, "TypeError: no"), (2, "TypeError: no"), (2, "TypeError: no")], [True, True, False]),
+        ([(1, "TypeError: no"), (1, "ValueError: no"), (1, "TypeError: no")], [True, True, True]),
+    ],
+)
+def test_the_same_error_at_the_same_step_twice_is_not_tried_again(
+    tmp_path: Path, errors: list[tuple[int | None, str]], tried: list[bool]
+) -> None:
+    run = counting_run(tmp_path, "first.retries=9")
+    path = run.stage_path("first")
+
+    def retried(step: int | None, error: StageFailed) -> bool:
+        update_state(path, step=step, error="")
+        record_failure(path, error)
+        return should_retry(run, "first", error)
+
+    assert [retried(step, ProgramError(message)) for step, message in errors] == tried
+    assert all(retried(1, StageFailed("stage 'first' crashed (signal 9)")) for _ in range(3)), "a kill may pass"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(TypeError("no"), "ProgramError"), (ConnectionError("lost"), "StageFailed"), (MemoryError(), "StageFailed")],
+)
+def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, error: Exception, kind: str) -> None:
+    assert _crash(tmp_path, error) == 1
+    assert json.loads((tmp_path / "error.json").read_text())["type"] == kind

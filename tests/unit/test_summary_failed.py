@@ -1,0 +1,27 @@
+"""What a run that failed ends with."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from cosmos_core.observe.console import print_summary
+from tests.unit.test_observe_run import STARTED, finished_run, write
+
+
+def test_a_failed_run_does_not_end_with_the_model_that_it_began_from(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    for name in ("grpo", "export"):
+        (run / "stages" / name / "result.json").unlink()
+    write(
+        run / "stages" / "grpo" / "state.json", {"state": "failed", "error": "boom", "spans": [[STARTED, STARTED + 1]]}
+    )
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    assert "failed after" in out.getvalue() and "load it with" not in out.getvalue()
+    assert not any(line.startswith("model") for line in out.getvalue().splitlines())
+    made = run / "stages/sft/safetensors/step_40"
+    made.mkdir(parents=True)
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    assert any(line.startswith("model of stage 'sft'") and str(made) in line for line in out.getvalue().splitlines())
