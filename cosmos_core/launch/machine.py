@@ -58,8 +58,8 @@ def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Mac
             raise ConfigError(
                 f"--on {on}: known are {known}; for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
             )
-        rate, size = _CARDS[card]
-        machine = Machine(on, rate * _SHARE_OF_CARD, size, card=card)
+        peak, room = _CARDS[card]
+        machine = Machine(on, peak * _SHARE_OF_CARD, room, card=card)
     elif here := next((each["machine"] for each in estimates if isinstance(each, dict)), None):
         name, rate = f"this machine ({here['device']})", here["flops"] / _TERA * _SHARE_OF_MEASURED
         machine = Machine(name, rate, here["memory"] / _GIB, is_shared=here["is_cpu"])

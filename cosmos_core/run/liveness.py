@@ -32,7 +32,7 @@ def note_holder(run_path: Path, since: float) -> None:
     """Note that this process has claimed a run, for a command that began at `since` (unix time); one that has claimed
     it before keeps that time."""
     before, me = read_holder(run_path), this_process()
-    if before is not None and before.model_dump(include=set(me)) == me:
+    if before is not None and before.model_dump(exclude={"since"}) == me:
         since = min(since, before.since)
     write_json(run_path / "locks" / _HOLDER, {**me, "since": since}, durable=False)
 
