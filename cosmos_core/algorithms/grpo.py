@@ -9,7 +9,7 @@ Shapes: B samples, S predicted tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -131,9 +131,9 @@ class Grpo(Algorithm):
             values = gdpo_advantages(columns, list(weights.values()))
         metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
         found, num_ignored, num_sampled, num_broken = [], 0, 0, 0
-        for group, *rows in zip(groups, drafts, values, ignored, is_cut, strict=True):
-            each: Iterable[Any] = zip(group.group.completions, *rows, strict=True)
-            for completion, draft, value, ignore, cut in each:
+        for g, group in enumerate(groups):
+            rows = (group.group.completions, drafts[g], values[g], ignored[g], is_cut[g])
+            for completion, draft, value, ignore, cut in zip(*rows, strict=True):
                 if value is not None and not cut:
                     found.append(replace(draft, advantage=value))
                     num_ignored += sum(completion.loss_mask[:ignore])

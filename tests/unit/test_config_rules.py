@@ -124,7 +124,8 @@ RULES: dict[tuple[str, str], list[Case]] = {
         changed(f"{P}.loss_type", "seq-mean-token-mean", f"{P}.variant='gspo'",
                 said=f"{P}.loss_type: seq-mean-token-mean, as in the paper of variant = 'gspo'; "
                 "set it to have another"),
-        no(f"{P}.variant = 'ppo': input should be 'grpo', 'dapo', 'gspo' or 'cispo'", f"{P}.variant='ppo'"),
+        no(f"{P}.variant = 'ppo': input should be 'grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'dppo_tv' "
+           "or 'dppo_kl'", f"{P}.variant='ppo'"),
     ),
     ("GRPO", "one use of the rollouts' log-probabilities, and a reference to reset"): on(GRPO,
         kept(f"{P}.rollout_correction", "truncate"),
