@@ -16,6 +16,7 @@ DECIDE_ROWS = (
     "train.train_policy.system_prompt",
     *(f"train.train_policy.data_term.{name}" for name in ROWS_BESIDE),
     "validation.dataset",
+    "validation.max_rows",
 )
 """What is read here alone: stages behind this one see the rows that come of it."""
 RENDER_PROMPTS = (

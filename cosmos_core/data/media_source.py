@@ -135,13 +135,16 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
         raise DataError(f"{key}.split = {split!r}, but {path} has no folder of that name")
     files = prompt_files(path, split)
     if files and not (path.is_dir() and any(files[0].with_suffix(end).is_file() for end in _MEDIA_SUFFIXES)):
+        if "[" in split:
+            raise DataError(f"{key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
         return lambda: _prompt_lines(files, path)
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _metas(path)
     if tars := _tars(path):
         return lambda: (item for path in tars for item in _members(path))
     if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
-        path, split = metadata, "train"  # one file, whose rows are all of its folder
+        # one file, whose rows are all of its folder
+        path, split = metadata, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _pairs(path)
     rows = load_rows(dataset.derived(name=str(path) if path.exists() else dataset.name, split=(split,)), key)

@@ -117,6 +117,15 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
 
 def read_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]:
     """Return the rows to train on, and the held-out rows where there are any, none of which is encoded."""
+    splits, most = _all_splits(stage, source, kind), stage.recipe.validation.max_rows
+    if VALIDATION in splits and most is not None:
+        held_out, rest = splits[VALIDATION], iter(range(most))
+        kept = [row if row is not None and next(rest, None) is not None else None for row in held_out.rows]
+        splits[VALIDATION] = held_out._replace(rows=kept)
+    return splits
+
+
+def _all_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset

@@ -34,7 +34,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
 from cosmos_core.data.pool import begin
-from cosmos_core.data.prepared import DATA_TERM, MEDIA, split_path
+from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, MEDIA, split_path
 from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
@@ -79,6 +79,8 @@ def run(stage: Stage) -> Outcome:
             path = split_path(folder, split)
             counts = _write_split(stage, path, jobs[split], rows, done, total)
             done += len(rows)
+            if not counts.num_rows:
+                continue
             statistics[split] = counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
             for notice in counts.notices(tokenizer.eos_token):
@@ -86,7 +88,7 @@ def run(stage: Stage) -> Outcome:
                 notices.append(f"{split}: {notice}")
         write_json(folder / "statistics.json", statistics)
     names = ("rows", "tokens", "skipped_rows")
-    metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in splits for name in names}
+    metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     return Outcome(outputs=("data",), metrics=metrics, info=info)
 
@@ -116,12 +118,15 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             counts.add(chunk)
-            counts.check_refused(_dataset(job.recipe, path.stem).max_skipped_fraction, len(rows))
+            if path.stem != LEARNED_HELD_OUT:  # the same rows as those of validation
+                counts.check_refused(_dataset(job.recipe, path.stem).max_skipped_fraction, len(rows))
             done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(done, total)
             if stage.stop_requested:
                 raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
-    if not counts.num_rows:
+    if not counts.num_rows and path.stem == LEARNED_HELD_OUT:  # prompts without a turn to learn
+        path.unlink()
+    elif not counts.num_rows:
         raise DataError(f"{path.stem}: {counts.notices()[0]}; no row is left, give others")
     return counts
 
@@ -132,7 +137,12 @@ def _splits(stage: Stage) -> dict[str, Rows]:
     beside = {}
     if policy.real_rows is not None:
         beside[DATA_TERM] = load_rows(policy.real_rows.dataset, "train.train_policy.data_term")
-    return {**_own_splits(stage, opener), **beside}
+    splits = _own_splits(stage, opener)
+    if _VALIDATION in splits:
+        held_out = splits[_VALIDATION] = splits[_VALIDATION].first(stage.recipe.validation.max_rows)
+        if policy.rows == "sequences" and stage.recipe.validation.reward_function:
+            beside[LEARNED_HELD_OUT] = held_out
+    return {**splits, **beside}
 
 
 def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
@@ -165,7 +175,7 @@ def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
     beside, held_out = recipe.train.train_policy.real_rows, recipe.validation.dataset
     if split == DATA_TERM and beside is not None:
         return beside.dataset
-    return held_out if split == _VALIDATION and held_out.name else recipe.train.train_policy.dataset
+    return held_out if split in (_VALIDATION, LEARNED_HELD_OUT) and held_out.name else recipe.train.train_policy.dataset
 
 
 def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

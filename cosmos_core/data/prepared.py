@@ -24,6 +24,8 @@ from cosmos_core.types import ImageRef, Prompt
 RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
 DATA_TERM = "data_term"
 """The split of the rows that are learned beside rollouts."""
+LEARNED_HELD_OUT = "held_out"
+"""The split of held-out rows as they would be learned, where `validation` has them as prompts to complete."""
 MEDIA: tuple[RowKind, ...] = ("media", "media_prompts")
 """The kinds of rows that are of diffusion models."""
 

@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress
+from functools import partial
+from itertools import chain, compress, islice
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from cosmos_core.passing import is_of_machine, is_of_network
 from cosmos_core.registry import is_code
 
 _TRAIN = "train"
+_SLICE = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -45,6 +47,15 @@ class Rows:
     def __iter__(self) -> Iterator[Located]:
         rows = chain.from_iterable(part.read() for part in self._parts)
         return rows if self._is_chosen is None else compress(rows, self._is_chosen)
+
+    def first(self, count: int | None) -> Rows:
+        """Return the first rows; None: all."""
+        if count is None or count >= len(self):
+            return self
+        is_chosen = (
+            np.ones(sum(part.num_rows for part in self._parts), bool) if self._is_chosen is None else self._is_chosen
+        )
+        return Rows(self._parts, self.folder, is_chosen & (np.cumsum(is_chosen) <= count))
 
     def where(self, is_chosen: np.ndarray) -> Rows:
         """Return the rows, of all, for which this is true."""
@@ -68,7 +79,7 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
     path = Path(os.path.expanduser(dataset.name))  # Path.expanduser and Path.exists raise for some names
     if os.path.exists(path):
-        parts = [part for split in dataset.split for part in _local_parts(path, split, key)]
+        parts = [part for split in dataset.split for part in _sliced_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
         parts = [opener.part(dataset.name, key)]
     elif _looks_local(dataset.name):
@@ -108,6 +119,35 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
 
 def _looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(data_suffix(name))
+
+
+def _sliced_parts(path: Path, split: str, key: str) -> list[Part]:
+    """Return the parts of a split, or of a slice of one as `datasets` names it: `train[:48]`, `train[10%:]`."""
+    found = _SLICE.fullmatch(split)
+    if found is None:
+        return _local_parts(path, split, key)
+    parts = _local_parts(path, found[1], key)
+    total = sum(part.num_rows for part in parts)
+    first, last, _ = slice(*(_bound(text, total) for text in found.groups()[1:])).indices(total)
+    chosen, start = [], 0
+    for part in parts:
+        low, high = max(first - start, 0), min(last - start, part.num_rows)
+        if low < high:
+            chosen.append(Part(part.name, high - low, partial(_rows_between, part, low, high)))
+        start += part.num_rows
+    if not chosen:
+        raise DataError(f"{key}.split = {split!r} names no row of {total}; name others")
+    return chosen
+
+
+def _rows_between(part: Part, low: int, high: int) -> Iterator[Located]:
+    return islice(part.read(), low, high)
+
+
+def _bound(text: str | None, total: int) -> int | None:
+    if text is None:
+        return None
+    return round(total * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
 
 def _local_parts(path: Path, split: str, key: str) -> list[Part]:

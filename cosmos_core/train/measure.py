@@ -21,6 +21,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.prepared import (
+    LEARNED_HELD_OUT,
     MEDIA,
     Pairs,
     Prompts,
@@ -344,6 +345,11 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPro
     if kind in MEDIA:
         return DrawnPrompts(open_media_prompts(folder, "validation"))
     return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")
+
+
+def learned_held_out(folder: Path) -> Sequences | None:
+    """Return held-out rows as they would be learned, where others complete them as prompts; None: there are none."""
+    return open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
 
 
 def prepared_folder(stage: Stage) -> Path:

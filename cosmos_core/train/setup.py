@@ -44,6 +44,7 @@ from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
     held_out,
+    learned_held_out,
     most_tokens,
     prepared_folder,
     reward_weights,
@@ -250,6 +251,8 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
             rows = drawn
         else:
             also = _completions(drawn, generation, stage)
+    if isinstance(rows, Prompts) and (learned := learned_held_out(prepared_folder(stage))) is not None:
+        also, rows = _completions(rows, generation, stage), learned
     if isinstance(rows, Prompts | DrawnPrompts):
         return _completions(rows, generation, stage)
     reference = None

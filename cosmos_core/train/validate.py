@@ -20,6 +20,7 @@ from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
     held_out,
+    learned_held_out,
     most_tokens,
     prepared_folder,
     reward_weights,
@@ -55,6 +56,8 @@ def run(stage: Stage) -> Outcome:
             except StopAsked:
                 raise Preempted("stopped while it measured; nothing saved") from None
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
+    if isinstance(rows, Prompts) and (learned := learned_held_out(prepared_folder(stage))) is not None:
+        rows = learned
     if not isinstance(rows, Prompts | DrawnPrompts):
         reference = handed_on(stage, rows, "validation") if isinstance(rows, Pairs) else None
         algorithm = make_algorithm(stage.recipe)

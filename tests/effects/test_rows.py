@@ -121,6 +121,7 @@ def asked(question: str, reference: str) -> str:
     (Change(f"{TURNS}.continue_final_message", True, OPEN),
      ("train", 8, "<|im_start|>user\nrows/train q 0<|im_end|>\n<|im_start|>assistant\na 0|a 0")),
     (Change("validation.dataset.name", "other.jsonl", SFT_ROWS), ("validation", 8, talk("other q 0", "a 0"))),
+    (Change("validation.max_rows", 3, HELD_OUT), ("validation", 3, None)),
     (Change("validation.dataset.split", "dev", HELD_OUT), ("validation", 8, talk("rows/dev q 0", "a 0"))),
     (Change(f"{TERM}.name", "other.jsonl", BESIDE), ("data_term", 8, talk("other q 0", "a 0"))),
     (Change(f"{TERM}.split", ["dev", "train"], BESIDE), ("data_term", 16, talk("rows/dev q 0", "a 0"))),

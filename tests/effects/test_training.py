@@ -19,6 +19,7 @@ from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.train.setup import train
 from tests.effects.change import SFT, Change, changes, recipe, stage_of
+from tests.unit.data_tokenizers import CHATML
 from tests.unit.tiny_model import save_tiny_model
 
 SMALL = {**SFT, "train.compile": False, "train.param_dtype": "float32", "train.train_batch_per_replica": 2,
@@ -94,6 +95,28 @@ def test_it_changes_what_a_training_leaves(
     )
     assert before["savers"] == {"checkpoint"} and before["steps"] == 4
     assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+def test_sft_that_completes_held_out_rows_measures_their_loss_as_well(inputs: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(inputs / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHATML)
+    rows = [{"prompt": f"{i} + 1?", "response": str(i + 1)} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        **MEASURED, "train.train_policy.dataset.name": str(tmp_path / "rows.jsonl"), "policy.model_max_length": 64,
+        "train.train_policy.dataset.test_size": 2, "rollout.backend": "hf", "rollout.max_response_length": 4,
+        "train.max_num_steps": 1,
+    }  # fmt: skip
+    found = []
+    for name, more in (("plain", {}), ("judged", {"validation.reward_function": "exact_match"})):
+        config = recipe({**settings, **more})
+        data = stage_of(tmp_path / f"{name}-rows", config, kind="prepare", model=model)
+        prepare.run(data)
+        train(stage_of(tmp_path / name, config, model=model, data=data.path / "data"))
+        found.append(read_metrics(tmp_path / name / "metrics.jsonl")[-1])
+    plain, judged = found
+    assert judged["validation/loss"] == pytest.approx(plain["validation/loss"], abs=1e-6)
+    assert judged["validation/reward"] == 0.0 and "validation/reward" not in plain
 
 
 AVERAGED = {**SMALL, "train.ema_enable": True, "train.optm_lr": 1e-3}

@@ -21,6 +21,7 @@ from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
 from cosmos_core.errors import DataError, ModelError, Preempted
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.measure import learned_held_out
 from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, MISTRAL, byte_tokenizer, learned
 
@@ -128,6 +129,20 @@ def test_held_out_rows_are_sequences_for_sft_and_prompts_when_rewards_score_them
     prompts = open_prompts(tmp_path / "reward" / "data", "validation")
     assert [p.reference for p in prompts] == ["It is 51.", "It is 52."]
     assert prompts[0].text == "<|im_start|>user\nWhat is 50+1?<|im_end|>\n<|im_start|>assistant\n"
+    loss, both = (
+        open_sequences(tmp_path / "loss" / "data", "validation"),
+        learned_held_out(tmp_path / "reward" / "data"),
+    )
+    assert both is not None and [both[i][0].tolist() for i in range(2)] == [loss[i][0].tolist() for i in range(2)]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "answer": "42"}) + "\n")
+    run(
+        make_stage(
+            tmp_path / "asked", model, {**sft(rows), "validation": {**rewarded, "dataset": {"name": str(asked)}}}
+        )
+    )
+    assert len(open_prompts(tmp_path / "asked" / "data", "validation")) == 1
+    assert learned_held_out(tmp_path / "asked" / "data") is None, "no turn to learn"
     run(make_stage(tmp_path / "rl", model, {**grpo(rows), "validation": validation}))
     assert len(open_prompts(tmp_path / "rl" / "data", "validation")) == 2
 

@@ -282,6 +282,18 @@ def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path)
     folder = str(tmp_path)
     assert values(load_rows(DatasetConfig(name=folder))) == ROWS[:2]
     assert values(load_rows(DatasetConfig(name=folder, split=("test", "train")))) == [ROWS[4], *ROWS[:2]]
+    for window, chosen in {
+        "[:1]": ROWS[:1],
+        "[1:]": ROWS[1:2],
+        "[-1:]": ROWS[1:2],
+        "[:50%]": ROWS[:1],
+        "[:9]": ROWS[:2],
+    }.items():
+        rows = load_rows(DatasetConfig(name=folder, split=(f"train{window}",)))
+        assert values(rows) == chosen and len(rows) == len(chosen)
+    assert values(load_rows(DatasetConfig(name=folder, split=("train[:1]", "test[:1]")))) == [ROWS[0], ROWS[4]]
+    with pytest.raises(DataError, match=r"split = 'train\[7:\]' names no row of 2"):
+        load_rows(DatasetConfig(name=folder, split=("train[7:]",)))
     with pytest.raises(DataError, match=r"has no file for the split 'test\.jsonl'; it holds"):
         load_rows(DatasetConfig(name=folder, split=("test.jsonl",)))
     with pytest.raises(DataError, match=r"has no file for the split 'validation'; it holds test\.jsonl, train-00000"):

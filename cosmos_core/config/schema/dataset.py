@@ -32,7 +32,7 @@ class DatasetConfig(Table):
     """Commit, tag or branch on the Hub; empty: the newest."""
     split: Splits = ("train",)
     """Split or list of splits, concatenated in this order; empty: `train`, the only one that a single local file
-    has."""
+    has. A part of one is `train[:48]`, `train[100:]` or `train[:10%]`, as in `datasets`."""
     test_size: int | float | None = None
     """Rows split off for validation when `validation.dataset.name` is empty: a count, or a fraction below 1. None or 0:
     none."""

@@ -43,6 +43,8 @@ class ValidationConfig(Table):
     """Rows per forward pass or prompts per generation call; None: as in training."""
     dataset: HeldOutConfig = HeldOutConfig()
     """Held-out rows; empty name: `test_size` rows of the training data."""
+    max_rows: Rows | None = None
+    """Most held-out rows, the first ones; None: all. `dataset.split = "test[:200]"` takes others."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0: greedy."""
     top_p: Nucleus | None = None
@@ -57,7 +59,8 @@ class ValidationConfig(Table):
     max_response_length: Tokens | None = None
     """None: as in `rollout`."""
     reward_function: RewardWeights = {}
-    """Empty: the rewards of training."""
+    """Empty: the rewards of training. With SFT the held-out rows are completed and scored with it, and the loss is
+    measured as well."""
     reward_env: Annotated[Names, NoResult] = ()
     """Environment variables that rewards see beside those of `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
