@@ -59,8 +59,9 @@ def run(stage: Stage) -> Outcome:
     return prepare(stage, source_of(stage))
 
 
-def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int]]:
-    """Return what the rows of each split are, and their number; none is encoded. `cosmos check` calls it.
+def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
+    """Return what the rows of each split are, their number and the first prompts; none is encoded. `cosmos check` calls
+    it.
 
     Media that are to be learned are decoded, of a large data set some of them, evenly spread.
 
@@ -71,7 +72,7 @@ def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int
     return {name: _look(stage, source, name, split, kind) for name, split in read_splits(stage, source, kind).items()}
 
 
-def _look(stage: Stage, source: Source, name: str, split: Split, kind: RowKind) -> tuple[str, int]:
+def _look(stage: Stage, source: Source, name: str, split: Split, kind: RowKind) -> tuple[str, int, list[JsonValue]]:
     skipped, rates, num_kept = list(split.skipped), set[float](), len(split.kept)
     told = ""
     if is_learned(name, split, kind):
@@ -89,7 +90,8 @@ def _look(stage: Stage, source: Source, name: str, split: Split, kind: RowKind) 
         told += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
         told += ", which are learned frame by frame" if len(rates) > 1 else ""
     told += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
-    return f"{name}: {num_kept:,} rows{told}", num_kept
+    prompts = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept[:2]]
+    return f"{name}: {num_kept:,} rows{told}", num_kept, list(prompts)
 
 
 def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row, float, str]:

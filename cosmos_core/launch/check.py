@@ -18,13 +18,15 @@ from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of
 from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import DATA_FILES, fingerprint, threads
 from cosmos_core.run.inputs import data_code, data_sources, is_remote, model_source
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.remote import localised
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
 from cosmos_core.run.weights import overlaid, weights_source
+from cosmos_core.types import JsonValue
 
 _PROGRAM = "cosmos_core.train.check:run"
 _FIRST_ROWS = "cosmos_core.data.look:run"
@@ -39,6 +41,7 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
         StageFailed: a check crashed.
     """
+    prompts: dict[str | None, JsonValue] = {}
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).reads_model:
             continue
@@ -50,7 +53,9 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
         own = pipeline.recipes[base.name].policy
         recipe = None if base is stage else _with_model_of(pipeline.recipes[stage.name], own)
         model = "" if base is stage else base.model or own.model_name_or_path
-        result = look(pipeline, stage, _PROGRAM, model=model, data="" if data else stage.data, recipe=recipe)
+        rows = "" if data else stage.data
+        result = look(pipeline, stage, _PROGRAM, model=model, data=rows, recipe=recipe, prompts=prompts.get(data))
+        prompts[stage.name] = result["info"].get("prompts")
         readers = [each for each in pipeline.stages if source_of(each.data) == stage.name]
         trained = next((each.name for each in readers if pipeline.kind_of(each).trains), None)
         if trained and (reason := result["info"].get("too_few")):
@@ -100,7 +105,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in (files_of(path, DATA_FILES) if path.is_dir() else [path]))
 
 
-def look(
+def look(  # noqa: PLR0913 - a stage, and what differs between those who look at it
     pipeline: Pipeline,
     stage: StageConfig,
     program: str,
@@ -108,8 +113,10 @@ def look(
     model: str = "",
     data: str = "",
     recipe: Recipe | None = None,
+    prompts: JsonValue = None,
 ) -> Result:
     """Return what a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
+    `prompts`: the first prompts of the rows that another stage prepares.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
@@ -123,6 +130,8 @@ def look(
     with stoppable(), tempfile.TemporaryDirectory(prefix=f"{LOOK}{os.getpid()}-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
+        if prompts:
+            write_json(path / CHECKED_PROMPTS, prompts)
         model = model or stage.model or recipe.policy.model_name_or_path
         if weights := weights_source(model_source(stage, recipe, kind), recipe, kind):
             model = str(overlaid(Path(model), weights, path / "model"))

@@ -135,17 +135,6 @@ def fingerprint(
     return Fingerprint(_hashed(ingredients), ingredients)
 
 
-def _templates(recipe: Recipe, reads: Callable[[str], bool], digests: Digests) -> dict[str, str]:
-    """Return the chat templates that the recipe names and the stage reads."""
-    found = {}
-    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
-        found["chat_template"] = digests.of_file(template)
-    if reads("policy.chat_template") and (named := recipe.policy.chat_template):
-        file = existing(named, Path.cwd())
-        found["template"] = digests.of_file(file) if file and file.is_file() else named
-    return found
-
-
 def _hashed(ingredients: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 

@@ -24,6 +24,8 @@ PROFILE_ASKED = "profile_asked"
 """Written anew when `cosmos profile` asks for one."""
 ENGINES = "engines.json"
 """A number, which `cosmos scale` writes."""
+CHECKED_PROMPTS = "prompts.json"
+"""In the folder of a check: the first prompts of each split of the rows that another stage prepares."""
 _OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 

@@ -42,8 +42,9 @@ from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.wan_latents import look_at
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
+from cosmos_core.train.check_rewards import call_rewards, first_prompts
 from cosmos_core.train.feeds import rows_per_step
-from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
+from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
 _MOST_SHOWN = 5  # rows
@@ -72,6 +73,7 @@ def run(stage: Stage) -> Outcome:
         found += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
         info |= _batches(stage, statistics["train"]["rows"], found)
+        info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
         check_weights(stage.model)
@@ -152,8 +154,9 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
         family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
         looked = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
-        found += [line for line, _ in looked.values()]
-        return _batches(stage, looked["train"][1], found) | {"found": "; ".join(found)}
+        found += [line for line, *_ in looked.values()]
+        prompts: JsonValue = {name: first for name, (*_, first) in looked.items()}
+        return _batches(stage, looked["train"][1], found) | {"found": "; ".join(found), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:
@@ -161,21 +164,25 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
             denoiser = family.folder.build(family.denoiser_name)
             choose_trained(denoiser, policy, family.lora_targets)
         found += _adapter(denoiser, policy.lora)
-    return {"found": "; ".join(found + look_at_rewards(stage))}
+    frames = policy.diffusers.inference_frames if family.is_video else 1
+    return {"found": "; ".join(found + look_at_rewards(stage, frames))}
 
 
-def look_at_rewards(stage: Stage) -> list[str]:
-    """Open the rewards of a stage, and ask the services among them."""
+def look_at_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
+    """Call the rewards of a stage, and ask the services among them; `num_frames`: of a made-up video, None for text.
+
+    Raises:
+        RewardError: a reward cannot be loaded or scores nothing, or no service has it.
+    """
     found = []
-    for weights in _rewards(stage):
+    for weights, splits in _rewards(stage):
         if isinstance(weights, RemoteRewardConfig):
             names = [each.name for each in weights.reward_fns]
             found.append(_look_at_service(stage, names))
             if weights.video_vae:
                 found.append(look_at("remote_reward.video_vae", weights.video_vae))
             continue
-        with open_rewards(stage, weights):
-            found.append(f"rewards {', '.join(weights)}")
+        found.append(call_rewards(stage, weights, splits, num_frames))
     return found
 
 
@@ -191,14 +198,15 @@ def _look_at_service(stage: Stage, names: list[str]) -> str:
     return f"rewards {', '.join(names)} of {own}"
 
 
-def _rewards(stage: Stage) -> list[Rewards]:
-    """Return the rewards of a stage: the local ones of training and validation together, and what services score."""
+def _rewards(stage: Stage) -> list[tuple[Rewards, list[str]]]:
+    """Return the rewards of a stage, local ones or a service's, with the splits whose completions they score."""
     is_measured = InStage(stage.recipe, stage.kind).measures
-    asked = [trained_rewards(stage.recipe)] if stage.kind.feed == "rollouts" else []
-    asked += [reward_weights(stage.recipe)] if is_measured else []
-    local = {name: weight for each in asked if isinstance(each, dict) for name, weight in each.items()}
-    remote = dict.fromkeys(each for each in asked if isinstance(each, RemoteRewardConfig))
-    return [*([local] if local else []), *remote]
+    asked = [(trained_rewards(stage.recipe), "train")] if stage.kind.feed == "rollouts" else []
+    asked += [(reward_weights(stage.recipe), "validation")] if is_measured else []
+    splits: dict[str, list[str]] = {}
+    for rewards, name in asked:
+        splits.setdefault(repr(rewards), []).append(name)
+    return [(rewards, splits.pop(repr(rewards))) for rewards, _ in asked if rewards and repr(rewards) in splits]
 
 
 def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:

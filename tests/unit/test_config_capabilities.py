@@ -68,7 +68,8 @@ def test_temperatures_that_are_sampled_or_not_used_are_accepted(settings: tuple[
     [
         ("ratio_cap=2.0", "ratio_cap has no effect here: it is for variant = 'cispo' or 'dppo_tv' or 'dppo_kl'",
          "variant='cispo'"),
-        ("sapo_temperature_pos=2.0", "sapo_temperature_pos has no effect here: it is for variant = 'sapo'", "variant='sapo'"),
+        ("sapo_temperature_pos=2.0", "sapo_temperature_pos has no effect here: it is for variant = 'sapo'",
+         "variant='sapo'"),
         ("max_retry_for_on_policy=3", "max_retry_for_on_policy has no effect here: it is for variant = 'dapo'",
          "variant='dapo'"),
         ("unbiased_kl_estimate=true", "unbiased_kl_estimate = true has no effect here: kl_beta is off",

@@ -1,0 +1,83 @@
+"""`cosmos check` calls each reward on real rows: what would be wrong with every completion is said before a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.errors import RewardError
+from cosmos_core.run.stage import CHECKED_PROMPTS
+from cosmos_core.train.check import look_at_rewards
+from tests.conftest import Workspace
+from tests.effects.change import GRPO, recipe, stage_of
+from tests.unit.data_tokenizers import CHATML
+from tests.unit.tiny_model import save_tiny_model
+
+ROW = {"text": "2 + 3?", "reference": "5", "metadata": {"prompt": "2 + 3?", "answer": "5"}}
+
+
+def looked_at(folder: Path, code: str) -> list[str]:
+    (folder / "mine.py").write_text(code)
+    reward = {f"{folder}/mine.py:f": 1.0, "exact_match": 0.0}
+    stage = stage_of(
+        folder / "stage",
+        recipe({**GRPO, "train.train_policy.reward_function": reward, "train.train_policy.reward_timeout_seconds": 1}),
+        kind="rl",
+    )
+    (stage.path / CHECKED_PROMPTS).write_text(json.dumps({"train": [ROW]}))
+    return look_at_rewards(stage)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("def f(completion): print(completion)", "returned nothing"),
+        ("def f(completion): return 'good'", "returned a str"),
+        ("def f(completions, **kwargs): return [1.0]", "returned 1 values for 2 completions"),
+        (
+            "def f(completion, solution): return 1.0",
+            r"nothing is called 'solution' \(columns of the row: prompt, answer",
+        ),
+        ("def f(completion, reference): return 1 / (len(reference) - 1) if completion == '5' else {}['a']", "KeyError"),
+        ("def f(completion):\n    while True: pass", "not done in 1 s"),
+        ("def f(text, answer): return 1.0", "no parameter is the completion"),
+    ],
+)
+def test_a_reward_that_scores_nothing_is_refused(code: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=reason):
+        looked_at(tmp_path, code)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(completion, answer): return float(answer in completion)", ""),
+        ("def f(completion): return float(completion)", "has no score for 1 of 2 made-up completions (f: ValueError"),
+        ("def f(completions, **kw): return [None for c in completions]", "returned None for 2 of 2 completions"),
+    ],
+)
+def test_a_reward_that_scores_some_is_mentioned(code: str, said: str, tmp_path: Path) -> None:
+    [found] = looked_at(tmp_path, code)
+    assert found.startswith(f"rewards {tmp_path}/mine.py:f, exact_match") and said in found
+    assert (";" in found) == bool(said)
+
+
+def test_the_command_calls_rewards_on_rows_that_another_stage_prepares(workspace: Workspace) -> None:
+    (save_tiny_model(workspace.path / "model") / "chat_template.jinja").write_text(CHATML)
+    rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1), "level": i} for i in range(8)]
+    workspace.write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    workspace.write("mine.py", "def f(completion, level): return level\ndef g(completion, rank): return rank\n")
+    workspace.write(
+        "recipe.toml",
+        'policy = { model_name_or_path = "model", model_max_length = 64 }\n'
+        "rollout = { max_response_length = 8, n_generation = 2 }\n"
+        'train.train_policy = { type = "grpo", reward_function = "mine.py:f", dataset.name = "rows.jsonl" }\n',
+    )
+    assert "mine.py:f" in re.sub(r"\s+", " ", workspace.cosmos("check", "recipe.toml").stdout)
+    refused = workspace.cosmos("check", "recipe.toml", "--set", "train.train_policy.reward_function=mine.py:g", code=64)
+    assert "nothing is called 'rank' (columns of the row: prompt, answer, level)" in re.sub(
+        r"\s+", " ", refused.stdout + refused.stderr
+    )
