@@ -17,7 +17,7 @@ _CARDS = {
 }  # fmt: skip
 _SHARE_OF_CARD = 0.4
 _SHARE_OF_MEASURED = 0.5
-"""A product of large matrices is measured; a train step spends about that part of its time in products."""
+"""A product of large matrices is measured; a train step spends about half of its time in products."""
 _TERA, _GIB = 1e12, 2**30
 
 

@@ -51,7 +51,7 @@ class _Line:
     ended: float | None = None
     printed: float = 0.0
     said: tuple[Any, ...] = ()
-    """Phase, its part and the step of the last printed line: none comes twice."""
+    """Phase, how far it is, and the step of the last printed line: none comes twice."""
     phase_began: float = 0.0
     told_compiling: float = 0.0
     """Seconds of it that a line has told."""
@@ -106,11 +106,11 @@ class Display:
                     line.phase_began = now
                 line.progress = progress
                 _set_anchor(line, progress)
-            is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _place(line) != line.said
+            is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _subject(line) != line.said
             if self._live is None and (has_changed or is_due):
                 line.printed = now
                 self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
-                line.said = () if has_changed else _place(line)
+                line.said = () if has_changed else _subject(line)
 
     def message(self, text: str) -> None:
         """Say one line, above the progress where there is one."""
@@ -285,11 +285,11 @@ def _phase(line: _Line) -> str:
     if line.progress is None or line.state not in ACTIVE:
         return ""
     progress = line.progress
-    part = f" {progress.done}/{progress.parts}" if progress.parts else ""
-    return "" if progress.phase in _STEPPING and progress.step and not part else f"{progress.phase}{part}"
+    extent = f" {progress.done}/{progress.count}" if progress.count else ""
+    return "" if progress.phase in _STEPPING and progress.step and not extent else f"{progress.phase}{extent}"
 
 
-def _place(line: _Line) -> tuple[Any, ...]:
+def _subject(line: _Line) -> tuple[Any, ...]:
     """Return what a printed line is about; none about the same comes again."""
     progress = line.progress
     return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)

@@ -42,8 +42,8 @@ class Position(Document):
     compile_seconds: float = 0.0
     """In `compile` so far: no part of a step's pace."""
     done: int = 0
-    """Of the `parts` of a phase that says how far it is; 0 of 0: it does not."""
-    parts: int = 0
+    """Of the `count` of a phase that says how far it is; 0 of 0: it does not."""
+    count: int = 0
     longest_step_seconds: float = 0.0
     """The longest time from one step to the next, with what lies between them such as validation."""
     beats: int = 0
@@ -74,7 +74,7 @@ class Progress:
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
         """Enter a phase; None takes the phase's usual deadline."""
         changed = name != self._position.phase
-        self._position.phase, self._position.done, self._position.parts = name, 0, 0
+        self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
         self._write(force=changed)
 
@@ -93,9 +93,9 @@ class Progress:
         self._position.checkpoint_step = step
         self._write(force=True)
 
-    def part(self, done: int, parts: int) -> None:
-        """Say how far the present phase is: `done` of `parts` rows, prompts or pairs."""
-        self._position.done, self._position.parts = done, parts
+    def advance(self, done: int, count: int) -> None:
+        """Say how far the present phase is: `done` of `count` rows, prompts or pairs."""
+        self._position.done, self._position.count = done, count
         self._write(force=False)
 
     @property

@@ -78,7 +78,7 @@ def row_metrics(
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
-            progress.part(start, len(rows))
+            progress.advance(start, len(rows))
             positions = range(start, min(start + rows_per_chunk, len(rows)))
             if isinstance(rows, MediaRows):
                 assert draws is not None
@@ -171,7 +171,7 @@ class Completions:
         groups: list[ScoredGroup] = []
         self._engine.wake()
         for start in range(0, len(self._prompts), size):
-            self._stage.progress.part(start, len(self._prompts))
+            self._stage.progress.advance(start, len(self._prompts))
             made = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
             groups += self._score(made)
             check_stop(self._stage)

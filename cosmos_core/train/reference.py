@@ -66,7 +66,7 @@ def reference_logprobs(
     found = broadcast_object(saved_before).numpy()
     policy, saved = stage.recipe.train.train_policy, time.monotonic()
     for start in range(0, len(positions), CHUNK):
-        stage.progress.part(start, len(positions))
+        stage.progress.advance(start, len(positions))
         chunk = positions[start : start + CHUNK]
         if not np.isnan(found[chunk]).any():
             continue

@@ -68,7 +68,7 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
 
 def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out: io.StringIO) -> None:
     display = Display(["sft"], stream=out, clock=clock)
-    validating = {"phase": "validate", "parts": 24}
+    validating = {"phase": "validate", "count": 24}
     places = [
         progress(0, 4, 0, "load"), progress(0, 4, 0, "step"), progress(0, 4, 20, "compile"),
         progress(0, 4, 50, "step").model_copy(update={"compile_seconds": 34.0}),
