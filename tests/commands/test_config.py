@@ -109,8 +109,7 @@ def test_a_key_without_effect_says_why(workspace: Workspace) -> None:
     ("key", "said"),
     [
         ("train.optm_l", "train.optm_l: unknown key; did you mean 'train.optm_lr'?"),
-        ("n_generation",
-         "n_generation: unknown key; did you mean 'rollout.n_generation' or 'validation.n_generation'?"),
+        ("n_generatoin", "n_generatoin: unknown key; did you mean 'rollout.n_generation'?"),
         ("zzz", "zzz: unknown key; `cosmos config coverage` lists them all"),
         ("train.moe_backend", "train.moe_backend does nothing in any version; it would have meant the kernels of "
          "expert layers, which transformers chooses"),

@@ -15,6 +15,7 @@ from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import Run, create_run, open_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.process import this_machine
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload import lease
 from cosmos_core.upload.artifact_store import ArtifactStore, check_store
@@ -328,7 +329,7 @@ def test_who_was_suspended_notices_that_it_lost_the_work_and_leaves_it_to_the_ot
 
 
 def test_a_process_of_another_container_of_this_name_is_not_taken_for_gone() -> None:
-    host, boot, pids = stored._machine().split("/")
+    host, boot, pids = this_machine().split("/")
     assert stored._is_gone(Holder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
     assert not stored._is_gone(Holder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
 

@@ -129,18 +129,13 @@ def test_held_out_rows_are_sequences_for_sft_and_prompts_when_rewards_score_them
     prompts = open_prompts(tmp_path / "reward" / "data", "validation")
     assert [p.reference for p in prompts] == ["It is 51.", "It is 52."]
     assert prompts[0].text == "<|im_start|>user\nWhat is 50+1?<|im_end|>\n<|im_start|>assistant\n"
-    loss, both = (
-        open_sequences(tmp_path / "loss" / "data", "validation"),
-        learned_held_out(tmp_path / "reward" / "data"),
-    )
+    loss = open_sequences(tmp_path / "loss" / "data", "validation")
+    both = learned_held_out(tmp_path / "reward" / "data")
     assert both is not None and [both[i][0].tolist() for i in range(2)] == [loss[i][0].tolist() for i in range(2)]
     asked = tmp_path / "asked.jsonl"
     asked.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "answer": "42"}) + "\n")
-    run(
-        make_stage(
-            tmp_path / "asked", model, {**sft(rows), "validation": {**rewarded, "dataset": {"name": str(asked)}}}
-        )
-    )
+    validation = {**rewarded, "dataset": {"name": str(asked)}}
+    run(make_stage(tmp_path / "asked", model, {**sft(rows), "validation": validation}))
     assert len(open_prompts(tmp_path / "asked" / "data", "validation")) == 1
     assert learned_held_out(tmp_path / "asked" / "data") is None, "no turn to learn"
     run(make_stage(tmp_path / "rl", model, {**grpo(rows), "validation": validation}))
