@@ -142,8 +142,8 @@ def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, argumen
          "own is module:function or path/file.py:function; did you mean 'exact_match'?"),
         (["pipeline.output_dir=rows.jsonl/outputs"], "pipeline.output_dir = 'FOLDER/rows.jsonl/outputs' cannot be "
          "written: Not a directory; choose another folder"),
-        (["train.fp8.fp8_recipe=delayed_scaling", "train.fp8.enable_fp8=true"], "recipe.toml: stage 'prepare': "
-         "train.fp8.fp8_recipe = 'delayed_scaling': torchao scales dynamically alone, as Cosmos-RL does; leave it out"),
+        (["train.async_tp_enabled=true"], "recipe.toml: stage 'prepare': train.async_tp_enabled = true: PyTorch "
+         "overlaps tensor parallelism in compiled models alone, and those exclude tp_size here; leave it out"),
     ],
     ids=["unknown key", "wrong type", "no model", "no data", "no reward", "output folder", "capability"],
 )  # fmt: skip
