@@ -33,9 +33,9 @@ def changes_of(test: str) -> list[Change]:
     file, _, name = test.partition("::")
     function = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
     marks = [mark for mark in function.pytestmark if mark.name == "parametrize"]
-    cases = [case for mark in marks for case in mark.args[1]]
-    values = [getattr(case, "values", case) for case in cases]  # of pytest.param, or a plain tuple
-    return [value for case in values for value in case if isinstance(value, Change)]
+    cases = [getattr(case, "values", case) for mark in marks for case in mark.args[1]]  # of pytest.param, or as it is
+    values = [value for case in cases for value in (case if isinstance(case, tuple) else (case,))]
+    return [value for value in values if isinstance(value, Change)]
 
 
 def all_changes() -> Iterator[tuple[str, Change]]:
