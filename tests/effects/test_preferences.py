@@ -63,7 +63,7 @@ def test_it_changes_the_loss_of_a_pair(change: Change, expected: float) -> None:
 
 def prepared(recipe: Recipe, folder: Path) -> Stage:
     """A stage whose data are a prepared row that is a text, and a pair of texts."""
-    row = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5", "good": "2+2=3", "bad": "2+2=7"}
+    row = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5", "good": "2+2=3", "bad": "2+2=7", "ask": "1+"}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     dataset = recipe.train.train_policy.dataset.derived(name=str(folder / "rows.jsonl"))
     train = recipe.train.derived(train_policy=recipe.train.train_policy.derived(dataset=dataset))
@@ -82,6 +82,7 @@ def test_it_changes_what_a_row_is(change: Change, tmp_path: Path) -> None:
 @changes(
     (Change("train.train_policy.chosen_column_name", "good", DPO), ["2+2=3", "2+2=5"]),
     (Change("train.train_policy.rejected_column_name", "bad", DPO), ["2+2=4", "2+2=7"]),
+    (Change("train.train_policy.prompt_column_name", "ask", DPO), ["1+2+2=4", "1+2+2=5"]),
 )
 def test_it_changes_which_responses_are_compared(change: Change, expected: list[str], tmp_path: Path) -> None:
     found = []

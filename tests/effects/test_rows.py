@@ -22,6 +22,9 @@ from tests.unit.data_tokenizers import CHATML, byte_tokenizer
 LENGTHS = {"policy.model_max_length": 64, "rollout.max_response_length": 8}
 # Paths are relative to the folder that each test works in.
 SFT_ROWS = {**SFT, "train.train_policy.dataset.name": "rows"}
+PAIRED = {
+    **SFT_ROWS, "train.train_policy.prompt_column_name": "prompt", "train.train_policy.response_column_name": "answer"
+}  # fmt: skip
 GRPO_ROWS = {**GRPO, **LENGTHS, "train.train_policy.dataset.name": "rows"}
 HELD_OUT = {**SFT_ROWS, "validation.dataset.name": "rows"}
 BAD = {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
@@ -107,6 +110,8 @@ def asked(question: str, reference: str) -> str:
      ("train", 8, "<|im_start|>system\nAdd.<|im_end|>\n" + talk("rows/train q 0", "a 0"))),
     (Change("train.train_policy.system_prompt", "Add.", GRPO_ROWS),
      ("train", 8, "<|im_start|>system\nAdd.<|im_end|>\n" + asked("p 0", "a 0"))),
+    (Change("train.train_policy.prompt_column_name", "ask", PAIRED), ("train", 8, talk("ask 0", "a 0"))),
+    (Change("train.train_policy.response_column_name", "truth", PAIRED), ("train", 8, talk("p 0", "truth 0"))),
     (Change("train.train_policy.prompt_column_name", "ask", GRPO_ROWS), ("train", 8, asked("ask 0", "a 0"))),
     (Change("train.train_policy.response_column_name", "truth", GRPO_ROWS), ("train", 8, asked("p 0", "truth 0"))),
     (Change("train.train_policy.type", "grpo", {**SFT_ROWS, **LENGTHS}), ("train", 8, asked("p 0", "a 0"))),
