@@ -118,7 +118,7 @@ class Grpo(Algorithm):
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
-                [0 if cut else draft.num_learned for draft, cut in zip(*row, strict=True)]
+                [0 if is_left_out else draft.num_learned for draft, is_left_out in zip(*row, strict=True)]
                 for row in zip(drafts, is_cut, strict=True)
             ],
         )
@@ -133,8 +133,8 @@ class Grpo(Algorithm):
         found, num_ignored, num_sampled, num_broken = [], 0, 0, 0
         for g, group in enumerate(groups):
             rows = (group.group.completions, drafts[g], values[g], ignored[g], is_cut[g])
-            for completion, draft, value, ignore, cut in zip(*rows, strict=True):
-                if value is not None and not cut:
+            for completion, draft, value, ignore, is_left_out in zip(*rows, strict=True):
+                if value is not None and not is_left_out:
                     found.append(replace(draft, advantage=value))
                     num_ignored += sum(completion.loss_mask[:ignore])
                     num_sampled += completion.num_sampled

@@ -14,13 +14,13 @@ from torch import Tensor
 from cosmos_core.data.sample import Sample
 
 
-def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Return of each sample which tokens are learned and have an entropy at or above the quantile 1 - `share` of all
+def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], fraction: float) -> list[Tensor]:
+    """Return of each sample which tokens are learned and have an entropy at or above the quantile 1 - `fraction` of all
     learned tokens of `samples`: S each, so that it does not depend on micro-batches."""
     masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
              for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip
     learned = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
     if not learned.numel():
         return masks
-    threshold = float(np.quantile(learned.double().cpu().numpy(), 1 - share))
+    threshold = float(np.quantile(learned.double().cpu().numpy(), 1 - fraction))
     return [mask_S & (row_S.double() >= threshold) for row_S, mask_S in zip(entropies, masks, strict=True)]

@@ -33,12 +33,14 @@ _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 
 
 _ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
+LOCATION = "place"
+"""Column that says where a row was read from."""
 _MEDIA = {"prompt": pa.string(), "metadata": pa.string(), "text": _ENTRY}
 
 
 def _schema(kind: RowKind, columns: dict[str, pa.DataType]) -> pa.Schema:
     """Return the schema of a kind of rows, each of which ends with its location."""
-    return pa.schema({**columns, "place": pa.string()}, metadata={b"rows": kind.encode()})
+    return pa.schema({**columns, LOCATION: pa.string()}, metadata={b"rows": kind.encode()})
 
 
 SCHEMAS: dict[RowKind, pa.Schema] = {
@@ -214,7 +216,7 @@ def check_ids(folder: Path, num_embeddings: int) -> None:
         if highest is not None and highest >= num_embeddings:
             where = next(i for i, ids in enumerate(table[name]) if max(ids.as_py(), default=0) >= num_embeddings)
             raise DataError(
-                f"{table['place'][where]}: token id {highest} has no embedding, of which the model has "
+                f"{table[LOCATION][where]}: token id {highest} has no embedding, of which the model has "
                 f"{num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
             )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.data.prepared import open_table
+from cosmos_core.data.prepared import LOCATION, open_table
 
 
 def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
@@ -21,7 +21,7 @@ def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> 
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     lines = []
     for row in table.select(columns).slice(0, count).to_pylist():
-        lines.append(f"{row['place']}:")
+        lines.append(f"{row[LOCATION]}:")
         for name in [name for name in columns if name.endswith("_ids")]:
             ids, side = row[name], name.removesuffix("_ids")
             mask = row.get("loss_mask" if side == "input" else f"{side}_mask") or [0] * len(ids)

@@ -140,13 +140,16 @@ def public_name(name: str) -> str:
     return Path(name).name if is_path else name
 
 
+_MODEL = frozenset({"model"})
+
+
 def base_of(stage: Stage) -> str:
     """Return what names the model that a training began from, on any machine: a Hub id, a stage of this run, or the
     name and the digest of a folder."""
     named = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream := source_of(named)) is not None:
         return f"{stage.run_path.name}/{upstream}"
-    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
+    digest = next((source.digest for source in stage.sources if source.kind in _MODEL), "")
     name = public_name(named)
     return name if name in {named, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 

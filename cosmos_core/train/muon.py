@@ -18,22 +18,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw: Any) -> None:
         """`adamw`: what AdamW takes beside groups and learning rate."""
-        parts: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+        kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
             (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
             (False, torch.optim.AdamW, adamw),
         ]
-        self._parts: dict[bool, torch.optim.Optimizer] = {}
-        for is_matrix, make, settings in parts:
+        self._optimizers: dict[bool, torch.optim.Optimizer] = {}
+        for is_matrix, make, settings in kinds:
             if own := [group for group in groups if group["is_matrix"] == is_matrix]:
-                self._parts[is_matrix] = make(own, lr=lr, **settings)
-        super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
+                self._optimizers[is_matrix] = make(own, lr=lr, **settings)
+        super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Let both take their step; loading a state has replaced the groups and the state that they share."""
-        for is_matrix, part in self._parts.items():
-            part.param_groups = [group for group in self.param_groups if group["is_matrix"] == is_matrix]
-            part.state = self.state
-            part.step()
+        for is_matrix, optimizer in self._optimizers.items():
+            optimizer.param_groups = [group for group in self.param_groups if group["is_matrix"] == is_matrix]
+            optimizer.state = self.state
+            optimizer.step()
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:

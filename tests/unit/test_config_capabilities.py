@@ -306,7 +306,7 @@ def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path
         assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
     several = ("rollout.parallelism.n_init_replicas=3", "rollout.parallelism.tp_size=2")
     check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *several))
-    with pytest.raises(ConfigError, match=r"tp_size = 2: an engine shares the GPU of one rank"):
+    with pytest.raises(ConfigError, match=r"tp_size = 2: engines share the ranks of policy.parallelism, which are 1"):
         check_capabilities(load(tmp_path, GRPO, "mode='colocated_separated'", *several))
     with pytest.raises(ConfigError, match=r"tp_size = 2: backend 'hf' has the whole model on each rank"):
         check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", "rollout.backend='hf'", *several))

@@ -329,6 +329,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
         "DpoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
+        "LoggingConfig.log_completions",
         "CheckpointConfig.upload_s3", "CheckpointConfig.s3_bucket", "CheckpointConfig.s3_prefix",
         "CheckpointConfig.upload_hf", "CheckpointConfig.hf_repo_name",  # stages behind the export
         *(f"{name}Config.dataloader_num_workers" for name in ("DiffusionSft", "DiffusionNft", "FlowGrpo", "Ddrl")),

@@ -378,5 +378,5 @@ def test_a_prompt_longer_than_the_model_is_skipped_and_one_that_just_fits_is_not
     tokenizer = byte_tokenizer(CHATML)
     ids, _ = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
     assert tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids), "row")[0] == ids
-    with pytest.raises(SkippedRow, match=r"a\.jsonl:2: skipped, with a prompt longer than policy\.model_max_length"):
+    with pytest.raises(SkippedRow, match=r"a\.jsonl:2: skipped, with a prompt that leaves no room"):
         tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids) - 1, "a.jsonl:2")

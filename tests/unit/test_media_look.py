@@ -20,7 +20,8 @@ def fake_source(**given) -> Source:
 
 def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 4)
-    assert look(make_stage(stage_path(runs), source), fake_source()) == {"train": ("train: 4 rows", 4)}
+    said, count, prompts = look(make_stage(stage_path(runs), source), fake_source())["train"]
+    assert (said, count) == ("train: 4 rows", 4) and [each["text"] for each in prompts] == ["number 0", "number 1"]
     (source / "0001.png").write_bytes(png()[:40])
     with pytest.raises(DataError, match=r"0001\.json: it cannot be decoded.*; 1 of 4 rows of train cannot be used"):
         look(make_stage(stage_path(runs), source), fake_source())

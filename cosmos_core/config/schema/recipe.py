@@ -70,8 +70,8 @@ class Recipe(Table):
     @property
     def spreads_groups(self) -> bool:
         """Return whether the completions of a group may be trained on in several train steps."""
-        size = self.rollout.n_generation
-        return self.train.train_policy.has_rollouts and self.train.train_batch_per_replica % size != 0
+        train = self.train
+        return train.train_policy.has_rollouts and train.train_batch_per_replica % self.rollout.n_generation != 0
 
     @property
     def engines_apart(self) -> int:
