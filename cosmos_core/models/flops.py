@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-_MATRIX = {"cuda": 8192, "cpu": 1024}
+_SMALLEST, _LARGEST = 256, {"cuda": 8192, "cpu": 1024}
+_LONG_SECONDS = 0.03
 _TRIES = 5
 
 
@@ -55,16 +57,23 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 
 
 @torch.no_grad()
+@cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of a large product of matrices on this rank's device, measured: the best of a few."""
-    size = _MATRIX.get(device.type, 1024)
-    left = torch.randn(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(_TRIES):
-        began = _now(device)
-        left @ left
-        best = min(best, _now(device) - began)
-    return 2.0 * size**3 / best
+    """Return FLOP/s of a product of matrices on this rank's device, measured once in a process: the best of a few, of
+    sizes that grow until one takes long."""
+    size, best = _SMALLEST, 0.0
+    while size <= _LARGEST[device.type]:
+        left = torch.randn(size, size, device=device, dtype=dtype)
+        shortest = float("inf")
+        for _ in range(_TRIES):
+            began = _now(device)
+            left @ left
+            shortest = min(shortest, _now(device) - began)
+        best = max(best, 2.0 * size**3 / shortest)
+        if shortest > _LONG_SECONDS:
+            break
+        size *= 2
+    return best
 
 
 def _now(device: torch.device) -> float:
