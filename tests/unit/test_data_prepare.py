@@ -134,8 +134,8 @@ def test_held_out_rows_are_sequences_for_sft_and_prompts_when_rewards_score_them
     assert both is not None and [both[i][0].tolist() for i in range(2)] == [loss[i][0].tolist() for i in range(2)]
     asked = tmp_path / "asked.jsonl"
     asked.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "answer": "42"}) + "\n")
-    validation = {**rewarded, "dataset": {"name": str(asked)}}
-    run(make_stage(tmp_path / "asked", model, {**sft(rows), "validation": validation}))
+    asking = {**rewarded, "dataset": {"name": str(asked)}}
+    run(make_stage(tmp_path / "asked", model, {**sft(rows), "validation": asking}))
     assert len(open_prompts(tmp_path / "asked" / "data", "validation")) == 1
     assert learned_held_out(tmp_path / "asked" / "data") is None, "no turn to learn"
     run(make_stage(tmp_path / "rl", model, {**grpo(rows), "validation": validation}))
