@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALLEST, _LARGEST = 256, {"cuda": 8192, "cpu": 1024}
+_SMALLEST, _LARGEST = 256, {"cuda": 8192}
 _LONG_SECONDS = 0.03
 _TRIES = 5
 
@@ -62,7 +62,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of a product of matrices on this rank's device, measured once in a process: the best of a few, of
     sizes that grow until one takes long."""
     size, best = _SMALLEST, 0.0
-    while size <= _LARGEST[device.type]:
+    while size <= _LARGEST.get(device.type, 1024):
         left = torch.randn(size, size, device=device, dtype=dtype)
         shortest = float("inf")
         for _ in range(_TRIES):
