@@ -55,6 +55,8 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(VENV)/bin/cosmos config reference > docs/configuration.md
+	$(PIP) --editable ".[docs]"
+	$(VENV)/bin/mkdocs build --quiet
 
 # The full matrices of the suite, then the long proofs that docs/acceptance.md reports.
 acceptance: $(INSTALLED)

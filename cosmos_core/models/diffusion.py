@@ -1,8 +1,8 @@
 """What every diffusion pipeline is to the rest: text and media to tensors and back, and how its denoiser is called.
 
 A family is a subclass in a file of its own, with the names of the pipelines that it knows in `PIPELINES`; see
-docs/adding-a-diffusion-model.md. The denoiser itself is not here: `denoiser.py` trains it. Text encoders and VAE are
-loaded when they are first needed, so a training that finds everything prepared never loads them.
+docs/how-to/adding-a-diffusion-model.md. The denoiser itself is not here: `denoiser.py` trains it. Text encoders and VAE
+are loaded when they are first needed, so a training that finds everything prepared never loads them.
 
 Shapes: B samples, C channels, F frames (videos alone), H height, W width of a latent; text has B first.
 """

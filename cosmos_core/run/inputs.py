@@ -247,7 +247,7 @@ def reward_service_file(stage: StageConfig) -> Path | None:
         return None
     file = existing(stage.reward_service, Path.cwd())
     if file is None or not file.is_file():
-        raise ConfigError(f"reward_service = {stage.reward_service!r}: no such file; see docs/reward-service.md")
+        raise ConfigError(f"reward_service = {stage.reward_service!r}: no such file; see docs/how-to/reward-service.md")
     return file
 
 

@@ -74,7 +74,9 @@ def test_the_default_config_of_the_pipeline_is_a_file_of_the_repository() -> Non
 
 def test_every_schedule_names_its_own_config_also_that_which_the_documentation_adds() -> None:
     [written] = [d["schedules"] for d in deployments() if "schedules" in d]
-    [added] = re.findall(r"```yaml\n( +- slug: .*?)```", (ROOT / "docs" / "operate.md").read_text(), re.DOTALL)
+    [added] = re.findall(
+        r"```yaml\n( +- slug: .*?)```", (ROOT / "docs" / "how-to" / "operate.md").read_text(), re.DOTALL
+    )
     text = (ROOT / "prefect.yaml").read_text()
     [old] = re.findall(r"^    schedules:\n", text, re.MULTILINE)
     [both] = [d["schedules"] for d in yaml.safe_load(text.replace(old, old + added))["deployments"] if "schedules" in d]

@@ -1,0 +1,66 @@
+"""The documents: every link leads somewhere, every page is in the site's navigation, every command exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from cosmos_core.cli import app
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what the headings of a page are linked by, as GitHub and mkdocs make it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target}: no such file"
+        assert page.parent == ROOT or file.is_relative_to(DOCS), f"{target}: the site has nothing outside of docs/"
+        assert not anchor or anchor in anchors(file), f"{target}: no such heading"
+
+
+def test_each_page_is_in_the_navigation_of_the_site() -> None:
+    def files(entry: object) -> list[str]:
+        children = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+        return [entry] if isinstance(entry, str) else [file for child in children for file in files(child)]
+
+    listed = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_each_command_and_option_in_the_documents_exists() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    wrong = []
+    for page in PAGES:
+        for name, rest in re.findall(
+            r"(?:^|`|&& )cosmos ([a-z][\w-]*)([^`\n#]*)", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            command, words = commands.get(name), rest.split()
+            if command is not None and hasattr(command, "commands"):
+                command = command.commands.get(words[0]) if words else command
+            known = {option for each in getattr(command, "params", ()) for option in each.opts} | {"--help"}
+            missing = [
+                w
+                for w in words
+                if re.match(r"\[?--[a-z]", w) and re.sub(r"[\[\]=].*|^\[", "", w.lstrip("[")) not in known
+            ]
+            if command is None or missing:
+                wrong.append(f"{page.relative_to(ROOT)}: cosmos {name}{rest} {missing}")
+    assert wrong == []
