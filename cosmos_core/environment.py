@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+from cosmos_core.errors import ConfigError
 
 _NEEDED = frozenset({
     "CONDA_PREFIX", "CURL_CA_BUNDLE", "DO_NOT_TRACK", "HOME", "HOSTNAME", "HTTPS_PROXY", "HTTP_PROXY", "LANG",
@@ -37,6 +40,23 @@ _named: set[str] = set()
 def handed_on(names: Iterable[str]) -> dict[str, str]:
     """Return the variables that a user's code is handed: those that any program needs, and those with these names."""
     return {name: value for name, value in os.environ.items() if name in set(names) or _is_needed(name, value)}
+
+
+def tls_trust() -> ssl.SSLContext | bool:
+    """Return what httpx takes for `verify`: the authorities of REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE, which httpx itself
+    does not read; True: those of its own rule, SSL_CERT_FILE among them.
+
+    Raises:
+        ConfigError: the bundle cannot be read.
+    """
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        if path := os.environ.get(name):
+            key = "capath" if os.path.isdir(path) else "cafile"
+            try:
+                return ssl.create_default_context(**{key: path})  # type: ignore[arg-type]
+            except OSError as error:
+                raise ConfigError(f"{name} = {path!r} is no bundle of certificates: {error}") from error
+    return True
 
 
 def hide(names: Iterable[str] = ()) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import masked
+from cosmos_core.environment import masked, tls_trust
+from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
     """Write into the folder of a stage how the services are that its environment names."""
-    urls = [url.strip() for url in environment.get(ENQUEUE_URL, "").split(",") if url.strip()]
+    urls = [url.strip().rstrip("/") for url in environment.get(ENQUEUE_URL, "").split(",") if url.strip()]
     services = [_health(url.removesuffix(_PATH), environment.get(TOKEN, "")) for url in urls]
     if services:
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)
@@ -43,11 +44,12 @@ def _health(url: str, token: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     found: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
-        health = httpx.get(f"{url}/health", timeout=_SECONDS)
+        verify = tls_trust()
+        health = httpx.get(f"{url}/health", timeout=_SECONDS, verify=verify)
         told = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
         found["status"] = str(told.get("status") or "tells nothing") if isinstance(told, dict) else "tells nothing"
-        metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_SECONDS)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_SECONDS, verify=verify)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return found
     if metrics.status_code == 200:
         for name, reward, value in _OF_A_REWARD.findall(metrics.text):

@@ -14,9 +14,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from cosmos_core.environment import tls_trust
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, PIN, PING, STATE
 
@@ -73,11 +75,28 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
         raise RewardError(
             f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
         )
-    if wrong := next((url for url in (*enqueue, *fetch) if not url.startswith(("http://", "https://"))), None):
-        raise RewardError(f"{wrong!r} is no URL of a reward service; it begins with http:// or https://")
-    return Service(
-        tuple(zip(enqueue, fetch, strict=True)), environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1"
+    replicas = tuple(
+        (_checked(ENQUEUE_URL, there), _checked(FETCH_URL, here)) for there, here in zip(enqueue, fetch, strict=True)
     )
+    return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
+
+
+def _checked(name: str, url: str) -> str:
+    """Return a URL without the slashes at its end, which would be another path to the service.
+
+    Raises:
+        RewardError: it names no host, or no path there.
+    """
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise RewardError(f"{url!r} is no URL of a reward service; it begins with http:// or https:// and a host")
+    if not (path := parts.path.rstrip("/")):
+        raise RewardError(f"{name} = {url!r} has no path; the rule is http://HOST:PORT/api/reward/...")
+    return urlunsplit(parts._replace(path=path, fragment=""))
 
 
 def ping(service: Service, names: Sequence[str]) -> None:
@@ -87,10 +106,12 @@ def ping(service: Service, names: Sequence[str]) -> None:
         RewardError: one is not, or does not.
     """
     form, last = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
+    verify = tls_trust()
     for enqueue, _ in service.replicas:
-        url = f"{enqueue.rstrip('/').rpartition('/')[0]}/{last}"
+        parts = urlsplit(enqueue)
+        url = urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{last}"))
         try:
-            response = httpx.post(url, data=form, timeout=_FETCH_SECONDS, headers=service.headers)
+            response = httpx.post(url, data=form, timeout=_FETCH_SECONDS, headers=service.headers, verify=verify)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
@@ -168,7 +189,7 @@ class Asked:
                 self._pin = pin if pin.isascii() and pin.isprintable() else ""
                 if isinstance(said.get("uuid"), str):
                     return str(said["uuid"])
-            if response.status_code in _REFUSED:
+            if response.status_code in _REFUSED or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
             if response.status_code == 429:
                 self._watch.counts["throttled"] += 1
@@ -195,7 +216,7 @@ class Asked:
                 return _object(response)
             if response.status_code in {401, 403}:
                 raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
-            if response.status_code in _REFUSED_FETCH:
+            if response.status_code in _REFUSED_FETCH or response.is_redirect:
                 raise RewardError(f"{url} is no URL to fetch scores from: {_reason(response)}; set {FETCH_URL}")
             if response.headers.get(STATE) == "unknown":
                 self._leave()
@@ -273,4 +294,6 @@ def _object(response: httpx.Response) -> dict[str, Any]:
 def _reason(response: httpx.Response) -> str:
     said = _object(response)
     text = str(said.get("message") or said.get("detail") or response.text)
+    if response.is_redirect:
+        text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"
     return " ".join(f"status {response.status_code}: {text}".split())[:300]

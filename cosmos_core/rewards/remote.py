@@ -26,6 +26,7 @@ import httpx
 import numpy as np
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFunctionConfig
+from cosmos_core.environment import tls_trust
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import plain, request_of
 from cosmos_core.rewards.exchange import Asked, Missing, Service, Watch
@@ -135,7 +136,7 @@ class RemoteRewards:
         headers = self._service.headers
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
-            httpx.AsyncClient(headers=headers, limits=limits) as client,
+            httpx.AsyncClient(headers=headers, limits=limits, verify=tls_trust()) as client,
             asyncio.TaskGroup() as tasks,
         ):
             for batch in _batches(items, self._config.batch_size):

@@ -51,6 +51,11 @@ class WanLatents:
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
 
+    @property
+    def num_channels(self) -> int:
+        """Return the number of channels of the latents."""
+        return int(self._vae.config.z_dim)
+
     def encode(self, videos: Sequence[np.ndarray]) -> np.ndarray:
         """Return the latents of videos of one shape (uint8: frames, height, width and 3), float16 of B, C, T, H, W."""
         import torch

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,12 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, config: Mapping[str, Any], token: str = "a secret token") -> Iterator[Running]:
+def running(
+    folder: Path,
+    config: Mapping[str, Any],
+    token: str = "a secret token",
+    while_loading: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> Iterator[Running]:
     """Start a service and end it, whatever happens."""
     folder.mkdir(parents=True, exist_ok=True)
     file, ready, log = folder / "rewards.toml", folder / "url", folder / "log"
@@ -64,6 +69,7 @@ def running(folder: Path, config: Mapping[str, Any], token: str = "a secret toke
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=output)
     try:
+        while_loading(process)
         wait_until(lambda: ready.exists() or process.poll() is not None, 60, log.read_text, pause=0.02)
         assert process.poll() is None, log.read_text()
         yield Running(process, ready.read_text(), token, log)

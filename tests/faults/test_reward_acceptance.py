@@ -23,7 +23,7 @@ from cosmos_core.rewards.service.store import MemoryStore
 from tests.faults.reward_service import counted, running
 from tests.faults.test_reward_service import body, fetched
 
-KEY = "0123abcd"
+KEY = "0123abcd-0000-4000-8000-000000000000"
 
 
 class Pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,7 +99,7 @@ def service(*servers: RewardServer) -> Service:
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[RewardServer]:
+def serving(tls: ssl.SSLContext | None = None, **settings: Any) -> Iterator[RewardServer]:
     state = RewardServer(**settings)
 
     class Handler(BaseHTTPRequestHandler):
@@ -121,7 +122,9 @@ def serving(**settings: Any) -> Iterator[RewardServer]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_address[1]}/api/reward"
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    state.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}/api/reward"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

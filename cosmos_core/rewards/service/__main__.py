@@ -48,6 +48,8 @@ def main() -> int:
 async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     """Serve until a signal, then finish what was accepted."""
     token = config.token()
+    for key in config.ignored:
+        log.warning("%s has no effect in this service", key)
     engine = Engine(config)
     face = Face(engine, token)
     server = _Server(

@@ -65,8 +65,8 @@ class Face:
     async def enqueue(self, request: Request) -> Response:
         """Accept a request and return its uuid."""
         key = request.headers.get(IDEMPOTENCY_KEY, "")
-        if key and not _UUID.fullmatch(key):
-            raise ProtocolError(f"{IDEMPOTENCY_KEY} must be a uuid")
+        if key and not _is_uuid(key):
+            raise ProtocolError(f"{IDEMPOTENCY_KEY} must be a uuid, drawn for each request: clients share the service")
         if not self.engine.is_ready:
             return _refusal(503, "the rewards are loading", retry_after=2)
         size = _length(request, self.engine.config.max_body_bytes)
@@ -224,6 +224,14 @@ def _refusal(status: int, message: str, retry_after: int = 0) -> Response:
     if status not in {429, 503}:
         headers["Connection"] = "close"  # the rest of a body that nobody reads must not be taken for a request
     return JSONResponse({"message": message}, status, headers=headers)
+
+
+def _is_uuid(key: str) -> bool:
+    """Return whether a key is a uuid as RFC 9562 writes it, whose variant no handmade one like zeros has."""
+    try:
+        return str(found := uuid.UUID(key)) == key.lower() and found.variant == uuid.RFC_4122
+    except ValueError:
+        return False
 
 
 def _length(request: Request, most: int) -> int:

@@ -16,6 +16,7 @@ from cosmos_core.errors import ConfigError
 
 _OF_VIDEOS = {"cosmos_reason1", "dance_grpo"}
 _PUBLISHED_VAE = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
+_NO_EFFECT = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -85,9 +86,9 @@ class DecodeArgs(Table):
     load_mean_std: bool = False
     """Of Cosmos-RL, for statistics of a data set; latents are always normalised by those of the VAE, as there."""
     wan2pt2_model_path: str = ""
-    """Not read."""
+    """Of Cosmos-RL; one VAE decodes here, so a VAE of Wan2.2 is named in `model_path` in place of that of Wan2.1."""
     wan2pt2_credential_path: str = ""
-    """Not read."""
+    """Of Cosmos-RL, which fetches its tokenizer with it; not read."""
     no_latent_decoder: bool = False
     """True: latents are refused."""
 
@@ -156,6 +157,13 @@ class ServiceConfig(Table):
             return ""
         is_for_videos = any(not reward.entry and reward.reward_type in _OF_VIDEOS for reward in self.rewards)
         return self.decode_args.model_path or (_PUBLISHED_VAE if is_for_videos else "")
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the settings of Cosmos-RL that the file sets and that have no effect here."""
+        decode, default = self.decode_args, DecodeArgs()
+        found = [f"decode_args.{key}" for key in _NO_EFFECT if getattr(decode, key) != getattr(default, key)]
+        return found + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
     @property
     def is_loopback(self) -> bool:

@@ -10,14 +10,15 @@ from cosmos_core.rewards.wan_latents import WanLatents
 _vae: WanLatents | None = None
 
 
-def load(settings: Settings) -> None:
-    """Load the VAE.
+def load(settings: Settings) -> int:
+    """Load the VAE; return the number of channels of its latents: 16 for Wan2.1, 48 for Wan2.2.
 
     Raises:
         RewardError: it cannot be loaded.
     """
     global _vae
     _vae = WanLatents("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
+    return _vae.num_channels
 
 
 def decode(latents: np.ndarray) -> np.ndarray:

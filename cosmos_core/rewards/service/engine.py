@@ -140,8 +140,7 @@ class Engine:
         if await self.store.is_known(uuid) and not await self.store.is_unfinished(uuid):
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
-        if request.media == "latent" and self.decoder is None:
-            raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
+        self._check_latents(request)
         if uuid in self.pending:  # it came twice at the same time
             return
         if self._has_drained:
@@ -154,6 +153,19 @@ class Engine:
             raise
         self.num_accepted += 1
         self._queue(request)
+
+    def _check_latents(self, request: Request) -> None:
+        """Raise ProtocolError where the latents of a request cannot be decoded here."""
+        if request.media != "latent":
+            return
+        if self.decoder is None:
+            raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
+        channels = self.decoder.facts.get("latent_channels", request.array.shape[1])
+        if request.array.shape[1] != channels:
+            raise ProtocolError(
+                f"latents of {request.array.shape[1]} channels; the VAE here (decode_args.model_path) has {channels}: "
+                f"Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
+            )
 
     async def fetch(self, uuid: str, name: str) -> str | None:
         """Return the scores of one reward as JSON; None: they are not there."""

@@ -97,6 +97,13 @@ class Lost(Exception):
         self.may_pass = may_pass
 
 
+class Killed(Lost):
+    """A process was ended by a signal, of which the reward itself says nothing."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"its process was killed by signal {number}", may_pass=True)
+
+
 class Pool:
     """Runs one reward in a process per device."""
 
@@ -108,6 +115,9 @@ class Pool:
         self.ready = 0
         self.in_flight = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.facts: Mapping[str, Any] = {}
+        """What a process says of its model once it is loaded."""
+        self._kills_left = program.attempts * len(program.devices)
         self._more = asyncio.Event()
         self._tasks = [asyncio.create_task(self._keep(device)) for device in program.devices]
 
@@ -129,7 +139,7 @@ class Pool:
             process = Process(self.program, device)
             try:
                 await process.start()
-                pause = _FIRST_PAUSE
+                pause, self.facts = _FIRST_PAUSE, process.facts
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self.ready += 1
@@ -142,7 +152,9 @@ class Pool:
                 if lost is not error:
                     log.exception("reward %s", self.program.name)
                 if not self.loaded.done() and not process.is_ready:
-                    self.loaded.set_exception(lost)
+                    self._kills_left -= 1
+                    if not isinstance(lost, Killed) or not self._kills_left:
+                        self.loaded.set_exception(lost)
                 self._note(str(lost))
             finally:
                 await process.kill()
@@ -229,6 +241,7 @@ class Process:
         self._process: asyncio.subprocess.Process | None = None
         self._number = 0
         self.is_ready = False
+        self.facts: Mapping[str, Any] = {}
 
     async def start(self) -> None:
         """Start it and wait until it has loaded.
@@ -252,7 +265,7 @@ class Process:
         said, _ = await self._exchange({**start, "arrays": []}, [], program.load_seconds, "loaded")
         if "ready" not in said:
             raise Lost(str(said.get("error", "it said something else than that it is ready")))
-        self.is_ready = True
+        self.is_ready, self.facts = True, said
 
     async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return what it says of a batch.
@@ -326,9 +339,9 @@ class Process:
         code = self._process.returncode if self._process else None
         if code is None:
             return Lost("its process closed its output")
-        if code >= 0:
-            return Lost(f"its process exited with code {code}")
-        return Lost(f"its process was killed by signal {-code}", may_pass=True)
+        if code < 0 or code > 128:  # a shell that started it exits with 128 + the signal
+            return Killed(-code if code < 0 else code - 128)
+        return Lost(f"its process exited with code {code}")
 
 
 def interpreter(venv_python: str) -> str:

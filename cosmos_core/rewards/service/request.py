@@ -63,7 +63,9 @@ def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) ->
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ProtocolError("prompts must be a list of strings, one for each item of the array")
     fields["prompts"] = prompts
-    if len(prompts) != array.shape[0] or len(prompts) > _MOST_ITEMS:
+    if len(prompts) > _MOST_ITEMS:
+        raise ProtocolError(f"{len(prompts)} items; at most {_MOST_ITEMS} are taken in one request")
+    if len(prompts) != array.shape[0]:
         raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
     names = _names(fields, served)
     media = _media(fields, array)
@@ -112,7 +114,10 @@ def _media(fields: Mapping[str, Any], array: np.ndarray) -> str:
     if asked == "video" and shape[1] == 3:
         return asked
     if array.dtype == np.uint8 and shape[-1] % 2:
-        raise ProtocolError(f"uint8 latents are the bytes of bfloat16, of which {shape[-1]} are no whole number")
+        raise ProtocolError(
+            f"uint8 latents are the bytes of bfloat16, of which {shape[-1]} are no whole number; pixels of a video are "
+            f"batch, 3, frames, height, width"
+        )
     return "latent"
 
 

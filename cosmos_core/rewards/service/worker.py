@@ -40,13 +40,13 @@ def main() -> None:
         return
     sys.path[:0] = start[0].pop("path", [])
     try:
-        reward = _load(start[0])
+        reward, facts = _load(start[0])
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is told to who started the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
         write_message(replies, {"error": str(error) if isinstance(error, CosmosError) else one_line(error)}, [])
         return
-    write_message(replies, {"ready": True}, [])
+    write_message(replies, {"ready": True, **facts}, [])
     while (message := read_message(messages)) is not None:
         header, arrays = message
         if reward is None:
@@ -81,14 +81,14 @@ def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[
     stream.flush()
 
 
-def _load(start: Mapping[str, Any]) -> Any:
+def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the reward (None: this process decodes latents), and what requests are checked against."""
     settings = Settings(**start["settings"])
     if start["name"] == "":
         from cosmos_core.rewards.service import decoder
 
-        decoder.load(settings)
-        return None
-    return load_served(start["name"], start["entry"], settings)
+        return None, {"latent_channels": decoder.load(settings)}
+    return load_served(start["name"], start["entry"], settings), {}
 
 
 def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:

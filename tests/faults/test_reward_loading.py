@@ -1,0 +1,85 @@
+"""A reward service whose processes are killed while they load, and latents that its decoder cannot take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+
+from cosmos_core.rewards.protocol import encode_request
+from tests.conftest import wait_until
+from tests.faults.reward_service import Running, counted, running
+from tests.tiny_pipelines import _wan_vae
+
+
+def scores_of(server: Running, count: int) -> list[float]:
+    """Score as the client of Cosmos-RL does: no key, and whatever is not 200 is asked again."""
+    headers, found = {"Authorization": f"Bearer {server.token}"}, []
+    for i in range(count):
+        fields = {"prompts": [str(i)], "reward_fn": {"counted": 1.0}, "media_type": "image"}
+        body = encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8))
+
+        def ask(path: str, data: Any) -> dict[str, Any]:
+            def said() -> dict[str, Any] | None:
+                response = requests.post(f"{server.url}/api/reward/{path}", headers=headers, timeout=60, data=data)
+                return response.json() if response.status_code == 200 else None
+
+            found: dict[str, Any] = wait_until(said, 60, path, pause=0.02)
+            return found
+
+        key = ask("enqueue", body)["uuid"]
+        found += ask("pull", {"uuid": key, "type": "counted"})["scores"]["counted"]
+    return found
+
+
+def kill_while_loading(service: subprocess.Popen[bytes], loads: Path, times: int) -> None:
+    """Kill the reward's process each time that it says it loads; where a shell started it, not the shell."""
+    for _ in range(times):
+        wait_until(loads.exists, 60, "it loads", pause=0.02)
+        loads.unlink()
+        for process in psutil.Process(service.pid).children(recursive=True):
+            if "worker" in " ".join(process.cmdline()) and process.name() != "bash":
+                process.kill()
+
+
+@pytest.mark.parametrize("by_a_shell", [False, True])
+def test_a_process_that_is_killed_while_it_loads_is_started_again(by_a_shell: bool, tmp_path: Path) -> None:
+    """Also of an interpreter that is started by a shell, which then exits with 128 + the signal."""
+    settings: dict[str, Any] = {"options": {"load_seconds": 0.5}}
+    if by_a_shell:
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/bash\n{sys.executable} "$@"\nexit $?\n')
+        python.chmod(0o755)
+        settings |= {"venv_python": str(python)}
+    config = {"reward_args": [counted(tmp_path, **settings)]}
+    loads = tmp_path / "scored"
+    with running(tmp_path, config, while_loading=lambda service: kill_while_loading(service, loads, 3)) as server:
+        assert scores_of(server, 5) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert loads.read_text().split() == list("01234"), "each once"
+        assert server.log.read_text().count("its process was killed by signal 9") == 3
+
+
+def test_a_reward_whose_processes_never_live_to_load_ends_the_service(tmp_path: Path) -> None:
+    config = {"reward_args": [counted(tmp_path, options={"load_seconds": 30.0})], "attempts": 2}
+    kill = partial(kill_while_loading, loads=tmp_path / "scored", times=2)
+    reason = "the reward 'counted' cannot be loaded: its process was killed by signal 9"
+    with pytest.raises(AssertionError, match=reason), running(tmp_path, config, while_loading=kill):
+        pass
+
+
+def test_latents_of_another_vae_are_refused_when_they_arrive(tmp_path: Path) -> None:
+    _wan_vae().save_pretrained(tmp_path / "vae")
+    config = {"reward_args": [counted(tmp_path)], "decode_args": {"model_path": str(tmp_path / "vae"), "device": "cpu"}}
+    with running(tmp_path, config) as server:
+        for channels, status in ((48, 400), (8, 400), (16, 200)):
+            fields = {"prompts": ["1"], "reward_fn": {"counted": 1.0}, "media_type": "latent"}
+            said = server.post("enqueue", content=encode_request(fields, np.zeros((1, channels, 1, 2, 2), np.float16)))
+            assert said.status_code == status, said.text
+            assert status == 200 or f"latents of {channels} channels; the VAE here" in said.json()["message"]

@@ -1,0 +1,153 @@
+"""Where a reward service is: URLs that mean no such place are refused at once, and the token goes nowhere else."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.errors import ConfigError, RewardError
+from cosmos_core.launch.service_health import _health
+from cosmos_core.rewards.exchange import ping, service_of
+from cosmos_core.rewards.protocol import ProtocolError, encode_request
+from cosmos_core.rewards.remote import RemoteRewards
+from cosmos_core.rewards.service.app import _is_uuid
+from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig
+from cosmos_core.rewards.service.request import parse_request
+from tests.unit.reward_server import reply, serving
+
+CONFIG = RemoteRewardConfig.model_validate(
+    {"reward_fns": [{"name": "mean", "clip_max": 255.0}], "reward_clip_max": 255.0}
+)
+IMAGE = {"prompt": "p", "media": Image.new("RGB", (2, 2), (3, 3, 3))}
+
+
+def named(enqueue: str, fetch: str) -> dict[str, str]:
+    return {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_FETCH_URL": fetch}
+
+
+@pytest.mark.parametrize("end", ["/", "//", " ", "#here"])
+def test_a_url_may_end_in_slashes(end: str) -> None:
+    with serving() as server:
+        found = service_of(named(f"{server.url}/enqueue{end}", f"{server.url}/pull{end}"))
+        ping(found, ["mean"])
+        [score] = RemoteRewards(CONFIG, found).score([IMAGE])
+    assert score.value == 3.0
+    assert {sent.path for sent in server.sent} == {f"/api/reward/{name}" for name in ("ping", "enqueue", "pull")}
+
+
+@pytest.mark.parametrize("url", ["http://host", "https://host/", "http://host:8080//", "http://host?a=/b/c"])
+def test_a_url_without_a_path_is_refused_before_the_token_is_sent_anywhere(url: str) -> None:
+    for given in (named(url, "http://host/pull"), named("http://host/enqueue", url)):
+        with pytest.raises(RewardError, match=r"_URL = .* has no path; the rule is http://HOST:PORT/api/reward/"):
+            service_of(given)
+
+
+@pytest.mark.parametrize(
+    "url", ["http:///api/reward/enqueue", "http://:80/x", "ftp://host/x", "host/x", "http://[::1/x", "http://h:x/y"]
+)
+def test_a_url_without_a_host_is_refused(url: str) -> None:
+    with pytest.raises(RewardError, match="is no URL of a reward service"):
+        service_of(named(url, "http://host/pull"))
+
+
+def test_a_ping_goes_to_the_host_of_the_url_alone() -> None:
+    with serving() as server:
+        root = server.url.removesuffix("/api/reward")
+        ping(service_of(named(f"{root}/enqueue?zone=a/b", f"{root}/pull")), ["mean"])
+    assert [sent.path for sent in server.sent] == ["/ping?zone=a/b"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_ends_the_stage_at_once_and_is_not_followed(status: int) -> None:
+    moved = reply(status, {"Location": "http://elsewhere/"})
+    for where in ("on_enqueue", "on_pull"):
+        reason = f"status {status}: it redirects to http://elsewhere/"
+        with serving(**{where: lambda sent: moved}) as server, pytest.raises(RewardError, match=reason):
+            RemoteRewards(CONFIG, server.service).score([IMAGE])
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
+    folder = tmp_path_factory.mktemp("tls")
+    command = (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(
+        ["openssl", *command.split(), "-keyout", "key", "-out", "ca.pem"], cwd=folder, check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "ca.pem", folder / "key")
+    return folder / "ca.pem", context
+
+
+@pytest.mark.parametrize("variable", ["REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"])
+def test_the_bundle_of_the_original_client_is_trusted(
+    variable: str, certificate: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, context = certificate
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(tls=context) as server:
+        with pytest.raises(RewardError, match="CERTIFICATE_VERIFY_FAILED"):
+            ping(server.service, ["mean"])
+        monkeypatch.setenv(variable, str(bundle))
+        ping(server.service, ["mean"])
+        assert RemoteRewards(CONFIG, server.service).score([IMAGE])[0].value == 3.0
+        assert _health(server.url, "")["status"] != "does not respond"
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/ca.pem")
+    with pytest.raises(ConfigError, match=r"REQUESTS_CA_BUNDLE = '/nowhere/ca.pem' is no bundle"):
+        ping(server.service, ["mean"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "12345",
+        "a",
+        "----",
+        "0" * 32,
+        "00000000-0000-0000-0000-000000000000",
+        "{0123abcd-0000-4000-8000-000000000000}",
+        "1" * 36,
+    ],
+)
+def test_an_idempotency_key_that_two_clients_may_choose_is_none(key: str) -> None:
+    assert not _is_uuid(key)
+    assert _is_uuid("0123ABCD-0000-4000-8000-000000000000")
+
+
+def test_a_limit_is_named_by_its_own_number() -> None:
+    array = np.zeros((70000, 1, 1, 3), np.uint8)
+    fields = {"prompts": [""] * 70000, "reward_fn": {"mean": 1.0}, "media_type": "image"}
+    with pytest.raises(ProtocolError, match=r"^70000 items; at most 65536 are taken in one request"):
+        parse_request("x", encode_request(fields, array), ["mean"])
+    channels_last = encode_request(
+        {**fields, "prompts": [""], "media_type": "video"}, np.zeros((1, 8, 4, 4, 3), np.uint8)
+    )
+    with pytest.raises(ProtocolError, match="pixels of a video are batch, 3, frames, height, width"):
+        parse_request("x", channels_last, ["mean"])
+
+
+def test_a_setting_without_effect_is_said_so() -> None:
+    decode: dict[str, Any] = {
+        "wan2pt2_model_path": "/w",
+        "load_mean_std": True,
+        "chunk_duration": 81,
+        "temporal_window": 4,
+    }
+    rewards = (
+        RewardArgs(reward_type="ocr", setup_script="a.sh"),
+        RewardArgs(reward_type="b", setup_script="b", enable=False),
+    )
+    assert ServiceConfig(reward_args=rewards, decode_args=DecodeArgs(**decode)).ignored == [
+        "decode_args.temporal_window", "decode_args.load_mean_std", "decode_args.wan2pt2_model_path",
+        "reward_args.ocr.setup_script",
+    ]  # fmt: skip
+    assert ServiceConfig(reward_args=rewards[1:]).ignored == []
