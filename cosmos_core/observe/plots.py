@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
 """Families that are drawn when none are asked for."""
+REPORT_PANELS = (*PANELS, "entropy", "length", "lr", "time/", "memory/")
+"""Those of the report; one that ends with a slash has every metric that begins so."""
 
 _INK, _GRID = "#6b7280", "#d4d4d8"
 _LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
@@ -78,7 +80,7 @@ def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) ->
         for name, series in _panels(lines, keys).items():
             figure = Figure(figsize=_SIZE, layout="constrained")
             _draw(figure.add_subplot(), name, series)
-            pictures.append(_inline(figure, f"{name} by step"))
+            pictures.append(_inline(figure, f"{name.removesuffix('/')} by step"))
     return "\n".join(pictures)
 
 
@@ -89,8 +91,10 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
         if not isinstance(step, int | float) or math.isnan(_drawn(step)):
             continue
         for key, value in line.items():
-            if family(key) in panels and isinstance(value, int | float) and not isinstance(value, bool):
-                steps, values = panels[family(key)].setdefault(key, ([], []))
+            prefix = f"{key.partition('/')[0]}/"
+            panel = prefix if prefix in panels else family(key)
+            if panel in panels and isinstance(value, int | float) and not isinstance(value, bool):
+                steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
                 values.append(_drawn(value))
     finite = {name: _with_a_point(series) for name, series in panels.items()}
@@ -119,7 +123,7 @@ def _draw(axes: Axes, name: str, series: Series) -> None:
     drawn = {x for steps, values in shown.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)}
     if len(drawn) == 1:
         axes.set_xlim(min(drawn) - 1, max(drawn) + 1)
-    axes.set_title(name, loc="left", fontsize=9, color=_INK)
+    axes.set_title(name.removesuffix("/"), loc="left", fontsize=9, color=_INK)
     axes.tick_params(colors=_INK, labelsize=7, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -16,6 +16,7 @@ from cosmos_core.observe.before import before
 from cosmos_core.observe.dag import layout
 from cosmos_core.observe.record import loading_line, read_run
 from cosmos_core.observe.sweeps import sweeps
+from cosmos_core.observe.trained import trained
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -42,6 +43,7 @@ def build(run_path: Path) -> str:
             run=record,
             graph=layout(record),
             cards=sections.cards(record),
+            trained=trained(record),
             measured=sections.measured(record),
             comparison=sections.comparison(record),
             sweeps=sweeps(record),
@@ -62,7 +64,7 @@ def _environment() -> Environment:
     )
     filters: dict[str, Any] = {
         "clock": wording.clock, "duration": wording.duration, "number": wording.number, "size": wording.size,
-        "json": json.dumps, "px": lambda length: f"{length:g}", "cut": _cut,
+        "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}", "cut": _cut,
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
         "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,

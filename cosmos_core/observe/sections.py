@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe import gallery, wording
-from cosmos_core.observe.plots import curves_svg
+from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
 from cosmos_core.observe.record import RunRecord, Sample, StageRecord, overhead
 from cosmos_core.observe.sweeps import in_branches
 from cosmos_core.run.files import Document, parsed, read_json
@@ -181,7 +181,7 @@ def services(stage: StageRecord) -> list[list[Any]]:
 
 def curves(stage: StageRecord) -> str:
     """Return the curves of a stage as SVG; empty: fewer than two steps were logged."""
-    return curves_svg(stage.curves) if len(stage.curves) > 1 else ""
+    return curves_svg(stage.curves, REPORT_PANELS) if len(stage.curves) > 1 else ""
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:

@@ -12,6 +12,7 @@ import pytest
 from cosmos_core.observe import report
 from cosmos_core.observe.before import before
 from cosmos_core.observe.record import read_run
+from cosmos_core.observe.trained import trained
 from cosmos_core.observe.usage import resources, reward_bins
 from tests.unit.observed_runs import STARTED, finished_run, write, write_lines
 
@@ -64,3 +65,25 @@ def test_the_page_has_a_layout_for_phones_and_nothing_from_elsewhere(tmp_path: P
     assert 'name="viewport" content="width=device-width' in page
     assert "@media (max-width: 640px)" in page
     assert not re.search(r"(src|href)=.?(https?:)?//", page)
+
+
+def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    text = (run / "pipeline.toml").read_text()
+    settings = (
+        'overrides.policy = { model_name_or_path = "Qwen/Qwen3-0.6B", lora = { r = 16 } }\n'
+        "overrides.train = { optm_lr = 1e-5, optm_name = 'AdamW', optm_decay_type = 'cosine', epoch = 3, "
+        "train_batch_per_replica = 8, train_policy = { type = 'sft', mini_batch = 2 } }\n"
+    )
+    text = text.replace('kind = "sft"\n', f'kind = "sft"\ndata = "stage:prepare"\n{settings}')
+    rows = "overrides.train.train_policy.dataset.name = 'rows.csv'\n"
+    (run / "pipeline.toml").write_text(text.replace('kind = "prepare"\n', f'kind = "prepare"\n{rows}'))
+    write(run / "stages/prepare/data/statistics.json", {"train": {"rows": 90}, "validation": {"rows": 10}})
+    [(stage, facts)] = trained(read_run(run))
+    found = dict(facts)
+    assert (stage.name, found["base model"]) == ("sft", "Qwen/Qwen3-0.6B")
+    assert found["data"] == "rows.csv, 90 rows, 10 rows held out"
+    assert found["learning rate"] == "1e-05, AdamW, cosine decay"
+    assert (found["trains"], found["batch"]) == ("LoRA of rank 16", "8 rows per replica, micro-batch 2")
+    page = report.build(run)
+    assert "What was trained" in page and "Qwen/Qwen3-0.6B" in page
