@@ -192,53 +192,6 @@ trainer_type = "grpo_vla"
 [rollout]
 backend = "vla"
 """,
-    "deprecated": """
-[model]
-fsdp_shard_size = 8
-resolution = "480"
-
-[[model.conditioner]]
-name = "fps"
-type = "remap_key"
-
-[model.rl]
-enabled = true
-num_rollout = 8
-train_on = [0, 1, 2]
-
-[model.rl.reward_config.remote_reward]
-scale = 2.0
-
-[model_parallel]
-context_parallel_size = 2
-
-[optimizer]
-lr = 1e-5
-
-[scheduler]
-warm_up_steps = [100]
-
-[trainer]
-max_iter = 500
-grad_accum_iter = 2
-
-[[trainer.callbacks]]
-name = "grad_clip"
-args = { clip_norm = 0.1 }
-
-[dataloader_train]
-type = "local"
-
-[dataloader_train.video_dataloader]
-dataset_dir = "clips"
-batch_size = 2
-
-[checkpoint]
-load_path = "org/videos"
-
-[job]
-project = "videos"
-""",
     "pipeline": """
 [pipeline]
 name = "chain"

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from cosmos_core.config.capabilities import check_capabilities, notices_of
 from cosmos_core.config.compat.translate import DEAD, MOVED
-from cosmos_core.config.compat.wfm_schema import KEYS, TABLES
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import MAX_LINE, merge
 from cosmos_core.config.schema.pipeline import PipelineConfig
@@ -40,12 +39,10 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 FIELDS = {key: field for key, _, field in (*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline."))}
 REMOTE = "train.train_policy.remote_reward"
-CALLBACK = {f"trainer.callbacks.{key}" for key in ("name", "args", "step_size")}  # which are a list
-OLDER = {*MOVED, *DEAD, *KEYS, *TABLES, *CALLBACK, f"{REMOTE}.reward_fn", f"{REMOTE}.score_key"}
+OLDER = {*MOVED, *DEAD, f"{REMOTE}.reward_fn", f"{REMOTE}.score_key"}
 KNOWN = {*FIELDS, *OLDER, "extends", "pipeline"}
 OVERRIDES = "pipeline.stages.overrides"
 FREE = {*DEAD, f"{REMOTE}.reward_fn", *(key for key, field in FIELDS.items() if "dict[" in str(field.annotation))}
-FREE.add("trainer.callbacks.args")
 FREE.remove(OVERRIDES)
 NAMES = sorted({key.rpartition(".")[2] for key in KNOWN})
 HOSTILE = [
@@ -258,7 +255,7 @@ def test_damaged_bytes_are_one_line(
     told(in_file(content[:place] + junk + content[place + skip :], tmp_path_factory.getbasetemp() / "damaged.toml"))
 
 
-@pytest.mark.parametrize("layer", [name for name in WRITTEN if name != "deprecated"])
+@pytest.mark.parametrize("layer", WRITTEN)
 def test_a_file_means_the_same_on_top_of_another_and_extending_it(tmp_path: Path, layer: str) -> None:
     base, above = in_file(WRITTEN["grpo"], tmp_path / "base.toml"), in_file(WRITTEN[layer], tmp_path / "above.toml")
     extending = in_file(f"extends = 'base.toml'\n{WRITTEN[layer]}", tmp_path / "extending.toml")

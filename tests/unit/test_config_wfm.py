@@ -12,12 +12,13 @@ import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compat.translate import modern
-from cosmos_core.config.compat.wfm import is_wfm
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.load import Values, merge, parse
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
+from tools import convert_wfm
+from tools.convert_wfm import from_wfm
 
 VIDEOS = "dataloader_train.video_dataloader."
 HELD_OUT = "dataloader_val.video_dataloader."
@@ -141,7 +142,7 @@ def every(*rows: tuple[str, Any, str, Any]) -> Values:
 
 def translated(values: Values) -> tuple[Recipe, list[str]]:
     notices: list[str] = []
-    return parse(Recipe, modern(values, "old.toml", notices), source="old.toml"), notices
+    return parse(Recipe, from_wfm(values, "old.toml", notices), source="old.toml"), notices
 
 
 def recipe_of(*keys: tuple[str, Any]) -> Recipe:
@@ -328,22 +329,31 @@ def test_tables_of_both_schemas_are_refused(today: str) -> None:
     assert f"[model] is of the deprecated --wfm-mode schema and {today} of today's" in told
 
 
-def test_a_fragment_is_refused_and_a_script_may_have_a_model_table_of_its_own() -> None:
+def test_a_deprecated_file_is_refused_with_the_command_that_converts_it() -> None:
+    for tables in ({"optimizer": {"lr": 1e-5}}, {"model": {}}, {"model": {}, "job": {}, "train": {}}):
+        with pytest.raises(ConfigError, match=r"deprecated --wfm-mode schema; `python tools/convert_wfm.py old.toml`"):
+            modern(tables, "old.toml", [])
     with pytest.raises(ConfigError, match=r"\[optimizer\] is of the deprecated --wfm-mode schema, whose recipes have"):
-        modern({"optimizer": {"lr": 1e-5}}, "old.toml", [])
-    assert not is_wfm({"model": {"obs_dim": 4}, "train": {}})
-    assert not is_wfm({"trainer": {}, "policy": {}})  # a misspelt [train], which the schema of today explains
+        from_wfm({"optimizer": {"lr": 1e-5}}, "old.toml", [])
 
 
-def test_a_deprecated_file_loads_is_converted_and_waits_for_nothing(tmp_path: Path) -> None:
+def test_a_script_may_have_a_model_table_of_its_own() -> None:
+    for tables in ({"model": {"obs_dim": 4}, "train": {}}, {"trainer": {}, "policy": {}}):
+        modern(tables, "new.toml", [])
+
+
+def test_a_converted_file_loads_and_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     old, new = tmp_path / "old.toml", tmp_path / "new.toml"
     values = merge(every(*EVERY, *EVERY_IN_RL), wfm(("model.precision", "bfloat16"), ("model_parallel", {})))
     del values["model_parallel"]
     old.write_text(tomli_w.dumps(values))
-    new.write_text(tomli_w.dumps(modern(values, "old.toml", [])))
-    kinds = all_kinds()
-    pipeline, converted = load_pipeline(old, [], kinds), load_pipeline(new, [], kinds)
+    monkeypatch.setattr("sys.argv", ["convert_wfm.py", str(old)])
+    convert_wfm.main()
+    printed = capsys.readouterr()
+    new.write_text(printed.out)
+    assert printed.err.count("convert_wfm: note: ") == 3
+    pipeline = load_pipeline(new, [], all_kinds())
     assert [stage.kind for stage in pipeline.stages] == ["prepare", "rl", "validate", "export", "upload"]
-    assert pipeline.recipes["rl"] == converted.recipes["rl"]
-    assert len(pipeline.notices) == 3
     check_capabilities(pipeline)

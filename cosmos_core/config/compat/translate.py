@@ -1,7 +1,4 @@
-"""Recipes of every generation in today's names: moved keys, keys that never did anything, the deprecated schema.
-
-`keys.toml` has the moved and the dead keys, `wfm.toml` the deprecated schema.
-"""
+"""Recipes of every generation in today's names; `keys.toml` has the keys that moved and those that do nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ from cosmos_core.errors import ConfigError
 _DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpath("keys.toml").read_text("utf-8"))
 _POLICY = "train.train_policy"
 _TODAY = {*Recipe.model_fields, "pipeline", "extends"}
+_WFM = ("model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job")
+"""Tables of the deprecated schema."""
 MOVED: dict[str, str] = _DATA["moved"] | _DATA["moved_in_dpo"]
 """Key of an older generation to today's."""
 DEAD: dict[str, str] = {key: meaning for meaning, keys in _DATA["dead"].items() for key in keys}
@@ -31,13 +30,10 @@ def modern(values: Values, source: str, notices: list[str]) -> Values:
     """Return the same recipe in today's keys; what was changed is told in `notices`.
 
     Raises:
-        ConfigError: an old and a new key for the same thing disagree.
+        ConfigError: an old and a new key for the same thing disagree, or the file is of the deprecated schema.
     """
+    _refuse_wfm(values, source)
     values = copy.deepcopy(values)
-    if values.keys() - _TODAY:  # to build the deprecated schema takes a while, and hardly any file is of it
-        from cosmos_core.config.compat.wfm import from_wfm, is_wfm
-
-        values = from_wfm(values, source, notices) if is_wfm(values) else values
     _keep_one_batch(values, notices)
     said_by: dict[str, str] = {}
     for old, new in _DATA["moved"].items():
@@ -61,6 +57,16 @@ def modern(values: Values, source: str, notices: list[str]) -> Values:
     _remote_reward(values, notices)
     _ignore(values, DEAD, notices)
     return values
+
+
+def _refuse_wfm(values: Values, source: str) -> None:
+    """Refuse a recipe of the deprecated `--wfm-mode` schema; scripts of today's have a `[model]` of their own."""
+    tables = [name for name in _WFM if isinstance(values.get(name), dict)]
+    if tables and (not _TODAY & values.keys() or ("model" in tables and len(tables) > 1)):
+        raise ConfigError(
+            f"{source}: [{tables[0]}] is of the deprecated --wfm-mode schema; `python tools/convert_wfm.py {source}` "
+            f"prints a recipe that says the same"
+        )
 
 
 def of_algorithm(values: Values, notices: list[str]) -> Values:

@@ -1,4 +1,4 @@
-"""Tables that are declared as data: those of `planned.toml`, and the deprecated schema in `compat/wfm.toml`.
+"""Tables that are declared as data: those of `planned.toml`, and the schema in `tools/convert_wfm.toml`.
 
 A key says what a value `is`, by a name of `TYPES` (a list of names: an array of that many; with "..." of any number,
 but `at_least` so many), or `of` which values it is one; its `default` (none: the key may be left out, unless it is

@@ -1,34 +1,58 @@
-"""The deprecated `--wfm-mode` recipes of Cosmos-RL (`[model]`, `[model_parallel]`, ...) in today's keys.
+"""Convert a deprecated `--wfm-mode` recipe of Cosmos-RL (`[model]`, `[model_parallel]`, ...) into a recipe.
 
-They train the video models of Cosmos-Predict2.5: diffusion SFT, FlowGRPO or DDRL. What such a recipe leaves out has the
-defaults of its own schema, not of ours. `wfm.toml` has every key and what becomes of it; here is what reads that.
+    python tools/convert_wfm.py OLD.toml > NEW.toml
+
+Such recipes train the video models of Cosmos-Predict2.5: diffusion SFT, FlowGRPO or DDRL. Keys that they leave out have
+the defaults of their schema, not of ours. `convert_wfm.toml` maps every key; this program applies it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
+import tomli_w
 from jinja2 import Environment, StrictUndefined
 
-from cosmos_core.config.compat.wfm_schema import DATA, FIELDS, KEYS, REASONS, TABLES, TYPED, Root
-from cosmos_core.config.load import Values, merge, parse, short, without_none
+from cosmos_core.config.load import Values, merge, parse, read_toml, short, without_none
+from cosmos_core.config.schema.declared import declared, is_key
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import all_fields
 from cosmos_core.errors import ConfigError
 
+DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def _fields(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every key of convert_wfm.toml as (dotted name, what is said of it)."""
+    for name, field in keys.items():
+        if is_key(field):
+            yield prefix + name, field
+        else:
+            yield from _fields(field, f"{prefix}{name}.")
+
+
+Root = declared("wfm", DATA["keys"])
+TYPED = dict(_fields(DATA["keys"]))
+REASONS = {
+    f"{table}.{name}".lstrip("."): reason
+    for reason, tables in DATA["without"].items()
+    for some, names in tables.items()
+    for table in some.split() or [""]
+    for name in names.split()
+}
+FIELDS = {key for key, _, _ in all_fields(Root)}
+"""Tables too."""
+KEYS = FIELDS | set(REASONS)
+TABLES = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 _TODAY = frozenset({*Recipe.model_fields, "pipeline", "extends"})
 _EXPRESSIONS = Environment(undefined=StrictUndefined)
-
-
-def is_wfm(values: Values) -> bool:
-    """Return whether a file has a table of the deprecated schema; scripts of today's have a `[model]` of their own."""
-    tables = [root for root in DATA["keys"] if isinstance(values.get(root), dict)]
-    if not _TODAY & set(values):
-        return bool(tables)
-    return "model" in tables and (len(tables) > 1 or any(f"model.{name}" in KEYS for name in values["model"]))
 
 
 def from_wfm(values: Values, source: str, notices: list[str]) -> Values:
@@ -55,7 +79,7 @@ def _one_schema(values: Values, source: str) -> None:
     if today:
         raise ConfigError(
             f"{source}: [model] is of the deprecated --wfm-mode schema and {today[0]} of today's: a file has one of "
-            f"them; print the deprecated tables in today's keys with `cosmos config convert`"
+            f"them; take the keys of today into a file of their own, which `extends` the converted one"
         )
     if "model" not in values:
         raise ConfigError(
@@ -219,3 +243,20 @@ def _gathered(keys: Iterable[str]) -> list[str]:
         table, dot, name = key.rpartition(".")
         tables.setdefault(table + dot, []).append(name)
     return [table + (names[0] if len(names) == 1 else f"{{{', '.join(names)}}}") for table, names in tables.items()]
+
+
+def main() -> None:
+    """Print the recipe; what was mapped and what has no counterpart is said on standard error."""
+    notices: list[str] = []
+    try:
+        [name] = sys.argv[1:]
+        values = from_wfm(read_toml(Path(name)), name, notices)
+        parse(Recipe, values, source=name)
+    except (ConfigError, ValueError) as error:
+        sys.exit(f"convert_wfm: {error if isinstance(error, ConfigError) else 'give one file'}")
+    sys.stderr.writelines(f"convert_wfm: note: {notice}\n" for notice in notices)
+    sys.stdout.write(tomli_w.dumps(values))
+
+
+if __name__ == "__main__":
+    main()
