@@ -13,6 +13,7 @@ DECIDE_ROWS = (
     "train.train_policy.response_column_name",
     "train.train_policy.chosen_column_name",
     "train.train_policy.rejected_column_name",
+    "train.train_policy.label_column_name",
     "train.train_policy.system_prompt",
     *(f"train.train_policy.data_term.{name}" for name in ROWS_BESIDE),
     "validation.dataset",

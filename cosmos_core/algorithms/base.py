@@ -91,6 +91,8 @@ class Algorithm:
     teacher: DistillationConfig | None = None
     """What is said of the model that `View.evaluate` asks as `teacher`; None: there is none."""
 
+    max_tokens: int
+    """The most tokens of a sequence, `policy.model_max_length`."""
     diffusers: DiffusersConfig = DiffusersConfig()
     """How a diffusion model draws and is trained."""
     null_text: Mapping[str, Tensor] | None = None

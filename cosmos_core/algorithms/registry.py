@@ -31,7 +31,7 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
     else:
         found = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}").ALGORITHM
     made: Algorithm = found(policy, recipe.custom, sampling)
-    made.diffusers = recipe.policy.diffusers
+    made.diffusers, made.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length
     if sampling is not None:
         made.teacher = recipe.teacher
     return made

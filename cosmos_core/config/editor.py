@@ -35,7 +35,7 @@ def json_schema() -> dict[str, Any]:
 
 def _let_type_be_inferred(schema: dict[str, Any]) -> None:
     """A `train_policy` without `type` has that of the file below, or the one that its keys tell."""
-    for name in ("SftConfig", "DpoConfig"):
+    for name in ("SftConfig", "DpoConfig", "KtoConfig"):
         schema["$defs"][name]["required"].remove("type")
     field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
     field["anyOf"] = field.pop("oneOf")

@@ -22,7 +22,7 @@ from cosmos_core.data.messages import (
     read_prompt,
     remedy_of,
 )  # fmt: skip
-from cosmos_core.data.preferences import read_preference
+from cosmos_core.data.preferences import READERS
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
@@ -86,7 +86,7 @@ def _reader(recipe: Recipe, *, is_held_out: bool) -> Reader:
     assert isinstance(policy, SupervisedConfig)
     column, system_prompt, own_names = policy.conversation_column_name, policy.system_prompt, policy.own_names
     is_asked = is_held_out and recipe.validation.reward_function
-    read = read_preference if policy.rows == "pairs" else read_held_out if is_asked else read_conversation
+    read = read_held_out if is_asked else READERS[policy.rows]
     return lambda row, where: read(ReadRow(row, own_names, where), where, column, system_prompt, with_images=True)
 
 

@@ -1,8 +1,8 @@
-"""What a row of two completions means: a prompt, the completion that was chosen, and the one that was rejected."""
+"""What rows of preferences mean: a prompt with a chosen and a rejected completion, or with a completion and a label."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from cosmos_core.data.messages import (
     has,
     merged,
     read_content,
+    read_conversation,
     read_turns,
     system_of,
     texts_of,
@@ -25,6 +26,7 @@ from cosmos_core.data.messages import (
 from cosmos_core.errors import DataError
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 class Preference(NamedTuple):
@@ -85,6 +87,46 @@ def read_preference(
     if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(where, "with an empty answer")
     return Preference(with_system(prompt, system_of(row) or system_prompt), merged(chosen), merged(rejected))
+
+
+def read_label(row: Row, where: str) -> bool:
+    """Return whether the completion of a row is desirable.
+
+    Raises:
+        DataError: the row does not say it.
+    """
+    value = row.get("label")
+    if (label := _LABELS.get(str(value).lower())) is None:
+        raise DataError(
+            f"{where}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
+            "train.train_policy.label_column_name to the column that says whether the response is desirable"
+        )
+    return label
+
+
+def read_labelled(
+    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+) -> list[Message]:
+    """Return the conversation of a row with a label, of which what follows the last user turn is learned.
+
+    Raises:
+        DataError: the row has no label, or as `read_conversation`.
+        SkippedRow: there is nothing to respond to.
+    """
+    read_label(row, where)
+    turns = read_conversation(row, where, column, system_prompt, with_images=with_images)
+    if isinstance(turns, str):
+        raise DataError(f"{where}: plain text has no prompt; give `prompt` and `completion` with the label, or turns")
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+    if last < 0:
+        raise SkippedRow(where, "without a prompt")
+    return [{**turn, "weight": 0} if i < last and turn["role"] == "assistant" else turn for i, turn in enumerate(turns)]
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    "sequences": read_conversation, "pairs": read_preference, "labelled": read_labelled,
+}  # fmt: skip
+"""What reads a row of each kind that is learned: row, location, column and system prompt, and `with_images`."""
 
 
 def _agreed(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:

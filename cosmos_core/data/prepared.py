@@ -21,7 +21,7 @@ from cosmos_core.data.lazy import LazySequence
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import ImageRef, Prompt
 
-RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
+RowKind = Literal["sequences", "pairs", "labelled", "prompts", "media", "media_prompts"]
 DATA_TERM = "data_term"
 """The split of the rows that are learned beside rollouts."""
 LEARNED_HELD_OUT = "held_out"
@@ -46,6 +46,7 @@ def _schema(kind: RowKind, columns: dict[str, pa.DataType]) -> pa.Schema:
 SCHEMAS: dict[RowKind, pa.Schema] = {
     "sequences": _schema("sequences", {"input_ids": _IDS, "loss_mask": _MASK}),
     "pairs": _schema("pairs", {"chosen_ids": _IDS, "chosen_mask": _MASK, "rejected_ids": _IDS, "rejected_mask": _MASK}),
+    "labelled": _schema("labelled", {"label": pa.bool_(), "input_ids": _IDS, "loss_mask": _MASK}),
     "prompts": _schema(
         "prompts",
         {"prompt_ids": _IDS, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()},
@@ -62,6 +63,7 @@ _PROMPT_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
 _NEEDED_FOR = {
     "sequences": "to learn (SFT)",
     "pairs": "to compare (DPO)",
+    "labelled": "with a label (KTO)",
     "prompts": "to complete (RL, validation by reward)",
     "media": "to learn (SFT of a diffusion model)",
     "media_prompts": "to draw from (RL and validation of a diffusion model)",
@@ -112,6 +114,8 @@ class Sequences:
         """Tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
             raise _damaged(path, f"{mask} and {ids} differ in length")
+        self.labels: np.ndarray | None = table["label"].to_numpy() if "label" in table.column_names else None
+        """Whether each row is desirable; None: rows have no label."""
         self._images = _Images(table)
         self.num_images = self._images.counts
         """Of each row, int64."""
@@ -156,14 +160,14 @@ class Prompts(LazySequence[Prompt]):
         return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=json.loads(columns))
 
 
-def open_sequences(folder: Path, split: str) -> Sequences:
-    """Return the sequences of a split, memory-mapped.
+def open_sequences(folder: Path, split: str, kind: RowKind = "sequences") -> Sequences:
+    """Return the sequences of a split, memory-mapped; those of kind `labelled` have labels.
 
     Raises:
         DataError: there is no such split, the file is damaged, or it holds other rows.
     """
     path = split_path(folder, split)
-    return Sequences(_open(path, "sequences"), path)
+    return Sequences(_open(path, kind), path)
 
 
 def open_pairs(folder: Path, split: str) -> Pairs:

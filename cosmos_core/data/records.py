@@ -41,11 +41,10 @@ from cosmos_core.data.messages import (
     columns_for_rewards,
     leaves_out_response,
     plain_texts,
-    read_conversation,
     read_held_out,
     read_prompt,
 )
-from cosmos_core.data.preferences import Preference, read_preference
+from cosmos_core.data.preferences import READERS, Preference, read_label, read_preference
 from cosmos_core.data.prepared import SCHEMAS, RowKind, visual_schema
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.statistics import IDS, MASKS, Chunk, Skipped
@@ -131,7 +130,7 @@ class _Record(NamedTuple):
 
 def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
     """Tokenise rows into one record batch."""
-    make = {"prompts": _prompt, "pairs": _pair, "sequences": _sequence}[job.kind]
+    make = {"prompts": _prompt, "pairs": _pair, "labelled": _labelled, "sequences": _sequence}[job.kind]
     records: list[_Record] = []
     skipped = []
     counts: Counter[str] = Counter()
@@ -169,10 +168,8 @@ def check_columns(recipe: Recipe, located: Located) -> None:
     with suppress(SkippedRow):
         if isinstance(policy, RlConfig):
             read_prompt(row, where, policy.prompt_column_name, policy.response_column_name, with_images=True)
-        elif isinstance(policy, SupervisedConfig) and policy.rows == "pairs":
-            read_preference(row, where, policy.conversation_column_name, with_images=True)
         elif isinstance(policy, SupervisedConfig):
-            read_conversation(row, where, policy.conversation_column_name, with_images=True)
+            READERS[policy.rows](row, where, policy.conversation_column_name, with_images=True)
 
 
 def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
@@ -195,7 +192,7 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
         tokens = continued_tokens(tokenizer, texts[0], texts[1], where)
         counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "continued_rows": 1}
         return _Record((*cut(tokens, job.max_tokens, where), where), False, counts)
-    conversation = read_conversation(row, where, *job.conversation, with_images=job.root is not None)
+    conversation = READERS[job.kind](row, where, *job.conversation, with_images=job.root is not None)
     _check_characters(conversation, where)
     if job.root is not None:
         if not isinstance(conversation, str):
@@ -210,6 +207,11 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
         values = (*values, [])
     counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "plain_rows": int(isinstance(conversation, str))}
     return _Record((*values, where), is_merged, counts)
+
+
+def _labelled(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    label, record = read_label(row, where), _sequence(tokenizer, job, row, where)
+    return record._replace(values=(label, *record.values))
 
 
 def _tokenised_sequence(job: Job, row: Row, where: str) -> _Record:

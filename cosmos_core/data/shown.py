@@ -17,7 +17,7 @@ def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> 
     Raises:
         DataError: the file is damaged.
     """
-    table = open_table(folder, "train", "sequences", "pairs", "prompts")
+    table = open_table(folder, "train", "sequences", "pairs", "labelled", "prompts")
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     lines = []
     for row in table.select(columns).slice(0, count).to_pylist():
@@ -28,6 +28,5 @@ def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> 
             for bit, run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
                 text = str(tokenizer.decode([i for _, i in run]))
                 lines.append(f"  {'' if side == 'input' else side + ' '}{'learned' if bit else 'masked'}: {text!r}")
-        if "reference" in row:
-            lines.append(f"  reference: {row['reference']!r}")
+        lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
     return lines

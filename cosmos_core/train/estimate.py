@@ -319,7 +319,7 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
         rows = open_pairs(prepared, "train")
         lengths = rows.chosen.lengths + rows.rejected.lengths
     else:
-        rows = open_sequences(prepared, "train")
+        rows = open_sequences(prepared, "train", recipe.train.train_policy.rows)
         lengths = rows.lengths
     plan = balanced_steps(rows, recipe)
     assert plan is not None

@@ -269,8 +269,9 @@ def held_out_sample(rows: MediaRows, i: int, draws: Draws) -> FlowSample:
 
 
 def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
-    """Return prepared sequence `i` as a sample."""
-    return Sample(*rows[i], images=rows.images(i), micro_batch=micro_batch)
+    """Return prepared sequence `i` as a sample, whose reward is its label, if it has one."""
+    reward = 0.0 if rows.labels is None else float(rows.labels[i])
+    return Sample(*rows[i], reward=reward, images=rows.images(i), micro_batch=micro_batch)
 
 
 def pair_samples(

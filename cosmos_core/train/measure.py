@@ -73,7 +73,8 @@ def row_metrics(
 ) -> dict[str, float]:
     """Return the algorithm's metrics of all held-out rows; `reference`: of pairs, the log-probabilities of all."""
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-    rows_per_chunk = CHUNK if isinstance(rows, Pairs) else size
+    is_compared = isinstance(rows, Pairs) or (isinstance(rows, Sequences) and rows.labels is not None)
+    rows_per_chunk = CHUNK if is_compared else size
     draws = draws_of(rows, recipe, trainer.adapter) if isinstance(rows, MediaRows) else None
 
     def chunks() -> Iterator[list[Any]]:
@@ -344,7 +345,9 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPro
         return open_media(folder, "validation")
     if kind in MEDIA:
         return DrawnPrompts(open_media_prompts(folder, "validation"))
-    return open_pairs(folder, "validation") if kind == "pairs" else open_sequences(folder, "validation")
+    if kind == "pairs":
+        return open_pairs(folder, "validation")
+    return open_sequences(folder, "validation", "labelled" if kind == "labelled" else "sequences")
 
 
 def learned_held_out(folder: Path) -> Sequences | None:

@@ -161,8 +161,8 @@ def _feed(
     """Return what the stage trains on; the weights are those that it starts from."""
     recipe, folder = stage.recipe, prepared_folder(stage)
     policy = recipe.train.train_policy
-    if policy.rows == "sequences":
-        return SequenceFeed(open_sequences(folder, "train"), recipe)
+    if policy.rows in {"sequences", "labelled"}:
+        return SequenceFeed(open_sequences(folder, "train", policy.rows), recipe)
     if policy.rows == "media" and not policy.has_rollouts:
         return MediaFeed(open_media(folder, "train"), recipe, trainer.adapter)
     if policy.rows == "pairs":

@@ -110,6 +110,8 @@ def recipe(case: Case) -> Recipe:
     policy: dict[str, Any] = {"type": case.algorithm, "mini_batch": case.mini_batch}
     if case.algorithm == "dpo":
         policy |= {"type": "sft", "trainer_type": "dpo", "dpo": {"loss_type": ["sigmoid", "bco_pair", "sft"]}}
+    if case.algorithm == "kto":
+        policy |= {"type": "sft", "trainer_type": "kto"}
     if case.algorithm in {"grpo", "taught"}:
         policy |= {"type": "grpo"}
         policy |= {"mu_iterations": 1, "batch_size_per_optimize": 4}
@@ -152,6 +154,10 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     algorithm.teacher = recipe(case).teacher
     if algorithm.teacher:
         add_teacher(rank, load(str(models / "deep"), dtype=torch.float32, device=torch.device("cpu")), case, config)
+    if case.algorithm == "kto":
+        rank.named.add("reference")
+        for tensor in rank.named.tensors["reference"].values():
+            tensor.mul_(0.9)  # so that KL is not 0
     if policy.rows == "pairs":
         batch = pairs(batch, case.mini_batch)
     evaluated = dict(zip(("logprob", "num_top"), likelihood(rank, batch, size=3), strict=True))

@@ -33,6 +33,7 @@ TWO = [
     Case(DP2, 2, algorithm="taught"),
     Case(DP2, 1, algorithm="dpo"),
     Case(DP2, 2, algorithm="dpo", packed=True),
+    Case(DP2, 2, algorithm="kto"),
     Case(DP2, 2, checkpointing=True),
     Case(DP2, 2, train=(("fsdp_offload", True),)),
     Case(DP2, 2, train=(("activation_offload", True),)),
@@ -51,6 +52,7 @@ TWO = [
     Case(CP2, 2, algorithm="grpo", model="untied"),
     Case(CP2, 2, algorithm="taught"),
     Case(CP2, 1, algorithm="dpo"),
+    Case(CP2, 1, algorithm="kto"),
     Case(CP2, 2, checkpointing=True),
     Case(CP2, 2, dtype="float32"),
     *(

@@ -20,7 +20,7 @@ from cosmos_core.types import FlowSampling
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
-RowKind = Literal["sequences", "pairs", "prompts", "media", "media_prompts"]
+RowKind = Literal["sequences", "pairs", "labelled", "prompts", "media", "media_prompts"]
 
 REWARD_TIMEOUT_SECONDS = 10.0
 
@@ -31,8 +31,8 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """The `trainer_type` that means this table."""
     rows: ClassVar[RowKind]
-    """What `prepare` makes: token sequences, pairs of them, or prompts to complete; of a diffusion model images and
-    clips with their prompts (`media`), or prompts alone (`media_prompts`)."""
+    """What `prepare` makes: token sequences, pairs of them, sequences with a label, or prompts to complete; of a
+    diffusion model images and clips with their prompts (`media`), or prompts alone (`media_prompts`)."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
     has_rollouts: ClassVar[bool] = False
@@ -163,7 +163,7 @@ class AlgorithmConfig(Table):
         names = [] if not isinstance(values, dict) else [name for name in values if name not in cls.model_fields]
         for name in names:
             for other in _algorithms():
-                if other.__base__ is cls.__base__ and name in other.model_fields:
+                if other.__base__ in {cls, cls.__base__} and name in other.model_fields:
                     raise ValueError(
                         f"{name} needs trainer_type = {other.algorithm!r}, not {cls.algorithm!r}; set it or leave "
                         f"{name} out"

@@ -17,10 +17,10 @@ class SftConfig(SupervisedConfig):
     rows: ClassVar[RowKind] = "sequences"
 
     trainer_type: Annotated[
-        Thing, Only(("sft",), "this version trains with 'sft' and 'dpo'", takes_import_paths=True), Where.CODE
+        Thing, Only(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True), Where.CODE
     ] = "sft"
-    """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), or `path/file.py:Class` of
-    your own."""
+    """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt,
+    a response and a label), or `path/file.py:Class` of your own."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: of the known
     names whichever there is."""

@@ -10,7 +10,7 @@ from cosmos_core.config.schema.values import PositiveInt, Tokens
 
 
 class SupervisedConfig(AlgorithmConfig):
-    """What SFT and DPO share."""
+    """What SFT, DPO and KTO share."""
 
     type: Literal["sft"]
     """Which kind of training."""
@@ -45,7 +45,7 @@ class SupervisedConfig(AlgorithmConfig):
     @property
     def own_names(self) -> dict[str, str]:
         """Return what the columns of a row are called, by the names that are known without a recipe."""
-        known = ("prompt", "response", "chosen", "rejected")
+        known = ("prompt", "response", "chosen", "rejected", "label")
         named = {name: getattr(self, f"{name}_column_name", "") for name in known}
         return {name: column for name, column in named.items() if column and (name in known[:2] or column != name)}
 

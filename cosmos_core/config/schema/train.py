@@ -15,6 +15,7 @@ from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
+from cosmos_core.config.schema.kto import KtoConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
 from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
@@ -43,6 +44,7 @@ AlgorithmTable = Annotated[
     Annotated[SftConfig, Tag("sft")]
     | Annotated[DiffusionSftConfig, Tag("diffusion_sft")]
     | Annotated[DpoConfig, Tag("dpo")]
+    | Annotated[KtoConfig, Tag("kto")]
     | Annotated[GrpoConfig, Tag("grpo")]
     | Annotated[DiffusionNftConfig, Tag("diffusion_nft")]
     | Annotated[FlowGrpoConfig, Tag("flow_grpo")]
@@ -186,8 +188,11 @@ class TrainConfig(Table):
             yield "train.optm_name = 'Muon' needs whole matrices, which this version has on one rank alone; use 'AdamW'"
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
-        if self.train_policy.rows == "pairs" and stage.recipe.validation.reward_function:
-            yield "validation.reward_function: the held-out rows are pairs, and nothing is generated; leave it out"
+        if self.train_policy.rows in {"pairs", "labelled"} and stage.recipe.validation.reward_function:
+            yield (
+                f"validation.reward_function: held-out rows are {self.train_policy.rows}, and nothing is generated; "
+                "leave it out"
+            )
 
     @field_validator("seed")
     @classmethod

@@ -1,0 +1,118 @@
+"""Kahneman-Tversky optimisation (arXiv 2402.01306) and unpaired APO: each response is desirable or not by itself.
+
+Formulas are those of TRL's `KTOTrainer`; KL is estimated over all rows of a train step, however it is split. Not here:
+the label of a row, which is the reward of its sample, 1 or 0 (`data/preferences.py`).
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_core.algorithms.aggregate import Metrics, masked, means
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
+from cosmos_core.data.sample import Sample
+from cosmos_core.models.base import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Responses with their labels."""
+
+    logps_B: Tensor
+    """Sums of log-probabilities over the learned tokens."""
+    reference_B: Tensor
+    """The same under the reference."""
+    is_desirable_B: Tensor
+
+
+def unpaired_loss(judged: Judged, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
+    """Return the loss of some of a step's `total` responses, and metrics to add up; `kl` is a scalar."""
+    rewards_B = config.beta * (judged.logps_B - judged.reference_B)
+    is_desirable_B = judged.is_desirable_B
+    sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
+    weight_B = torch.where(is_desirable_B, *rewards_B.new_tensor([config.desirable_weight, config.undesirable_weight]))
+    loss = (weight_B * torch.sigmoid(sign_B * (rewards_B - config.beta * kl))).sum() / total
+    values = {"rewards": rewards_B, "logps": judged.logps_B}
+    metrics = {
+        f"{name}/{side}": torch.stack([values_B.detach()[own_B].sum(dtype=torch.float64), own_B.sum().double()])
+        for name, values_B in values.items()
+        for side, own_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
+    }
+    return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
+
+
+def mismatched(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
+    """Return each prompt with the response of the sample before it, the first with that of the last, cut on the right
+    at `max_tokens`."""
+    starts = [int(sample.loss_mask.argmax()) for sample in samples]
+
+    def joined(name: str, i: int) -> np.ndarray:
+        prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
+        return np.concatenate([prompt, other])[:max_tokens]
+
+    return [
+        replace(sample, input_ids=joined("input_ids", i), loss_mask=joined("loss_mask", i))
+        for i, sample in enumerate(samples)
+    ]
+
+
+class Kto(Algorithm):
+    """KTO as an algorithm of the loop: one update per step, mean over all its responses."""
+
+    config: KtoConfig
+
+    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+        """Yield one optimizer step with all responses."""
+        reference_B, divergence_B = self._reference(samples, view)
+        kl = divergence_B.mean().clamp(min=0)
+        is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
+
+        def loss(micro: MicroBatch) -> Loss:
+            logps_B, own = masked(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64), list(micro.indices)
+            judged = Judged(logps_B, reference_B[own], is_desirable_B[own])
+            return Loss(*unpaired_loss(judged, kl, self.config.kto, len(samples)))
+
+        yield Update(samples, loss)
+
+    def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
+        """Return loss and mean rewards of all rows with one estimate of KL."""
+        labels: list[bool] = []
+        logps, references, divergences = [], [], []
+        for samples in chunks:
+            labels += [sample.reward > 0 for sample in samples]
+            logps.append(_sums(view, samples, "policy", size))
+            reference_B, divergence_B = self._reference(samples, view, size)
+            references.append(reference_B)
+            divergences.append(divergence_B)
+        logps_B = torch.cat(logps)
+        judged = Judged(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
+        kl = torch.cat(divergences).mean().clamp(min=0)
+        loss, metrics = unpaired_loss(judged, kl, self.config.kto, len(labels))
+        return {"loss": loss.item(), **means(metrics)}
+
+    def _reference(self, samples: Sequence[Sample], view: View, size: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the responses under the reference, and those of mismatched responses under
+        the policy less those under the reference; zeros where the loss has no KL."""
+        if self.config.kto.loss_type != "kto":
+            reference_B = _sums(view, samples, "reference", size)
+            return reference_B, torch.zeros_like(reference_B)
+        others = mismatched(samples, self.max_tokens)
+        reference_B = _sums(view, [*samples, *others], "reference", size)
+        policy_B = _sums(view, others, "policy", size)
+        return reference_B[: len(samples)], policy_B - reference_B[len(samples) :]
+
+
+def _sums(view: View, samples: Sequence[Sample], weights: str, size: int | None) -> Tensor:
+    rows = view.evaluate(samples, weights=weights, size=size)
+    return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])
+
+
+ALGORITHM = Kto

@@ -1,0 +1,56 @@
+"""`[train.train_policy]` with `trainer_type = "kto"`: responses with a label (arXiv 2402.01306)."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from cosmos_core.config.schema.algorithm import RowKind
+from cosmos_core.config.schema.sft import SftConfig
+from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat
+
+
+class KtoLossConfig(Table):
+    """How a response is judged. Its reward is beta x (its log-probability - that under the reference)."""
+
+    beta: PositiveFloat = 0.1
+    """Factor of the reward; the higher, the closer to the reference."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """`kto`: weight x (1 - sigmoid(reward - beta x KL)) of a desirable response, weight x (1 - sigmoid(beta x KL -
+    reward)) of another, KL estimated from each prompt with the response to the prompt before it in the step, and at
+    least 0. `apo_zero_unpaired`: the same with KL = 0 (arXiv 2408.06266)."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of desirable responses. Times their number it should be 1 to 1.33 times that of the others."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of the others."""
+
+
+class KtoConfig(SftConfig):
+    """`type = "sft"`, `trainer_type = "kto"`: learn from responses with a label, desirable or not."""
+
+    algorithm: ClassVar[str] = "kto"
+    rows: ClassVar[RowKind] = "labelled"
+
+    trainer_type: Literal["kto"] = "kto"  # type: ignore[assignment]
+    """The algorithm."""
+    label_column_name: str = "label"
+    """Column that says whether the response is desirable: true or false, or 1 or 0."""
+    kto: KtoLossConfig = KtoLossConfig()
+    """How a response is judged."""
+
+    @property
+    def named_weights(self) -> tuple[str, ...]:
+        """See `AlgorithmConfig.named_weights`."""
+        return ("reference",)
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """See `Table.refusals`."""
+        if stage.measures and not stage.kind.trains:
+            yield (
+                "train.train_policy.trainer_type = 'kto' needs the reference that the training has; measure with "
+                "validation.enable in the training stage"
+            )
+        if self.kto.loss_type == "kto" and stage.recipe.train.train_batch_per_replica < 2:
+            yield (
+                "train.train_batch_per_replica = 1: the KL estimate of 'kto' needs the response to another prompt of "
+                "the step; give at least 2, or kto.loss_type = 'apo_zero_unpaired'"
+            )

@@ -1,0 +1,114 @@
+"""KTO: which rows are read, what of them is learned, and a training that tells good responses from bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.data import look, prepare
+from cosmos_core.data.prepared import open_sequences
+from cosmos_core.errors import DataError
+from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.setup import train
+from tests.effects.change import SFT, recipe, stage_of
+from tests.unit.data_tokenizers import learned
+from tests.unit.tiny_model import save_tiny_model
+
+KTO: dict[str, Any] = {
+    **SFT, "train.train_policy.trainer_type": "kto", "train.compile": False, "train.param_dtype": "float32",
+    "train.train_batch_per_replica": 4, "policy.model_max_length": 64, "policy.chat_template": "chatml",
+    "train.optm_lr": 1e-3, "train.optm_warmup_steps": 0,
+}  # fmt: skip
+
+
+def stage(folder: Path, rows: list[dict[str, Any]], model: Path, **settings: Any) -> Stage:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = {"train.train_policy.dataset.name": str(folder / "rows.jsonl"), **settings}
+    at = stage_of(folder / "stage", recipe({**KTO, **names}), model=model)
+    prepare.run(at)
+    at.data = at.path / "data"
+    return at
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+TURNS = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+RESPONSE = [{"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "3", "completion": "4", "label": True}, ("4", True)),
+        ({"prompt": TURNS, "completion": RESPONSE, "label": False}, ("4", False)),
+        ({"messages": [*TURNS, *RESPONSE], "label": 1}, ("4", True)),
+        ({"question": "3", "answer": "4", "label": "False"}, ("4", False)),
+    ],
+)
+def test_of_a_row_with_a_label_the_last_response_is_learned(
+    row: dict[str, Any], expected: tuple[str, bool], model: Path, tmp_path: Path
+) -> None:
+    at = stage(tmp_path, [row], model)
+    rows = open_sequences(at.path / "data", "train", "labelled")
+    ids, mask = rows[0]
+    assert learned(load_tokenizer(str(model)), ids.tolist(), mask.tolist()) == [f"{expected[0]}<|im_end|>"]
+    assert rows.labels is not None and rows.labels.tolist() == [expected[1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "3", "completion": "4"}, "label None among the columns prompt, completion must be true or false"),
+        (
+            {"prompt": "3", "completion": "4", "label": 0.5},
+            "label 0.5 among .* set train.train_policy.label_column_name",
+        ),
+        ({"text": "3 4", "label": True}, "plain text has no prompt"),
+        ({"messages": RESPONSE, "label": True}, "without a prompt"),
+    ],
+)
+def test_rows_without_a_label_or_a_prompt_are_refused(
+    row: dict[str, Any], told: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=told):
+        stage(tmp_path, [row], model)
+    if "without" not in told:  # a row to leave out, which the first look passes over
+        names = {**KTO, "train.train_policy.dataset.name": str(tmp_path / "rows.jsonl")}
+        with pytest.raises(DataError, match=told):
+            look.run(stage_of(tmp_path / "stage", recipe(names)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy.lora.r": 8, "train.optm_lr": 1e-2}], ids=["all weights", "LoRA"])
+def test_labels_are_learned_and_measured_on_what_was_held_out(
+    settings: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": str(i), "completion": ("yes", "no")[i % 2], "label": i % 2 == 0} for i in range(20)]
+    asked = {"train.epoch": 4, "validation.enable": True, "validation.freq": 4, "validation.val_before_train": True}
+    at = stage(tmp_path, rows, model, **{**asked, "train.train_policy.dataset.test_size": 4, **settings})
+    train(at)
+    lines = read_metrics(at.path / "metrics.jsonl")
+    first, last = lines[1], lines[-1]
+    assert lines[0]["validation/loss"] == pytest.approx(0.5) and first["loss"] == pytest.approx(0.5)
+    assert first["kl"] == pytest.approx(0, abs=1e-5) and first["rewards/chosen"] == pytest.approx(0, abs=1e-5)
+    assert last["loss"] < 0.45 and last["validation/loss"] < 0.45
+    assert last["validation/rewards/chosen"] > last["validation/rewards/rejected"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "told"), [("validate", 8, "needs the reference"), ("sft", 1, "another prompt of")]
+)
+def test_what_lacks_a_reference_or_another_prompt_is_refused(kind: str, batch: int, told: str, tmp_path: Path) -> None:
+    settings = {**KTO, "train.train_batch_per_replica": batch, "train.train_policy.mini_batch": 1}
+    at = stage_of(tmp_path / "s", recipe(settings), kind=kind)
+    (line,) = at.recipe.train.train_policy.refusals(InStage(at.recipe, at.kind))
+    assert told in line
