@@ -11,6 +11,7 @@ import logging
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # noqa: F401 - registers its operator
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -25,6 +26,7 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
