@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
 import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
-from cosmos_core.cli_models import promote, rollback  # noqa: E402
+from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, report, runs, samples, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
+from cosmos_core.cli_train import diffusion_sft, dpo, grpo, init, sft, try_model  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -214,19 +215,6 @@ def check(
 
 
 @app.command()
-def check_model(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a diffusion pipeline.")],
-    model_class: Annotated[str, typer.Option("--class", help="A family of your own, path/file.py:Class.")] = "",
-) -> None:
-    """Check a diffusion model before it is trained: its family, noise levels, text, latents, predictions, adapter."""
-    import subprocess
-
-    command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
-    done = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
-    raise typer.Exit(done.returncode)
-
-
-@app.command()
 def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
     """Show where every stage of a run stands, from its directory alone."""
     from cosmos_core.observe.console import print_status
@@ -301,6 +289,9 @@ def reward_service(
     os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
 
 
+app.command("try")(try_model)
+for _command in (sft, dpo, grpo, diffusion_sft, init, check_model):
+    app.command()(_command)
 for _command in (runs, compare, report, samples, watch, promote, rollback, bootstrap, reap, clean):
     app.command()(_command)
 

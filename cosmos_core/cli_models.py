@@ -1,7 +1,8 @@
-"""`cosmos promote` and `cosmos rollback`: which of the published versions is the one that others load."""
+"""`cosmos promote` and `rollback`, which of the published versions others load, and `cosmos check-model`."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -58,3 +59,15 @@ def _opened(target: str) -> Any:
     if not all(hasattr(opened, name) for name in ("history", "record_of", "where", "point_to")):
         raise ConfigError(f"{target}: this target keeps no versions that a pointer could go back to")
     return opened
+
+
+def check_model(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a diffusion pipeline.")],
+    model_class: Annotated[str, typer.Option("--class", help="A family of your own, path/file.py:Class.")] = "",
+) -> None:
+    """Check a diffusion model before it is trained: its family, noise levels, text, latents, predictions, adapter."""
+    import subprocess
+
+    command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
+    done = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
+    raise typer.Exit(done.returncode)

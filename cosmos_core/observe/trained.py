@@ -75,9 +75,9 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
 
 def _algorithm(settings: dict[str, Any]) -> str:
     policy = "train.train_policy."
-    named = str(settings.get(f"{policy}trainer_type") or settings.get(f"{policy}type") or "")
-    variant = settings.get(f"{policy}variant")
-    return f"{named}, {variant}" if variant not in {None, "", named} else named
+    kind, variant = str(settings.get(f"{policy}type", "")), settings.get(f"{policy}variant")
+    named = str(settings.get(f"{policy}trainer_type") or kind)
+    return f"{named}, {variant}" if named == kind and variant not in {None, "", named} else named
 
 
 def _weights(settings: dict[str, Any]) -> str:

@@ -52,7 +52,8 @@ class SupervisedConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _columns_once(self) -> Self:
         prompt = getattr(self, "prompt_column_name", "")
-        if prompt and "conversation_column_name" in self.model_fields_set:
+        default = type(self).model_fields["conversation_column_name"].default  # which a resolved recipe names too
+        if prompt and self.conversation_column_name != default:
             raise ValueError(
                 f"prompt_column_name = {prompt!r} and conversation_column_name = "
                 f"{self.conversation_column_name!r} both name what is asked; leave one out"

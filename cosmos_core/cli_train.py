@@ -1,0 +1,205 @@
+"""`cosmos sft`, `dpo`, `grpo` and `diffusion-sft`: one line for rows of one's own; they write a recipe and run it.
+
+`cosmos init` asks for what that line says, and `cosmos try` talks to what came of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, METHODS, SFT
+from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
+
+Model = Annotated[str, typer.Option(help="Folder or Hub id of the model to start from.")]
+Data = Annotated[str, typer.Option(help="Rows: .jsonl, .csv, .parquet, a folder, or a Hub id.")]
+Prompt = Annotated[str, typer.Option(help="Column of the prompt, where its name is not a known one.")]
+Response = Annotated[str, typer.Option(help="Column of the response or the reference, likewise.")]
+Save = Annotated[str, typer.Option(help="Recipe to write; empty: a name made of the data's, in this folder.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the recipe and write nothing.")]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
+
+_MARK = "# Written by cosmos, digest "
+
+
+def sft(  # noqa: PLR0913 - the options of a command
+    model: Model, data: Data, prompt: Prompt = "", response: Response = "", save: Save = "", dry_run: DryRun = False,
+    overrides: Set = [],  # noqa: B006 - typer reads the default
+) -> None:  # fmt: skip
+    """Fine-tune a language model on rows of your own; settings are chosen, written to a recipe and explained there."""
+    _train(
+        {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response},
+        save,
+        dry_run,
+        overrides,
+    )
+
+
+def dpo(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
+    """Learn from rows with `prompt`, `chosen` and `rejected`."""
+    _train({"method": DPO.command, "model": model, "data": data}, save, dry_run, overrides)
+
+
+def grpo(  # noqa: PLR0913 - the options of a command
+    model: Model, data: Data,
+    reward: Annotated[str, typer.Option(help="Name of a reward, or file.py:function.")],
+    prompt: Prompt = "", response: Response = "", save: Save = "", dry_run: DryRun = False,
+    overrides: Set = [],  # noqa: B006
+) -> None:  # fmt: skip
+    """Train a language model on prompts of your own with a reward, by GRPO."""
+    from cosmos_core.registry import is_code, offered_names, suggestion
+
+    if not is_code(reward) and reward not in (known := offered_names("cosmos_core.rewards")):
+        raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, known)}; your own is file.py:function")
+    asked = {
+        "method": GRPO.command,
+        "model": model,
+        "data": data,
+        "reward": reward,
+        "prompt": prompt,
+        "response": response,
+    }
+    _train(asked, save, dry_run, overrides)
+
+
+def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
+    """Fine-tune a diffusion model on a folder of captioned images or videos."""
+    _train({"method": DIFFUSION_SFT.command, "model": model, "data": data}, save, dry_run, overrides)
+
+
+def init() -> None:
+    """Ask five questions, write a recipe, and say how to run it."""
+    import click
+
+    if not sys.stdin.isatty():
+        raise ConfigError("cosmos init asks questions in a terminal; elsewhere use cosmos sft --model M --data ROWS")
+    method = typer.prompt("What shall be done?", type=click.Choice(list(METHODS)), default=SFT.command)
+    asked = {"method": method}
+    asked["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
+    asked["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
+    if METHODS[method].rows == "prompts":
+        asked["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
+    path = _written(asked, _proposed(asked), typer.prompt("Where to write the recipe?", default=str(_path(asked, ""))))
+    if typer.confirm(f"saved as {path}. Run it now?"):
+        _run(path, [])
+    typer.echo(f"run it with: cosmos run {path}")
+
+
+def try_model(
+    models: Annotated[list[str], typer.Argument(help="A model, run, run/stages/STAGE; two are set side by side.")],
+    prompt: Annotated[str, typer.Option(help="One prompt; empty: one line of standard input after the other.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 0.0,
+    output_dir: Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")] = Path("outputs"),
+) -> None:
+    """Chat with a model, or have it draw: of a run, a stage, a folder or the Hub."""
+    if len(models) > 2:
+        raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
+    found = [_model_of(name, output_dir) for name in models]
+    options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
+    arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *found]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _model_of(name: str, output_dir: Path) -> str:
+    """Return the folder of a model: of a run that one, of a stage its own; anything else as it is named."""
+    from cosmos_core.observe.record import read_run
+    from cosmos_core.run.directory import find_run
+    from cosmos_core.run.manifest import read_result
+
+    path = Path(name)
+    if (path / "result.json").is_file():
+        result = read_result(path)
+        made = result["info"].get("model") if result else None
+        if not made:
+            raise ConfigError(f"{name}: this stage made no model")
+        return str(path / str(made))
+    is_run = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
+    if not is_run:
+        return name
+    run = read_run(find_run(name, output_dir))
+    if run.model is None:
+        raise ConfigError(f"run {run.path.name} has made no model yet; cosmos status {run.path.name} says where it is")
+    return str(run.model)
+
+
+def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
+    settings = _proposed(asked)
+    if dry_run:
+        typer.echo(_recipe(asked, settings), nl=False)
+        return
+    path = _written(asked, settings, save)
+    typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: cosmos run {path}")
+    _run(path, overrides)
+
+
+def _proposed(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
+    """Return key, value and reason of each setting, from the program that may import torch.
+
+    Raises:
+        CosmosError: the model or the rows cannot be used.
+    """
+    command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == EXIT_USAGE:
+        raise ConfigError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise CosmosError(f"the look at model and rows ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return [(key, value, reason) for key, value, reason in json.loads(done.stdout)]
+
+
+def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
+    """Return the recipe: each table once, each value with its reason."""
+    tables: dict[str, list[str]] = {}
+    for key, value, reason in settings:
+        table, _, name = key.rpartition(".")
+        tables.setdefault(table, []).append(f"{name} = {_toml(value)}  # {reason}")
+    command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
+    body = f"# cosmos {asked['method']} {command}\n"
+    for table, lines in sorted(tables.items()):
+        body += f"\n[{table}]\n" + "\n".join(lines) + "\n"
+    return f"{_MARK}{hashlib.sha256(body.encode()).hexdigest()[:16]}\n{body}"
+
+
+def _toml(value: Any) -> str:
+    """Return a value as it stands behind a key: of strings, numbers, booleans and lists JSON is TOML."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _path(asked: dict[str, str], save: str) -> Path:
+    stem = Path(asked["data"]).name.split(".")[0] or "rows"
+    return Path(save or f"{stem}-{asked['method']}.toml")
+
+
+def _written(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str) -> Path:
+    """Write the recipe, over an earlier one that nobody has edited.
+
+    Raises:
+        ConfigError: there is a file that was edited, or is not ours.
+    """
+    path, text = _path(asked, save), _recipe(asked, settings)
+    if path.exists() and (old := path.read_text(encoding="utf-8")) != text:
+        head, _, body = old.partition("\n")
+        if head != f"{_MARK}{hashlib.sha256(body.encode()).hexdigest()[:16]}":
+            raise ConfigError(
+                f"{path} is there and was edited; run it with cosmos run {path}, or write another with --save FILE"
+            )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _run(path: Path, overrides: Sequence[str]) -> None:
+    """Become `cosmos run`."""
+    sys.stdout.flush()
+    program = "from cosmos_core.cli import main; main()"
+    options = [part for override in overrides for part in ("--set", override)]
+    os.execv(sys.executable, [sys.executable, "-c", program, "run", str(path), *options])

@@ -1,0 +1,116 @@
+"""The program behind `cosmos try`: completions or images of one model, or of two side by side.
+
+    python -m cosmos_core.models.try_models OPTIONS MODEL [MODEL]
+
+OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. It loads with plain transformers or diffusers, on the
+GPU where there is one, and keeps a conversation for each model. Nothing here is used in training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cosmos_core.errors import EXIT_OK, CosmosError
+from cosmos_core.models.hf import load_model, load_tokenizer
+
+Respond = Callable[[str, int], str]
+"""What a model makes of a prompt, the N-th one: its completion, or the file that it drew."""
+
+
+def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> Respond:
+    """Return a function that completes prompts, each after the earlier turns where the model has a chat template.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    tokenizer = load_tokenizer(model)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    loaded = load_model(model, dtype=dtype, device=device)
+    turns: list[dict[str, str]] = []
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+
+    def respond(prompt: str, number: int) -> str:
+        turns.append({"role": "user", "content": prompt})
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            ids = tokenizer(prompt, return_tensors="pt")
+        torch.manual_seed(number)
+        known = {name: ids[name].to(device) for name in ("input_ids", "attention_mask")}
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        made = loaded.generate(**known, max_new_tokens=max_tokens, pad_token_id=pad, **drawn)  # type: ignore[operator]
+        text = tokenizer.decode(made[0, known["input_ids"].shape[1] :], skip_special_tokens=True)
+        turns.append({"role": "assistant", "content": text})
+        return str(text)
+
+    return respond
+
+
+def open_drawing(model: str, name: str, device: torch.device) -> Respond:
+    """Return a function that draws into files of the current folder, from the same noise for each model."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(model).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def respond(prompt: str, number: int) -> str:
+        out = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number))
+        if not hasattr(out, "images"):
+            raise CosmosError(f"{model}: this pipeline draws no images; cosmos try shows text and images")
+        file = Path(f"{Path(name).name}-{number}.png")
+        out.images[0].save(file)
+        return str(file)
+
+    return respond
+
+
+def _prompts(given: str) -> Iterator[str]:
+    if given:
+        yield given
+        return
+    if sys.stdin.isatty():
+        sys.stderr.write("One prompt each line; end with Ctrl-D.\n")
+    for line in sys.stdin:
+        if line.strip():
+            yield line.strip()
+
+
+def main() -> int:
+    """Respond to each prompt; a mistake is one line on standard error and its exit code."""
+    options, models = json.loads(sys.argv[1]), sys.argv[2:]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console(highlight=False)
+    try:
+        opened = [
+            open_drawing(model, f"{name}-{index}", device)
+            if (Path(model) / "model_index.json").is_file()
+            else open_chat(model, options["max_tokens"], options["temperature"], device)
+            for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
+        ]
+        for number, prompt in zip(count(), _prompts(options["prompt"]), strict=False):
+            responses = [respond(prompt, number) for respond in opened]
+            if len(responses) == 1:
+                console.print(responses[0], markup=False)
+                continue
+            table = Table(*options["names"], title=prompt, title_justify="left")
+            table.add_row(*responses)
+            console.print(table)
+    except CosmosError as error:
+        sys.stderr.write(f"cosmos: {' '.join(str(error).split())}\n")
+        return error.exit_code
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

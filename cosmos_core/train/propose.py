@@ -1,0 +1,261 @@
+"""Settings for rows, a model and a machine that no recipe describes yet, each with its reason.
+
+    python -m cosmos_core.train.propose JSON
+
+The program behind `cosmos sft` and its relatives, which write what it prints as a recipe. It reads config.json, up to
+500 rows and the size of the machine's memory; it loads no weights. What it cannot know it leaves to the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.methods import METHODS, Method
+from cosmos_core.data.messages import ReadRow, Row, SkippedRow, columns_of, read_conversation, read_prompt, texts_of
+from cosmos_core.data.preferences import read_preference
+from cosmos_core.data.rows import load_rows
+from cosmos_core.errors import CosmosError, DataError
+from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
+
+Setting = tuple[str, Any, str]
+"""Dotted key, value, reason."""
+
+_NUM_ROWS = 500
+_GIB = 2**30
+_STATE_BYTES = 16  # float32 weights, gradients and both moments of Adam, of each trained weight
+_ROOM = 0.7  # of the memory; the rest is for activations
+_IMAGES = {".png", ".jpg", ".jpeg", ".webp"}
+
+
+class Asked(NamedTuple):
+    """What the command was given; empty: nothing."""
+
+    method: str
+    model: str
+    data: str
+    prompt: str = ""
+    response: str = ""
+    reward: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the training will run on."""
+
+    memory: int
+    """Bytes of one GPU, or what is available of the host's."""
+    num_gpus: int
+
+    @property
+    def name(self) -> str:
+        """Return what a reason calls it."""
+        return f"{self.memory / _GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
+
+
+def machine() -> Machine:
+    """Return this machine."""
+    if torch.cuda.is_available():
+        return Machine(torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count())
+    return Machine(psutil.virtual_memory().available, 0)
+
+
+def propose(asked: Asked, here: Machine) -> Iterator[Setting]:
+    """Yield the settings of a recipe.
+
+    Raises:
+        ModelError, DataError: the model or the rows cannot be used, or columns have to be named.
+    """
+    method = METHODS[asked.method]
+    yield "policy.model_name_or_path", asked.model, "--model"
+    yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
+    yield from _of_images(asked, method, here) if method.rows == "media" else _of_text(asked, method, here)
+    yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
+    yield "train.ckpt.save_freq", 50, "steps"
+    yield "train.ckpt.max_keep", 2, "older ones are removed"
+
+
+def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
+    rows = load_rows(DatasetConfig(name=asked.data), "train.train_policy.dataset")
+    sample = list(islice(rows, _NUM_ROWS))
+    if not sample:
+        raise DataError(f"--data {asked.data}: no rows")
+    columns, reason = _columns(asked, method, sample[0][1])
+    yield "train.train_policy.dataset.name", asked.data, f"--data; {len(rows):,} rows"
+    yield from ((f"train.train_policy.{key}", column, reason) for key, column in columns.items())
+    config, longest = load_config(asked.model), _longest(asked.model, _reader(method, columns), sample)
+    text, is_drawn = config.get_text_config(), method.rows == "prompts"
+    drawn = (1024 if here.num_gpus else 256) * is_drawn
+    room = getattr(text, "max_position_embeddings", None) or 1 << 20
+    length = min(room, 64 * ceil((longest * 1.1 + drawn) / 64))
+    found = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
+    yield "policy.model_max_length", length, f"{found}, a completion {drawn:,}" if drawn else found
+    if is_drawn:
+        yield "rollout.max_response_length", min(drawn, length // 2), "raise it for longer reasoning"
+        yield "train.train_policy.reward_function", asked.reward, "--reward"
+    with torch.device("meta"):
+        model = model_without_weights(asked.model, dtype=torch.float32)
+    num = sum(weight.numel() for weight in model.parameters())
+    yield from _of_size(method, num, here)
+    per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4  # recomputed: the inputs of layers, and one layer
+    free = here.memory * 0.9 - min(num * _STATE_BYTES, int(here.memory * _ROOM))
+    yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
+    if len(rows) >= 10:
+        held = max(1, min(200, len(rows) // 20))
+        yield "train.train_policy.dataset.test_size", held, f"held out of {len(rows):,} rows"
+        yield "validation.enable", True, f"the {'rewards' if is_drawn else 'loss'} of held-out rows"
+        yield "validation.val_before_train", True, "so that the report has before and after"
+        yield "validation.freq", 50, "steps"
+
+
+def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], str]:
+    """Return the keys that name columns of the rows, and why these.
+
+    Raises:
+        DataError: no column is known, and which it is cannot be told.
+    """
+    named = {"prompt_column_name": asked.prompt, "response_column_name": asked.response}
+    if any(named.values()):
+        return {key: value for key, value in named.items() if value}, "named by an option"
+    try:
+        _reader(method, {})(row, "the first row")
+    except SkippedRow:
+        pass
+    except DataError as error:
+        words = [name for name, value in row.items() if isinstance(value, str) and any(map(str.isalpha, value))]
+        texts = words if len(words) == 2 else [name for name, value in row.items() if isinstance(value, str)]
+        if method.rows == "pairs":
+            raise DataError(f"--data {asked.data}: {error}") from error
+        if len(texts) != 2:
+            options = "--prompt COLUMN and --response COLUMN"
+            raise DataError(f"--data {asked.data}: the columns are {columns_of(row)}; name them: {options}") from error
+        return dict(zip(named, texts, strict=True)), "the only two columns of text, in their order"
+    return {}, ""
+
+
+def _reader(method: Method, columns: dict[str, str]) -> Callable[[Row, str], Any]:
+    names = (columns.get("prompt_column_name", ""), columns.get("response_column_name", ""))
+    if method.rows == "prompts":
+        return lambda row, where: read_prompt(row, where, *names, with_images=True)[0]
+    own = {known: name for known, name in zip(("prompt", "response"), names, strict=True) if name}
+    read = read_preference if method.rows == "pairs" else read_conversation
+    return lambda row, where: read(ReadRow(row, own, where), where, with_images=True)
+
+
+def _longest(model: str, read: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
+    """Return the tokens of the longest row, with some for the chat template around each turn."""
+    tokenizer = load_tokenizer(model)
+    longest, refused = 0, None
+    for where, row in sample:
+        try:
+            texts = list(_texts(read(row, where)))
+        except SkippedRow:
+            continue
+        except DataError as error:
+            refused = error
+            continue
+        longest = max(longest, sum(len(tokenizer(text)["input_ids"]) + 8 for text in texts))
+    if not longest and refused:
+        raise refused
+    return longest
+
+
+def _texts(read: Any) -> Iterator[str]:
+    """Yield the texts of plain text, of turns, or of both completions of a pair, which are more than it needs."""
+    if isinstance(read, str):
+        yield read
+    elif isinstance(read, dict):
+        yield from texts_of(read)
+    else:
+        for each in read:
+            yield from _texts(each)
+
+
+def _of_size(method: Method, num: int, here: Machine) -> Iterator[Setting]:
+    """Yield what follows from the number of weights and the memory: an adapter or all weights, rates, dtype."""
+    if not here.num_gpus:
+        yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
+    shown = f"{num / 1e9:.2f} billion" if num >= 1e9 else f"{num / 1e6:.3g} million"
+    has_room = num * _STATE_BYTES / max(1, here.num_gpus) <= here.memory * _ROOM
+    if not has_room:
+        yield "policy.lora.r", 16, f"{shown} weights x {_STATE_BYTES} bytes do not fit {here.name}: an adapter"
+        yield "policy.lora.lora_alpha", 32.0, "twice the rank"
+    small, medium, large, adapter = method.rates
+    rate = adapter if not has_room else small if num < 1e8 else medium if num < 1e9 else large
+    yield "train.optm_lr", rate, f"{'an adapter' if not has_room else 'all weights'} of a model of {shown} weights"
+    if here.num_gpus > 1:
+        yield "policy.parallelism.dp_shard_size", -1, f"all {here.num_gpus} GPUs"
+
+
+def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
+    """Yield batches, epochs and the schedule; `fits`: rows of the longest length that memory has room for."""
+    if is_drawn:
+        prompts = min(8, num_rows)
+        batch = 8 * prompts
+        yield "rollout.n_generation", 8, "completions of a prompt, which are compared with each other"
+        yield "rollout.batch_size", prompts, "prompts in the engine at a time"
+        yield "train.train_batch_per_replica", batch, f"completions of a step: 8 of each of {prompts} prompts"
+    else:
+        batch = min(32, 2 ** max(0, int(log2(max(1, num_rows // 8)))))
+        yield "train.train_batch_per_replica", batch, f"rows of an optimizer step; there are {num_rows:,}"
+    micro = 2 ** int(log2(min(fits, batch, 8)))
+    yield "train.train_policy.mini_batch", micro, f"rows of one pass; about {fits:,} of the longest fit"
+    if is_drawn or num_rows >= 10_000:
+        yield "train.epoch", 1, f"{num_rows:,} rows"
+    else:
+        yield "train.epoch", 3, f"{num_rows:,} rows are few"
+    yield "train.optm_warmup_steps", 0.03, "a share of all steps"
+    yield "train.optm_decay_type", "cosine", "common for fine-tuning"
+
+
+def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
+    """Yield the settings of a diffusion model; its weights are counted by the size of their files."""
+    folder = Path(asked.data)
+    count = sum(path.suffix.lower() in _IMAGES | {".mp4"} for path in folder.rglob("*")) if folder.is_dir() else 0
+    if folder.is_dir() and not count:
+        raise DataError(f"--data {asked.data}: no images or videos in the folder")
+    yield "train.train_policy.dataset.local_dir", asked.data, f"--data; {count:,} images and videos"
+    files = list((Path(asked.model) / "transformer").glob("*.safetensors"))
+    num = sum(file.stat().st_size for file in files) // 4 if files else 10**10  # on the Hub: unknown, taken as large
+    if side := _side(Path(asked.model)):
+        yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
+    yield from _of_size(method, num, here)
+    batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
+    yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {count:,}"
+    yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
+    yield "train.epoch", max(3, min(100, 2000 // max(1, count))), "about 2,000 images seen in all, or three epochs"
+
+
+def _side(model: Path) -> int | None:
+    """Return the side in pixels of the images that the model was made for; None: its files do not say."""
+    try:
+        latents = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
+        blocks = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
+        return int(latents) * 2 ** (len(blocks) - 1)
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def main() -> int:
+    """Print the settings as JSON; a mistake is one line on standard error and its exit code."""
+    try:
+        found = list(propose(Asked(**json.loads(sys.argv[1])), machine()))
+    except CosmosError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return error.exit_code
+    sys.stdout.write(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What `cosmos sft` and its relatives choose for rows, a model and a machine, and the recipe that they write."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cosmos_core import cli_train
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.models.try_models import open_chat
+from cosmos_core.run.directory import create_run, open_run
+from cosmos_core.train.propose import Asked, Machine, propose
+from tasks.kinds import all_kinds
+from tests import tiny_pipelines
+from tests.unit.tiny_model import save_tiny_model
+
+CPU = Machine(8 << 30, 0)
+
+
+def write_csv(path: Path, header: list[str], count: int = 60) -> str:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = [[str(i), f"Was ist {i} plus 1?", f"Das ist {i + 1}.", f"Text {i}"][: len(header)] for i in range(count)]
+        csv.writer(file).writerows([header, *rows])
+    return str(path)
+
+
+def settings(asked: Asked, here: Machine = CPU) -> dict[str, Any]:
+    return {key: value for key, value, reason in propose(asked, here) if reason}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.mark.parametrize("header", [["nr", "Frage", "Antwort"], ["id", "Eingabe", "Ausgabe"]])
+def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
+    tmp_path: Path, model: str, header: list[str]
+) -> None:
+    found = settings(Asked("sft", model, write_csv(tmp_path / "rows.csv", header)))
+    policy = "train.train_policy."
+    assert (found[f"{policy}prompt_column_name"], found[f"{policy}response_column_name"]) == tuple(header[1:])
+    assert found["train.train_policy.dataset.test_size"] == 3 and found["train.epoch"] == 3
+    longest = len("Was ist 59 plus 1?") + len("Das ist 60.") + 2 * 8  # a byte is a token
+    assert found["policy.model_max_length"] == 64 >= longest
+
+
+def test_columns_that_could_be_several_things_are_named_and_asked_for(tmp_path: Path, model: str) -> None:
+    data = write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort", "Quelle"])
+    with pytest.raises(DataError, match=r"Frage, Antwort, Quelle.*--prompt COLUMN and --response COLUMN"):
+        settings(Asked("sft", model, data))
+    found = settings(Asked("sft", model, data, prompt="Frage", response="Quelle"))
+    assert found["train.train_policy.response_column_name"] == "Quelle"
+
+
+@pytest.mark.parametrize(
+    ("here", "has_adapter", "rate"),
+    [(CPU, False, 1e-3), (Machine(1 << 20, 0), True, 1e-4), (Machine(80 << 30, 8), False, 1e-3)],
+)
+def test_an_adapter_is_trained_where_all_weights_do_not_fit(
+    tmp_path: Path, model: str, here: Machine, has_adapter: bool, rate: float
+) -> None:
+    found = settings(Asked("sft", model, write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])), here)
+    assert ("policy.lora.r" in found, found["train.optm_lr"]) == (has_adapter, rate)
+    assert "train.train_policy.prompt_column_name" not in found, "the names are known"
+    assert found.get("policy.parallelism.dp_shard_size") == (-1 if here.num_gpus else None)
+    assert found.get("train.param_dtype") == (None if here.num_gpus else "float32")
+
+
+def asked_of(method: str, folder: Path, model: str) -> Asked:
+    """Rows of each method."""
+    if method == "diffusion-sft":
+        for index in range(12):
+            Image.new("RGB", (40, 32)).save(folder / f"{index}.png")
+            (folder / f"{index}.txt").write_text("a black square")
+        return Asked(method, str(tiny_pipelines.save("sd3", folder / "pipe")), str(folder))
+    if method == "sft":
+        return Asked(method, model, write_csv(folder / "rows.csv", ["nr", "Frage", "Antwort"]))
+    if method == "dpo":
+        rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(12)]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Asked(method, model, str(folder / "pairs.jsonl"))
+    table = pa.table({"question": [f"{i}+1=" for i in range(40)], "answer": [str(i + 1) for i in range(40)]})
+    pa.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
+    return Asked(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "diffusion-sft"])
+def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: Path, model: str, method: str) -> None:
+    asked = asked_of(method, tmp_path, model)
+    proposed = list(propose(asked, CPU))
+    path = cli_train._written(asked._asdict(), proposed, str(tmp_path / "own.toml"))
+    pipeline = load_pipeline(path, [f"pipeline.output_dir={str(tmp_path / 'outputs')!r}"], all_kinds())
+    assert open_run(create_run(pipeline).path, all_kinds()).pipeline.recipes == pipeline.recipes
+    assert [stage.kind for stage in pipeline.stages][-1] == "export"
+    trained = next(pipeline.recipes[s.name] for s in pipeline.stages if pipeline.kind_of(s).trains)
+    assert trained.policy.model_name_or_path == asked.model
+    lines = path.read_text().splitlines()
+    assert all("  # " in line for line in lines if " = " in line and not line.startswith("#"))
+    cli_train._written(asked._asdict(), [*proposed, ("train.seed", 7, "another")], str(path))  # nobody edited it
+    path.write_text(path.read_text().replace("seed = 7", "seed = 8"))
+    with pytest.raises(ConfigError, match="was edited"):
+        cli_train._written(asked._asdict(), proposed, str(path))
+
+
+def test_try_completes_as_transformers_does(model: str) -> None:
+    respond = open_chat(model, 12, 0.0, torch.device("cpu"))
+    tokenizer, plain = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer("What?", return_tensors="pt")
+    made = plain.generate(**{k: ids[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=12, do_sample=False)
+    assert respond("What?", 0) == tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
