@@ -18,6 +18,7 @@ from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, report, runs, samples, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
 from cosmos_core.cli_train import diffusion_sft, dpo, grpo, init, sft, try_model  # noqa: E402
+from cosmos_core.environment import masked  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except CosmosError as error:
-        _end(str(error), error.exit_code)
+        _end(masked(str(error)), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _end("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:

@@ -6,16 +6,19 @@ never handed on by itself. It is no wall: a program can read the files of the us
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import ssl
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.masking import hide_spans, secret_spans
 
 _NEEDED = frozenset({
     "CONDA_PREFIX", "CURL_CA_BUNDLE", "DO_NOT_TRACK", "HOME", "HOSTNAME", "HTTPS_PROXY", "HTTP_PROXY", "LANG",
@@ -31,10 +34,12 @@ _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
 )
 _LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
+_OVERLAP = 4096
 _SHORTEST = 8
 """Characters of a value that is masked: a shorter one, like `false`, is also a word."""
 _BLOCK = 1 << 20
 _named: set[str] = set()
+_values: set[str] = set()
 
 
 def handed_on(names: Iterable[str]) -> dict[str, str]:
@@ -59,20 +64,59 @@ def tls_trust() -> ssl.SSLContext | bool:
     return True
 
 
-def hide(names: Iterable[str] = ()) -> None:
-    """Mask secrets in what this process prints from now on; the values of variables with these names are some, too."""
+def hide(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
+    """Mask secrets in what this process prints and logs from now on; the values of variables with these names are some,
+    too, and `values` themselves."""
     _named.update(names)
+    _values.update(values)
+    hide_in_records()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _Masking):
             setattr(sys, name, cast(TextIO, _Masking(stream)))
 
 
+def hide_in_records() -> None:
+    """Mask secrets in every log record of this process, such as Prefect sends to its server."""
+    make = logging.getLogRecordFactory()
+    if getattr(make, "masks", False):
+        return
+
+    def masking(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = make(*arguments, **named)
+        with suppress(Exception):  # arguments that do not fit: logging itself says so
+            record.msg, record.args = masked(record.getMessage()), ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
+        return record
+
+    masking.masks = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(masking)
+
+
 def masked(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text with `***` for each secret value of the environment, those of variables with these names too."""
+    """Return the text with `***` for each secret value of the environment, those of variables with these names too, and
+    for what looks like a secret."""
     for secret in _secrets(names):
         text = text.replace(secret, "***")
-    return text
+    return hide_spans(text)
+
+
+def mask_error(error: BaseException) -> None:
+    """Mask secrets in the message of an error, which Prefect and the files of a run show."""
+    error.args = tuple(masked(each) if isinstance(each, str) else each for each in error.args)
+
+
+def secrets_in(values: Any, name: str = "") -> Iterator[str]:
+    """Yield the texts below keys that say that they are secret, such as `api_key`, in settings."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from secrets_in(value, name if _is_secret_name(name) else str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from secrets_in(value, name)
+    elif isinstance(values, str) and _is_secret_name(name):
+        yield values
 
 
 def mask_file(file: Path, names: Iterable[str] = ()) -> None:
@@ -81,13 +125,13 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     They are overwritten where they stand: a log may be larger than the memory, and its disk full.
     """
     secrets = [secret.encode() for secret in _secrets(names)]
-    overlap = max(map(len, secrets), default=0)
+    overlap = max(_OVERLAP, *map(len, secrets), 0)
     start = 0
     with open(file, "r+b", buffering=0) as log:
-        while secrets and (block := os.pread(log.fileno(), _BLOCK + overlap, start)):
-            for secret in secrets:
-                for found in re.finditer(re.escape(secret), block):
-                    os.pwrite(log.fileno(), b"*" * len(secret), start + found.start())
+        while block := os.pread(log.fileno(), _BLOCK + overlap, start):
+            spans = [found.span() for secret in secrets for found in re.finditer(re.escape(secret), block)]
+            for begin, end in (*spans, *secret_spans(block.decode("latin-1"))):  # a character for each byte
+                os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
             start += _BLOCK
 
 
@@ -109,7 +153,7 @@ class _Masking:
 
 def _secrets(names: Iterable[str] = ()) -> list[str]:
     """Return the values to mask, the longest first: one may be a part of another."""
-    found, named = set(), _named.union(names)
+    found, named = set(_values), _named.union(names)
     for name, value in os.environ.items():
         if name in named or _is_secret_name(name):
             found.add(value)

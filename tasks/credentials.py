@@ -14,6 +14,7 @@ from contextlib import suppress
 from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.table import set_fields
+from cosmos_core.environment import hide_in_records
 from cosmos_core.errors import CosmosError
 from cosmos_core.run.inputs import data_sources, model_source, teacher_source
 
@@ -26,6 +27,7 @@ _LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT")
 def lend_credentials(pipeline: Pipeline | None) -> None:
     """Set the variables that the block has, if the pipeline names anything elsewhere and there is a block. None: a
     pipeline that is itself elsewhere."""
+    hide_in_records()
     if pipeline is not None and not _names_elsewhere(pipeline):
         return
     from prefect.blocks.system import Secret

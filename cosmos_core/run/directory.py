@@ -24,7 +24,16 @@ from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
-from cosmos_core.run.files import SHARED, Document, Seconds, read_document, remove_leftovers, write_json, write_text
+from cosmos_core.run.files import (
+    SHARED,
+    Document,
+    Seconds,
+    read_document,
+    remove_leftovers,
+    umask,
+    write_json,
+    write_text,
+)
 from cosmos_core.run.fingerprint import stage_facts, threads
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
@@ -100,7 +109,9 @@ def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     # Fixed for the run, so that it can be resumed on a machine with another number of cores, and after the models and
     # data sets that it names on the Hub have moved on.
     given = pipeline
-    pipeline = replace(pipeline, config=pipeline.config.model_copy(update={"threads": threads(pipeline)}))
+    private = pipeline.config.private
+    fixed = {"threads": threads(pipeline), "private": _hides() if private is None else private}
+    pipeline = replace(pipeline, config=pipeline.config.model_copy(update=fixed))
     pipeline = pinned_urls(pinned(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = writable(pipeline.output_dir)
@@ -147,7 +158,21 @@ def open_run(path: Path, kinds: Kinds) -> Run:
     """
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
-    return Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
+    run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
+    _protect(run.path, run.pipeline)  # where another machine made its copy of the run's folder
+    return run
+
+
+def _hides() -> bool | None:
+    """Return True where the umask lets nobody else read what this process makes, else None."""
+    return True if umask() & 0o077 == 0o077 else None
+
+
+def _protect(path: Path, pipeline: Pipeline) -> None:
+    """Take the folder of a private run from everybody but its owner."""
+    if pipeline.config.private and path.stat().st_mode & 0o077:
+        with suppress(PermissionError):  # a reader who is not its owner
+            path.chmod(0o700)
 
 
 def claim(run: Run, since: float | None = None) -> Lock:

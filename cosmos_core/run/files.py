@@ -248,8 +248,13 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 def follow_umask(path: Path) -> None:
     """Let those read and write a file that the umask lets: safetensors makes its own for the owner alone."""
-    umask = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
-    path.chmod(path.stat().st_mode | (0o666 & ~int(umask.split()[1], 8)))
+    path.chmod(path.stat().st_mode | (0o666 & ~umask()))
+
+
+def umask() -> int:
+    """Return the umask of this process without changing it, which another thread could meet."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
+    return int(line.split()[1], 8)
 
 
 def _remove_leftovers(target: Path) -> None:

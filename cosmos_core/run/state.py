@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from cosmos_core.environment import mask_error
 from cosmos_core.errors import EXIT_CRASH, CosmosError, Preempted, ProgramError
 from cosmos_core.run.files import Document, Seconds, read_document, room_may_be_missing, write_json
 from cosmos_core.run.manifest import read_result
@@ -107,7 +108,8 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
 
 
 def record_failure(stage_path: Path, error: CosmosError) -> None:
-    """Note how an attempt ended, and count attempts without progress; a preemption is not one."""
+    """Note how an attempt ended, and count attempts without progress; a preemption is none. Mask secrets in `error`."""
+    mask_error(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     gained = (state.checkpoint_step or 0) > (state.failed_at or 0)
     failures = state.failures if is_preempted else 1 if gained else state.failures + 1

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import hide, masked
+from cosmos_core.environment import hide, masked, secrets_in
 from cosmos_core.errors import (
     EXIT_CRASH,
     EXIT_OK,
@@ -39,7 +39,7 @@ from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
 from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
-from cosmos_core.run.files import telling_of_full_disk, write_json
+from cosmos_core.run.files import telling_of_full_disk, umask, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
@@ -56,12 +56,14 @@ def main() -> int:
     """Run the stage named on the command line; its exit code."""
     _keep_locks_from_children()
     path = Path(sys.argv[1])
+    if not path.parents[1].stat().st_mode & 0o077:  # the folder of a private run
+        os.umask(umask() | 0o077)
     configure()
     hide()
     try:
         with telling_of_full_disk(path):
             stage = load_stage(path)
-            hide(stage.config.env)
+            hide(stage.config.env, secrets_in(stage.config.arguments))
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 import uuid
 from contextlib import suppress
 from importlib.metadata import version
@@ -271,6 +272,20 @@ def test_what_a_users_function_raises_is_told_with_its_line_and_without_secrets(
     assert "told: *** nothing" in log and "shell told: ***" in log and "Traceback" in log and "in raises" in log
     files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert not any(b"the secret of" in content for content in files)
+
+
+def test_a_secret_that_no_variable_has_is_shown_nowhere_either(tmp_path: Path) -> None:
+    keys = ["Zx81kQpL0vTn3RwYbE7mJc2HsA5uDf9G", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzZ5nMqLwE9"]
+    file = tmp_path / "keys"
+    file.write_text(f"{keys[0]} {keys[1]} password=hunter2hunter2")
+    run = make_run(tmp_path, "raises", f'arguments = {{ file = "{file}" }}')
+    with pytest.raises(ConfigError, match=r"login failed with \*\*\* \*\*\* password=\*\*\* \(") as caught:
+        perform(run, "s")
+    file.unlink()
+    found = {each: each.read_text(errors="replace") for each in run.path.rglob("*") if each.is_file()}
+    shown = [each.name for each, text in found.items() if any(key in text for key in (*keys, "hunter2hunter2"))]
+    assert not shown and "Traceback" in found[run.stage_path("s") / "logs/attempt_1.log"]
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_error_of_the_network_may_pass(tmp_path: Path) -> None:

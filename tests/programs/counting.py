@@ -3,9 +3,11 @@
 import builtins
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import time
+from pathlib import Path
 
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.types import Outcome
@@ -94,8 +96,13 @@ def returns_nothing(stage):
     """Forgets its outcome."""
 
 
-def raises(stage, error="RuntimeError", secret=""):
-    """Raises an error of this class, and prints and says what it knows of an environment variable."""
+def raises(stage, error="RuntimeError", secret="", file=""):
+    """Raises an error of this class, and prints and says what it knows of an environment variable, or of a file."""
+    if file:
+        text = Path(file).read_text()
+        logging.getLogger("mine").warning("read %s", text)
+        subprocess.run(["cat", file])
+        raise RuntimeError(f"login failed with {text}") from ValueError(text)
     print("told:", os.environ.get(secret, "nothing"), os.environ.get("OTHER_TOKEN", "nothing"))  # noqa: T201
     subprocess.run(["sh", "-c", f"echo shell told: ${secret}"])
     raise vars(builtins)[error](f"broken on purpose: {os.environ.get(secret, 'nothing')}")

@@ -176,5 +176,9 @@ class PipelineConfig(Table):
     """`s3://BUCKET/PREFIX`, for machines that share no disk: outputs of stages and checkpoints of trainings are pushed
     there, by content, and pulled where a stage reads them. Empty: the machines of all work pools share the folder of
     runs."""
+    private: Annotated[bool | None, NoResult] = None
+    """True: the folder of a run is the user's alone (0700), and so are the files that its workers make.
+    False: the umask says who may read it. None: private where the umask allows no other reader when the run begins,
+    and then on every machine that works on it."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
     """The graph, in any order."""

@@ -1,0 +1,93 @@
+"""Finds secrets that nobody named: by the forms of known tokens, by the word before them, or by their letters.
+
+A drawn string changes between capitals, small letters and digits far more often than a name does. Hexadecimal digits
+cannot be told from a digest: those with 40 and 64 of them (git, SHA-256) are masked where a word names them alone. Not
+here: values that are known to be secret, and where masked text goes (environment.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_FORMS = re.compile(
+    r"-----BEGIN[ A-Z]*PRIVATE KEY-----[\s\S]*?(?:-----END[ A-Z]*PRIVATE KEY-----|\Z)"
+    r"|(?<![A-Za-z0-9])(?:"
+    r"(?:hf|npm|pnu|pnb|r8)_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|(?:glpat|nvapi|dckr_pat|pypi|sk|rk|xox[abeoprs])[-_](?=[\w-]*\d)[\w-]{16,}"
+    r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+)
+_LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s:]*:([^/@\s]+)@", re.I)
+_NAMED = re.compile(
+    r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?string|X-Amz-Signature)"
+    r"(?:[_-]?(?:access[_-]?)?key)?[\"']?\s*[=:]\s*[\"']?([^\s\"',;&)\]}$*<][^\s\"',;&)\]}]{5,})",
+    re.I,
+)
+_AFTER = re.compile(
+    r"(?:token|bearer|basic|key|secret|passw(?:or)?d|credentials?|authorization)[\"']?(?:\s*[=:]\s*|\s+(?:is|was)\s+|\s+)"
+    r"[\"']?([\w+/=~-]{12,})",
+    re.I,
+)
+_WORD = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
+_SLASHED = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
+_PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_DIGESTS = {40, 64}
+
+
+def secret_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of what looks like a secret; they may overlap."""
+    for form in (_FORMS, _LOGIN, _NAMED):
+        for found in form.finditer(text):
+            yield found.span(form.groups)
+    for found in _AFTER.finditer(text):
+        if _is_drawn(found[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", found[1]):
+            yield found.span(1)
+    for found in _SLASHED.finditer(text):  # base64; a secret key of AWS has 40 of its characters
+        if _is_mixed(found[0]) and _piece_length(found[0]) < (3.2 if len(found[0]) == 40 else 2.5):
+            yield found.span()
+    for found in _WORD.finditer(text):
+        around = text[max(0, found.start() - 1) : found.start()] + text[found.end() : found.end() + 1]
+        is_alone = found[0].rstrip("=").isalnum() and not any(mark in "/.:" for mark in around)
+        runs = re.findall("[A-Za-z0-9]{10,}", found[0])
+        is_long = len(found[0]) >= 32 and _piece_length(found[0]) < 2.4
+        if any(_is_secret_word(run, is_alone) for run in runs if len(run) >= 20) or (
+            is_long and any(_is_mixed(run) and _piece_length(run) < 2.4 for run in runs)
+        ):
+            yield found.span()
+
+
+def hide_spans(text: str) -> str:
+    """Return the text with `***` for each secret that was found in it."""
+    found, position = [], 0
+    for start, end in sorted(secret_spans(text)):
+        if end > position:
+            found += [text[position : max(start, position)], "***" if start >= position else ""]
+            position = end
+    return "".join(found) + text[position:]
+
+
+def _is_secret_word(word: str, is_alone: bool) -> bool:
+    """Return whether letters and digits are drawn; `is_alone`: they are no part of a path, a name or a digest."""
+    has_digit = any(letter.isdigit() for letter in word)
+    if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
+        return is_alone and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS
+    if word.islower() or word.isupper():
+        return is_alone and has_digit and len(word) >= 24 and _piece_length(word) < 3.4
+    return _piece_length(word) < (2.2 if not has_digit else 2.8 if len(word) >= 28 else 2.5)
+
+
+def _is_mixed(word: str) -> bool:
+    return bool(re.search("[a-z]", word) and re.search("[A-Z]", word) and re.search("[0-9]", word))
+
+
+def _is_drawn(word: str) -> bool:
+    """Return whether a value that a word like `token` names is no name, path or number."""
+    has_both = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
+    return has_both and _piece_length(word) < 3.0 and "//" not in word
+
+
+def _piece_length(word: str) -> float:
+    """Return the mean length of the pieces that look like a word, an acronym or a number."""
+    pieces = _PIECE.findall(word)
+    return sum(map(len, pieces)) / max(1, len(pieces))

@@ -1,0 +1,110 @@
+# ruff: noqa: E501
+"""Secrets that no variable has are masked in every text, log record and file; names, digests and paths are not."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import random
+import string
+import uuid
+from pathlib import Path
+
+import pytest
+
+from cosmos_core import environment
+from cosmos_core.environment import hide_in_records, mask_error, mask_file, masked, secrets_in
+from cosmos_core.errors import StageFailed
+
+KNOWN = [
+    "hf_AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGh", "ghp_0123456789abcdefABCDEF0123456789abcd", "glpat-abcdefgh12345678wxyz",
+    "sk-proj-abc123def456ghi789jkl012", "sk-ant-api03-aa11bb22cc33dd44ee55", "AKIAIOSFODNN7EXAMPLE",
+    "AIzaSyA1234567890abcdefghijklmnopqrstuv", "xoxb-123456789012-abcdefGHIJKL", "npm_aBcDeFgHiJkLmNoPqRsTuVwXyZ0123456789",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U", "nvapi-0a1b2c3d4e5f6g7h8i9j0k",
+    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKC\n-----END RSA PRIVATE KEY-----",
+]  # fmt: skip
+NAMED = [
+    "password=correcthorse", "PASSWORD: 'correct horse'", '{"api_key": "abcdefgh"}', "secret_access_key = abcdef",
+    "Authorization: Bearer 0123456789abcdef0123456789abcdef01234567", "token is a1b2c3d4e5f6a7b8", "x-api-key: q1w2e3r4",
+    "postgresql://user:s3cret-pw@host/db", "https://h/x?X-Amz-Signature=0123456789abcdef0123456789abcdef",
+    "MY_TOKEN=0123456789abcdef0123456789abcdef01234567",
+]  # fmt: skip
+PLAIN = [
+    "sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 does not match", "commit 0dc3f4f0e1d2c3b4a5968778695a4b3c2d1e0f00",
+    "run 20261126085532 in /tmp/pytest-of-root/pytest-0/test_a_run_that_is_long0/outputs/20261126085532-1/stages/grpo",
+    "model.layers.31.block_sparse_moe.experts.127.down_proj.weight_scale_inv", "Qwen3-30B-A3B-Instruct-2507-FP8-GPTQ-Int4",
+    "CosmosTransformer3DModel and Qwen2_5_VLForConditionalGeneration, Phi4MultimodalForCausalLM",
+    "token 151643 of 2097152 tokens, pad_token = '<|endoftext|>', eos_token_id=151645", "step 12/100  loss 0.1234567890123456",
+    "key transformer_blocks.0.attn1.to_q.weight is missing", "set AWS_SECRET_ACCESS_KEY, REMOTE_REWARD_TOKEN or HF_TOKEN",
+    str(uuid.UUID(int=2**127 + 12345)), "s3://bucket/contents/9f86d081884c7d659a2feaa0c55ad015/model-00001-of-00002.safetensors",
+    "the reward 'pickscore' needs options.processor_path; password: ask the owner", "https://host:4200/api/flow_runs/filter",
+    "/root/.cache/torchinductor/cab7gkw3pq5z2mx4t6y3r2w5k7j3h2g5f7d3s2a5.py:12", "test_that_is_named_in_a_long_sentence_2_3_4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", KNOWN)
+def test_a_known_form_is_masked_wherever_it_stands(secret: str) -> None:
+    for text in (secret, f"refused {secret}.", f"'{secret}'", f"k={secret},", f"a\n{secret}\nb"):
+        assert not any(part in masked(text) for part in secret.split("\n")), masked(text)
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_what_a_word_names_as_secret_is_masked(text: str) -> None:
+    assert "***" in masked(text), masked(text)
+    assert masked(masked(text)) == masked(text)
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_names_digests_numbers_and_paths_stay(text: str) -> None:
+    assert masked(text) == text
+
+
+def test_drawn_strings_are_masked_and_classes_are_not() -> None:
+    rng = random.Random(0)
+    letters = string.ascii_letters + string.digits
+    drawn = [base64.urlsafe_b64encode(rng.randbytes(32)).decode() for _ in range(300)]
+    drawn += [base64.b64encode(rng.randbytes(36)).decode() for _ in range(300)]
+    drawn += ["".join(rng.choices(letters, k=k)) for k in (24, 32, 40, 64) for _ in range(150)]
+    drawn += [rng.randbytes(k).hex() for k in (16, 24, 48) for _ in range(50)]
+    kept = [each for each in drawn if each in masked(f"refused: {each}")]
+    assert len(kept) / len(drawn) < 0.03, kept
+    words = {word for file in Path("cosmos_core").rglob("*.py") for word in file.read_text().split()}
+    assert [word for word in words if masked(word) != word and not set(word) & set("=:*")] == []
+
+
+def test_every_handler_gets_records_and_tracebacks_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_values", {"told by settings"})
+    factory, stream = logging.getLogRecordFactory(), io.StringIO()
+    log, handler = logging.getLogger("of a library"), logging.StreamHandler(stream)
+    log.addHandler(handler)
+    try:
+        hide_in_records()
+        hide_in_records()
+        try:
+            raise ValueError("password=correcthorse") from OSError(KNOWN[0])
+        except ValueError:
+            log.exception("with %s, %s", {"token": KNOWN[1]}, "told by settings")
+    finally:
+        logging.setLogRecordFactory(factory)
+        log.removeHandler(handler)
+    text = stream.getvalue()
+    assert "Traceback" in text and text.startswith("with {'token': '***'}, ***\n")
+    assert not any(secret in text for secret in ("correcthorse", KNOWN[0], KNOWN[1]))
+
+
+def test_an_error_and_settings_are_known_by_their_own() -> None:
+    error = StageFailed(f"refused: {KNOWN[0]}")
+    mask_error(error)
+    assert str(error) == "refused: ***"
+    settings = {"steps": 3, "api_key": "abc", "deep": [{"password": ["x", "y"], "name": "n"}], "secrets": {"a": "z"}}
+    assert sorted(secrets_in(settings)) == ["abc", "x", "y", "z"]
+
+
+def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_BLOCK", 64)
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"\xff" + b"." * gap + KNOWN[0].encode() + b"\n" for gap in range(70)))
+    size = log.stat().st_size
+    mask_file(log)
+    assert b"hf_" not in log.read_bytes() and log.stat().st_size == size
