@@ -15,18 +15,53 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomli_w
 from jinja2 import Environment, StrictUndefined
+from pydantic import Field, create_model
 
 from cosmos_core.config.load import Values, merge, parse, read_toml, short, without_none
-from cosmos_core.config.schema.declared import declared, is_key
+from cosmos_core.config.schema.declared import TYPES, field_of
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import all_fields
+from cosmos_core.config.schema.table import Table, all_fields
+from cosmos_core.config.schema.values import Fraction, NonNegativeInt, PositiveFloat
 from cosmos_core.errors import ConfigError
 
 DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+_TYPES = TYPES | {
+    "name": Annotated[str, Field(min_length=1)], "number": float, "count or 0": NonNegativeInt,
+    "above 0": PositiveFloat, "fraction": Fraction, "decay": Annotated[float, Field(ge=0, lt=1)], "anything": Any,
+    "arguments": dict[str, Any],
+}  # fmt: skip
+
+
+def is_key(says: Values) -> bool:
+    """Return whether it is a key that is declared, rather than a table of them."""
+    return "is" in says or "of" in says
+
+
+def declared(title: str, keys: Values) -> type[Table]:
+    """Return the model of a table. What a key `is` may be a list of names: an array of that many, with "..." of any
+    number, but `at_least` so many."""
+    fields: Values = {}
+    for name, says in keys.items():
+        if not is_key(says):
+            inner = declared(name, says)
+            fields[name] = inner, inner()
+        elif isinstance(says.get("is"), list):
+            fields[name] = field_of({**says, "is": "array"}, {"array": _array(says["is"], says.get("at_least"))})
+        else:
+            fields[name] = field_of(says, _TYPES)
+    return create_model(title, __base__=Table, **fields)
+
+
+def _array(names: list[str], at_least: int | None) -> Any:
+    array: Any = tuple  # of types that are known when this runs
+    if names[-1] == "...":
+        return Annotated[array[_TYPES[names[0]], ...], Field(strict=False, min_length=at_least)]
+    return Annotated[array[tuple(_TYPES[name] for name in names)], Field(strict=False)]
 
 
 def _fields(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -58,12 +58,8 @@ class AlgorithmConfig(Table):
     0 or less: four."""
     dataloader_batch_size: int = 1
     """Batch of the controller's iterator; 0 or less: all."""
-    enable_dataset_cache: bool = False
-    """Keep processed rows on disk."""
     dataloader_prefetch_factor: int | None = None
     """Batches that a loader reads ahead."""
-    data_dispatch_as_rank_in_mesh: bool = False
-    """Hand out rows by global rank."""
 
     @property
     def drops_last(self) -> bool:

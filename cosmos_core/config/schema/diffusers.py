@@ -17,8 +17,6 @@ class DiffusersConfig(Table):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the text encoders; the VAE is always float32, the denoiser what `train.master_dtype` says."""
-    is_video: bool = False
-    """Latents of five dimensions in place of four."""
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 300
     """Longest prompt that the text encoder takes; of Stable Diffusion its T5."""
     weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"

@@ -8,34 +8,11 @@ from pydantic import ValidationInfo, field_validator
 from cosmos_core.config.schema.marks import NoResult, Unit, Where
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import InStage, Table
-from cosmos_core.config.schema.values import DType, Fraction, NonNegativeFloat, PositiveInt, Ranks, Rows, Tokens
+from cosmos_core.config.schema.values import DType, Fraction, NonNegativeFloat, Rows, Tokens
 
 
 class TeacherParallelismConfig(Table):
     """`[distillation.parallelism]`: a mesh of its own, which a teacher has in Cosmos-RL."""
-
-    n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """Copies of the whole mesh."""
-    tp_size: Ranks = 1
-    """Tensor-parallel ranks."""
-    cp_size: Ranks = 1
-    """Context-parallel ranks."""
-    ep_size: Ranks = 1
-    """Expert-parallel ranks."""
-    dp_shard_size: Annotated[int, Unit("ranks")] = 1
-    """Ranks that shard the parameters."""
-    pp_size: Ranks = 1
-    """Pipeline stages."""
-    pp_dynamic_shape: bool = False
-    """Micro-batches may differ in length."""
-    pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
-    """Rows of one pipeline micro-batch."""
-    dp_replicate_size: Ranks = 1
-    """Replicas of the sharded group."""
-    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
-    """Order of forward and backward passes."""
-    pp_layers_per_stage: Annotated[PositiveInt, Unit("layers")] = 2
-    """Layers of one virtual stage."""
 
 
 class DistillationConfig(Table):
@@ -52,31 +29,23 @@ class DistillationConfig(Table):
     takes its content). Its tokenizer must have every token of the policy's, under the same id."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
-    compile: bool = True
-    """torch.compile the teacher."""
     master_dtype: DType = "float32"
     """Dtype of the teacher's weights."""
     param_dtype: DType = "bfloat16"
     """Dtype of the teacher's forward pass."""
     logprob_dtype: DType = "float32"
     """Dtype of the teacher's log-softmax."""
-    fsdp_reduce_dtype: Literal["float32"] = "float32"
-    """Dtype of reductions."""
     fsdp_offload: bool = False
     """Keep the teacher's shards in host memory, from where each block is gathered."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "never"
     """Free a block's gathered weights after its forward pass; those of all blocks are freed once all samples of a train
     step were asked about."""
-    batch_size_per_replica: Rows = 8
-    """Sequences per teacher batch."""
     max_token_len_per_mini_batch: Tokens | None = None
     """Token budget of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch` sequences."""
     sequence_packing: bool = False
     """Pack sequences without padding."""
     mini_batch: Rows = 1
     """Sequences per forward pass."""
-    seed: int | None = None
-    """None: `train.seed`."""
     kl_penalty_coef: NonNegativeFloat = 1.0
     """Weight of the teacher: of the penalty in the advantage, or of the divergence in the loss."""
     kl_discount_factor: Fraction = 0.0
@@ -91,8 +60,6 @@ class DistillationConfig(Table):
     """Mixture of that divergence: 0 forward KL, 1 reverse KL."""
     trainer_token_ids_from_teacher: bool = True
     """The `top_k` tokens are the teacher's likeliest; False: those of the policy as it is before the train step."""
-    rollout_top_k_recompute: bool = False
-    """Recompute top-k log-probabilities in the rollout engine."""
 
     @field_validator("model_name_or_path")
     @classmethod

@@ -59,10 +59,6 @@ class FlowRLConfig(Table):
     each."""
     guard: bool = False
     """Centre log-ratios and weigh steps alike (GRPO-Guard, arXiv 2510.22319); clip ranges are about 2e-6 then."""
-    solver_option: Literal["2ab", "2mid", "1euler"] = "2ab"
-    """Solver of the deprecated schema."""
-    s_churn: NonNegativeFloat = 1.0
-    """Noise that this solver adds (Karras et al., arXiv 2206.00364)."""
     use_same_seed: bool = True
     """All completions of a group start from the same noise."""
     min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import PositiveInt, Steps, Thing
+from cosmos_core.config.schema.values import Steps, Thing
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"
@@ -21,8 +21,6 @@ class LoggingConfig(Table):
     """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
     something), `tensorboard` (event files in the stage's folder `tensorboard/`), a class of your own,
     `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
-    log_interval: Annotated[PositiveInt, Unit("train steps")] = 100
-    """Steps between lines."""
     log_completions: Annotated[bool, NoResult] = True
     """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows: of
     each step up to 8 of each of 4 prompts, among them the best and the worst; of the newest 1,000 steps."""

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import InStage, Table
-from cosmos_core.config.schema.values import Fraction, Names, PositiveFloat, PositiveInt, Strings
+from cosmos_core.config.schema.values import Fraction, PositiveFloat, PositiveInt, Strings
 
 _INIT = {"gaussian", "eva", "olora", "pissa"}
 
@@ -18,8 +18,6 @@ class LoraConfig(Table):
 
     r: PositiveInt = 8
     """Rank."""
-    lora_names: Names = ("default",)
-    """Adapters; in Cosmos-RL DiffusionNFT needs `default` and `old`."""
     lora_path: Annotated[str | None, NoResult, Where.PATH] = None
     """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
     None: a new one. Declared but never read in Cosmos-RL."""
@@ -31,8 +29,6 @@ class LoraConfig(Table):
     """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family. `gate_proj`,
     `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also name the experts of a layer that are one parameter, whose
     gate and up projection in one get twice the rank; `cosmos check` lists what is adapted."""
-    primary_adapter: str | None = None
-    """Adapter that is active; None: the first."""
     use_rslora: bool = False
     """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""
     modules_to_save: Strings | None = None

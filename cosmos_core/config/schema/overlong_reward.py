@@ -7,8 +7,6 @@ from cosmos_core.config.schema.values import NonNegativeFloat, Tokens
 class OverlongRewardConfig(Table):
     """`[train.train_policy.overlong_reward]`: read by the reward `overlong`."""
 
-    enable_overlong_penalty: bool = False
-    """Would punish long completions; as in Cosmos-RL `overlong` among the reward functions does."""
     buffer_length: Tokens = 4096
     """The ramp before `rollout.max_response_length`."""
     penalty_factor: NonNegativeFloat = 1.0

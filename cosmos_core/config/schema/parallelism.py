@@ -95,8 +95,6 @@ class PolicyParallelismConfig(ParallelismConfig):
     """The most layers of a stage under `Interleaved1F1B`: fewer mean less waiting and more messages."""
     pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
     """Rows of one pipeline micro-batch; `mini_batch` rows go through the pipeline between two waits."""
-    pp_dynamic_shape: bool = False
-    """Micro-batches may differ in length."""
 
     def only_data_parallel(self, setting: str, *, or_tensor: bool = False) -> Iterator[str]:
         """Yield the axes that a setting excludes, which leaves the layers of a model whole, or may have them split."""

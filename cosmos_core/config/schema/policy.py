@@ -55,10 +55,6 @@ class PolicyConfig(Table):
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False
     """Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on one."""
-    enable_liger_cross_entropy: bool = False
-    """Liger's cross-entropy in SFT."""
-    enable_liger_fused_cross_entropy: bool = False
-    """Liger's fused head and cross-entropy, which never holds all logits."""
     aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of mixtures of experts (arXiv 2101.03961), added to whatever is trained: that
     of each sequence, averaged over the tokens of an optimizer step, so that it does not depend on micro-batches; the

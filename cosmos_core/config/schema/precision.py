@@ -17,8 +17,6 @@ class FP8Config(Table):
     enable_fp8: bool = False
     """Multiply in fp8 in the linear layers of the blocks, by torchao, on an NVIDIA GPU of capability 8.9 or newer;
     on another machine in `param_dtype`, with a note. Weights and exports stay as they are. Not yet measured on one."""
-    fp8_recipe: _Recipe = "dynamic_scaling"
-    """How scales follow the values."""
     quant_recipe: _Quantisation = "rowwise"
     """One scale per row, or one per tensor."""
 

@@ -28,8 +28,6 @@ class SubProfilerConfig(Table):
     """Record what operators allocate."""
     with_stack: Annotated[bool, NoResult] = False
     """Record the Python stack of operators."""
-    with_modules: Annotated[bool, NoResult] = False
-    """Record the modules that operators belong to."""
 
 
 class ProfilerConfig(Table):
@@ -38,7 +36,5 @@ class ProfilerConfig(Table):
     enable_profiler: Annotated[bool, NoResult] = False
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
-    enable_nsys: bool = False
-    """Start workers under Nsight Systems."""
     sub_profiler_config: Annotated[SubProfilerConfig, Needs("enable_profiler")] = SubProfilerConfig()
     """Which steps and ranks."""

@@ -52,8 +52,6 @@ class Recipe(Table):
     there, or where the machine has too few GPUs for it `colocated`, with a note."""
     redis: str | int = ""
     """Port of the controller's Redis; says that the recipe was written for Cosmos-RL, see `mode`."""
-    eth_ips: str = ""
-    """Addresses of the controller, separated by `;`."""
 
     @property
     def is_of_cosmos_rl(self) -> bool:

@@ -76,8 +76,6 @@ class RlConfig(AlgorithmConfig):
     """Most prompts in flight and waiting, in train steps; None: unlimited."""
     max_retry_for_on_policy: int = -1
     """With variant = 'dapo': most extra rounds of sampling in a train step; 0 or less: until the prompts end."""
-    balance_dp_token: bool = False
-    """Divide by the tokens of all data-parallel ranks."""
     temperature: PositiveFloat = 1.0
     """Divides the trainer's logits before log-softmax; should equal the sampling temperature."""
     rollout_as_token_ids: bool = False

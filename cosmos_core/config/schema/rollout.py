@@ -38,8 +38,6 @@ class SamplingConfig(Table):
     """Keep the k most likely tokens, with the same weights in the loss; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
     """Above 1 repeats become less likely, with the same weights in the loss; 1: off."""
-    use_flashinfer: bool = False
-    """Sample with FlashInfer."""
 
 
 class RolloutAsyncConfig(Table):
@@ -67,8 +65,6 @@ class RolloutConfig(Table):
     leaves none is left out of the rows."""
     n_generation: Completions = 16
     """Completions per prompt: the group size."""
-    n_generation_to_batch: bool = False
-    """Repeat the prompt in place of asking for n completions."""
     n_generation_mini_batch: Completions | None = None
     """Most completions of one prompt that are generated at once, which bounds memory and changes no token; None: all.
     vLLM has `batch_size` times as many sequences at a time."""
@@ -86,12 +82,6 @@ class RolloutConfig(Table):
     no meaning on CPU."""
     gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
     """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
-    enable_chunked_prefill: bool = False
-    """Prefill long prompts in chunks."""
-    include_stop_str_in_output: bool = False
-    """Keep the stop string."""
-    vllm_use_flashinfer: bool = False
-    """Attention with FlashInfer."""
     probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
     """Every so many steps, and when an engine gets its first weights, log-probabilities of engine and trainer are
     compared; a difference beyond rounding ends the stage."""
@@ -110,8 +100,6 @@ class RolloutConfig(Table):
     """Fetch the next prompts while generating."""
     prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), Needs("prefetch_rollout")] = 2
     """How many."""
-    broadcast_all_params: bool = False
-    """Send the weights that are not trained too."""
 
     @property
     def groups_in_flight(self) -> int:

@@ -22,8 +22,6 @@ class SupervisedConfig(AlgorithmConfig):
     assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not learned."""
     system_prompt: str = ""
     """Put before conversations that have no system turn and no column `system`; empty: none."""
-    balance_dp_token: bool = True
-    """Divide by the tokens of all data-parallel ranks."""
     enable_dp_load_balancing: bool = False
     """Fill micro-batches to a budget of tokens; `train_batch_per_replica` and `dataloader_drop_last` mean nothing
     then."""
@@ -39,8 +37,6 @@ class SupervisedConfig(AlgorithmConfig):
         int, Unit("micro-batches"), Needs("enable_dp_load_balancing")
     ] = 1
     """Micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
-    dataloader_broadcast: bool = False
-    """One rank loads for its group."""
 
     @property
     def own_names(self) -> dict[str, str]:

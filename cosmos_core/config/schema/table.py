@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.fields import FieldInfo
 
+from cosmos_core.config.schema.declared import field_of
 from cosmos_core.config.schema.marks import AffectsResult, Needs, Since, Status, StatusName, Where, mark
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
+_UNUSED: dict[str, Any] = tomllib.loads(files("cosmos_core.config.schema").joinpath("unused.toml").read_text("utf-8"))
 
 
 def _noted(kind: str) -> dict[tuple[str, str], str]:
@@ -65,6 +67,15 @@ class Table(BaseModel):
 
     switch: ClassVar[str] = ""
     """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Declare the keys of the table that `unused.toml` has, behind its own."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.get_annotations(cls)
+        for name, says in _UNUSED.get(cls.__name__, {}).items():
+            own[name], default = field_of(says)
+            setattr(cls, name, default)
+        cls.__annotations__ = own
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -143,14 +143,6 @@ class TrainConfig(Table):
     activation_offload: bool = False
     """Keep activations (with recomputation: the inputs of blocks) in host memory until the backward pass. Not yet run
     on a GPU."""
-    fa_version: Literal[2, 3] | None = None
-    """FlashAttention's major version; None: any."""
-    force_use_hf: bool = False
-    """Prefer the class of transformers."""
-    non_text: bool = False
-    """Payloads are not text alone."""
-    local_dataset: bool = True
-    """Workers hold the data, the controller sends positions."""
 
     sync_weight_interval: Steps = 1
     """Weights go to the rollout engines every N steps, and when a training begins or is resumed."""
