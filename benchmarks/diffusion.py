@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.diffusion_shapes import flops_of, sd35_step_flops
+from configs.demo.digits import WORDS, make_pipeline
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.data.digits import WORDS, make_pipeline
 from cosmos_core.data.flow_sample import seed_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import MediaRow, open_media

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _write(folder: Path, rows: int) -> None:
-    from cosmos_core.data.arithmetic import make_tokenizer
+    from configs.demo.arithmetic import make_tokenizer
 
     make_tokenizer().save_pretrained(folder / "model")
     with open(folder / "rows.jsonl", "w", encoding="utf-8") as file:

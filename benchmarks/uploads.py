@@ -24,6 +24,7 @@ from pathlib import Path
 
 import tomli_w
 
+DEMOS = Path(__file__).parents[1] / "configs" / "demo"
 PIPELINE = """
 [pipeline]
 name = "uploads"
@@ -38,7 +39,7 @@ train_batch_per_replica = 16
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 
 [[pipeline.stages]]
 name = "sft"
@@ -47,7 +48,7 @@ after = "task"
 model = "stage:task"
 data = "stage:task"
 overrides.train.train_policy = { type = "sft", mini_batch = 16, conversation_column_name = "messages" }
-"""
+""".replace("DEMOS", str(DEMOS))
 _BUCKET = "benchmark"
 _WARM = 5  # steps that are left out
 

@@ -26,6 +26,7 @@ from tests.warm import spawner
 
 Found = TypeVar("Found")
 PROGRAMS = Path(__file__).parent / "programs"
+DEMOS = Path(__file__).parents[1] / "configs" / "demo"
 MOST_SECONDS = 800.0
 """Of any wait; a test has a little longer."""
 

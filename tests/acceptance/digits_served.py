@@ -13,13 +13,13 @@ from tests.acceptance.seeds import SEEDS, settings
 from tests.conftest import Workspace
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "digits.toml"
-REWARDS = """
+REWARDS = f"""
 [[reward_args]]
 reward_type = "likeness"
-entry = "cosmos_core.data.digits:likeness"
+entry = "{CONFIG.parent}/digits.py:likeness"
 device = "cpu"
 """
-_IN_PROCESS = 'reward_function = "cosmos_core.data.digits:likeness"'
+_IN_PROCESS = 'reward_function = "digits.py:likeness"'
 _SERVED = 'use_remote_reward = true\nremote_reward = { reward_fns = [{ name = "likeness" }], batch_size = 12 }'
 _STAGE = 'name = "nft"\n'
 _TIMED = ("time", "throughput")
@@ -28,7 +28,8 @@ _TIMED = ("time", "throughput")
 def served(text: str) -> str:
     """Return the demo's pipeline with the reward of its nft stage asked of a service beside it."""
     assert text.count(_IN_PROCESS) == text.count(_STAGE) == 1
-    return text.replace(_IN_PROCESS, _SERVED).replace(_STAGE, f'{_STAGE}reward_service = "rewards.toml"\n')
+    text = text.replace(_IN_PROCESS, _SERVED).replace('"digits.py:', f'"{CONFIG.parent}/digits.py:')
+    return text.replace(_STAGE, f'{_STAGE}reward_service = "rewards.toml"\n')
 
 
 def prove(folder: Path) -> Proof:

@@ -37,7 +37,8 @@ def prove(folder: Path) -> Proof:
     """Run the demo up to the accuracy after GRPO, once for each way and seed; SFT is made once for a seed."""
     began = time.monotonic()
     config = folder / "arithmetic.toml"
-    config.write_text(demo.CONFIG.read_text().partition('[[pipeline.stages]]\nname = "gate"')[0])
+    text = demo.CONFIG.read_text().replace('"arithmetic.py:', f'"{demo.CONFIG.parent}/arithmetic.py:')
+    config.write_text(text.partition('[[pipeline.stages]]\nname = "gate"')[0])
     rows, is_met = [], True
     for seed in SEEDS:
         workspace = Workspace(folder / f"seed_{seed}")

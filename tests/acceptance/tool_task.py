@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cosmos_core.data import arithmetic
+from configs.demo import arithmetic
 from cosmos_core.data.order import shuffled
 from cosmos_core.run.files import replaced_folder
 from cosmos_core.run.stage import Stage

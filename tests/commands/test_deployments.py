@@ -20,7 +20,7 @@ from cosmos_core.run.manifest import problem, read_result
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 from tests.commands.orchestra import Orchestra
-from tests.conftest import Workspace, processes_below, wait_until
+from tests.conftest import DEMOS, Workspace, processes_below, wait_until
 
 SFT = """
 [pipeline]
@@ -40,7 +40,7 @@ compile = false
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 400, heldout_rows = 20, hidden_size = 64 }
 
 [[pipeline.stages]]
@@ -57,7 +57,7 @@ train_batch_per_replica = 16
 optm_lr = 3e-3
 train_policy = { type = "sft", mini_batch = 16, conversation_column_name = "messages" }
 ckpt = { enable_checkpoint = true, save_freq = 5, max_keep = 2 }
-"""
+""".replace("DEMOS", str(DEMOS))
 GRPO = """
 [[pipeline.stages]]
 name = "grpo"

@@ -19,7 +19,7 @@ from cosmos_core.run.state import read_state
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.s3 import S3Target
 from tests.commands.orchestra import ROOT, Orchestra
-from tests.conftest import Workspace, processes_below, wait_until
+from tests.conftest import DEMOS, Workspace, processes_below, wait_until
 from tests.store import Proxy
 
 TWO = """
@@ -263,7 +263,7 @@ compile = false
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 400, heldout_rows = 20, hidden_size = 32 }
 work_pool = "cpu"
 
@@ -303,7 +303,7 @@ after = ["gate", "export"]
 model = "stage:export"
 target = "STORE/published"
 work_pool = "cpu"
-"""
+""".replace("DEMOS", str(DEMOS))
 
 
 def write_apart(place: Workspace, name: str) -> str:

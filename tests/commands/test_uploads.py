@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import hub, store
-from tests.conftest import Workspace
+from tests.conftest import DEMOS, Workspace
 
 RECIPE = """
 [pipeline]
@@ -40,7 +40,7 @@ hf_repo_name = "sums"
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 200, heldout_rows = 20, hidden_size = 32 }
 
 [[pipeline.stages]]
@@ -55,7 +55,7 @@ name = "export"
 kind = "export"
 after = "sft"
 model = "stage:sft"
-"""
+""".replace("DEMOS", str(DEMOS))
 
 
 def test_a_recipe_publishes_its_model_and_checkpoints_and_keeps_no_secret(

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from configs.demo import arithmetic
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.progress import Metrics, Progress, read_metrics
 from cosmos_core.run.stage import Stage

@@ -15,9 +15,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from configs.demo import arithmetic
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import ENGINES, Stage, load_stage

@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _Host
 from cosmos_core.cluster.group import WorkerGroup, threads_of
 from cosmos_core.cluster.rooms import bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.facts import facts_of_workers, measure
 from cosmos_core.run.progress import read_metrics

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics
-from tests.conftest import Workspace, processes_below, wait_until
+from tests.conftest import DEMOS, Workspace, processes_below, wait_until
 
 PIPELINE = """
 [pipeline]
@@ -36,9 +36,9 @@ ckpt = { enable_checkpoint = true, save_freq = 1000 }
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 64, heldout_rows = 16, hidden_size = 64, layers = 2 }
-"""
+""".replace("DEMOS", str(DEMOS))
 STAGE = """
 [[pipeline.stages]]
 name = "NAME"

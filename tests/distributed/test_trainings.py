@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from configs.demo import arithmetic
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage

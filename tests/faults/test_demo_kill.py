@@ -14,7 +14,7 @@ import pytest
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
-from tests.conftest import Workspace, wait_until
+from tests.conftest import DEMOS, Workspace, wait_until
 from tests.faults.test_kill import targets
 
 pytest.importorskip("torch")
@@ -39,7 +39,7 @@ compile = false
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 2000, heldout_rows = 20 }
 
 [[pipeline.stages]]
@@ -86,7 +86,7 @@ name = "export"
 kind = "export"
 after = "grpo"
 model = "stage:grpo"
-"""
+""".replace("DEMOS", str(DEMOS))
 TRAINED = ("sft", "grpo")
 FINISHED_BEFORE = ("task", "sft-data")
 PATIENCE_SECONDS = 240.0

@@ -28,7 +28,7 @@ from cosmos_core.worker import program
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
 from tests.acceptance.storms.shim import Shim, has_compiler
-from tests.conftest import Workspace, wait_until
+from tests.conftest import DEMOS, Workspace, wait_until
 from tests.faults.test_worker import make_run
 
 pytestmark = pytest.mark.usefixtures("own_server")
@@ -48,7 +48,7 @@ model_gradient_checkpointing = false
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 256, heldout_rows = 16, hidden_size = 64, layers = 1 }
 
 [[pipeline.stages]]
@@ -65,7 +65,7 @@ epoch = 1000
 train_batch_per_replica = 32
 train_policy = { type = "sft", mini_batch = 32, conversation_column_name = "messages" }
 ckpt = { enable_checkpoint = true, save_freq = 50, max_keep = 2 }
-"""
+""".replace("DEMOS", str(DEMOS))
 
 
 def limited_python(workspace: Workspace) -> Path:

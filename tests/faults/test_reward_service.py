@@ -30,7 +30,7 @@ from cosmos_core.rewards.exchange import ping
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.remote import RemoteRewards
-from tests.conftest import wait_until
+from tests.conftest import DEMOS, wait_until
 from tests.faults.reward_service import PROGRAM, Running, counted, running
 
 REWARDS = [
@@ -332,13 +332,12 @@ def test_a_reward_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> N
 
 def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_service(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the extra digits is not installed")
-    from cosmos_core.data.digits import SIZE, WORDS, likeness
+    from configs.demo.digits import SIZE, WORDS, likeness
 
     requests = [{**each, "prompt": WORDS[i % 10]} for i, each in enumerate(noise(12, SIZE))]
     here = [likeness("", "", prompt=each["prompt"], media=each["media"]) for each in requests]
-    with running(
-        tmp_path, {"reward_args": [{"reward_type": "digits", "entry": "cosmos_core.data.digits:likeness"}]}
-    ) as server:
+    entry = f"{DEMOS}/digits.py:likeness"
+    with running(tmp_path, {"reward_args": [{"reward_type": "digits", "entry": entry}]}) as server:
         there = RemoteRewards(asked("digits", batch_size=5), server.service).score(requests)
     assert [score.value for score in there] == here
 

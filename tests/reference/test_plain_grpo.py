@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.run.progress import read_metrics
-from tests.conftest import Workspace
+from tests.conftest import DEMOS, Workspace
 from tests.reference.plain_grpo import Settings, train
 
 STEPS = 5
@@ -71,7 +71,7 @@ sampling_config.temperature = {SETTINGS.temperature}
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "{DEMOS}/arithmetic.py:make"
 arguments = {{ train_rows = 12, heldout_rows = 4, hidden_size = 64, layers = 2 }}
 
 [[pipeline.stages]]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.demo.arithmetic import make
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.arithmetic import make
 from cosmos_core.data.conversation import conversation_tokens
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import files_below, sha256
@@ -21,7 +21,7 @@ from tests.unit.data_tokenizers import learned
 
 def stage_at(path) -> Stage:
     path.mkdir(parents=True)
-    config = StageConfig(name="make", kind="custom", entry="cosmos_core.data.arithmetic:make")
+    config = StageConfig(name="make", kind="custom", entry="configs.demo.arithmetic:make")
     return Stage(
         path=path,
         config=config,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_core.data import digits
+from configs.demo import digits
 from cosmos_core.run.files import sha256
 from cosmos_core.run.stage import Stage
 from tests.effects.change import recipe, stage_of

@@ -15,12 +15,13 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel, Qwen3Config
 
+from configs.demo import arithmetic
 from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.models.export import export_model

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import tomli_w
 
+from configs.demo import arithmetic
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, affects_result, all_fields, tables_in
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.run.fingerprint import reads_of
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import validate

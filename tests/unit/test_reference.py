@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from configs.demo import arithmetic
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.check import _check_model

@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.demo import arithmetic
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.data.prepared import open_sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import Preempted, StageFailed

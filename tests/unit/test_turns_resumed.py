@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from configs.demo import arithmetic
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import arithmetic, prepare
+from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.setup import train

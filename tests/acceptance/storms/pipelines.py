@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from cosmos_core.data.arithmetic import make
+from configs.demo.arithmetic import make
 from tests.conftest import PROGRAMS, Workspace
 from tests.effects.change import SFT, recipe, stage_of
 from tests.programs.misbehaving import WAYS

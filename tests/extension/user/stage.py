@@ -2,7 +2,7 @@
 
 import json
 
-from cosmos_core.data.arithmetic import make_model, make_tokenizer
+from configs.demo.arithmetic import make_model, make_tokenizer
 from cosmos_core.types import Outcome
 
 

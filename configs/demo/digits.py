@@ -1,6 +1,6 @@
 """A world of images small enough for a laptop: scikit-learn's handwritten digits, and a pipeline that can draw them.
 
-The entry of a custom stage, `cosmos_core.data.digits:make`. The pipeline is a StableDiffusion3Pipeline of the real
+`make` is the entry of a custom stage. The pipeline is a StableDiffusion3Pipeline of the real
 classes: its text encoders are random, which suffices to tell ten prompts apart, its VAE learns here to keep 8 x 8
 pixels, and its transformer, random as well, is what the stages behind this one train. Nothing is downloaded, and the
 seed decides every byte. `likeness` is a reward, and `judge` another one, of digits that `likeness` never saw.

@@ -1,6 +1,6 @@
 """A world small enough for a laptop: a random Qwen3 of half a million parameters, and sums for it to learn.
 
-The entry of a custom stage, `cosmos_core.data.arithmetic:make`. Everything is made here, nothing is downloaded, and
+`make` is the entry of a custom stage. Everything is made here, nothing is downloaded, and
 the seed decides every byte. It shows that the pipeline works, not how to teach arithmetic.
 """
 
