@@ -64,6 +64,8 @@ class Probe(NamedTuple):
     attention: str
     num_threads: int
     first: FirstLayers | None
+    buffers: dict[str, torch.dtype]
+    """Of buffers that are in no checkpoint and have other than float32 in the trainer, such as a scale in bfloat16."""
 
 
 def prove_export(
@@ -206,6 +208,7 @@ def _reloaded(
         attention.removeprefix("packed_"),  # of packed rows: the one that it is named after
         torch.get_num_threads(),
         first,
+        {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},
     )
     logits_BTV, tokenizer = ask(pool, compute_logits, (folder, probe), _RELOAD_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
@@ -267,6 +270,8 @@ def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
     model = _with_adapter(folder, probe) if has_adapter else _whole(folder, probe)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffer.to(probe.buffers.get(name, buffer.dtype)))
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
     logits_BTV = model.eval()(input_ids=torch.from_numpy(probe.input_ids_BT), use_cache=False).logits
     return logits_BTV.float().numpy(), tokenizer

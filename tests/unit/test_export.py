@@ -34,6 +34,7 @@ from cosmos_core.models.prove import prove_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
+from tests.unit.tiny_families import save_family
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 SIZES = {
@@ -104,6 +105,15 @@ def test_a_fresh_interpreter_computes_the_same_logits_bit_for_bit(
     assert len(list((tmp_path / "m").glob("model-*-of-*.safetensors"))) > 2
     checks = prove_export(model, tmp_path / "m", dtype=dtype, tokenizer=tokenizer)
     assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_model_whose_scale_is_rounded_to_its_dtype_is_proven(family: str, tmp_path: Path) -> None:
+    """The scale of embeddings, the root of 32, is a buffer that no checkpoint holds."""
+    base = save_family(family, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    export_model(model, AutoTokenizer.from_pretrained(base), tmp_path / "m", dtype=None)
+    assert "reload: bit-identical" in prove_export(model, tmp_path / "m", dtype=None)
 
 
 @pytest.mark.parametrize(
