@@ -30,7 +30,7 @@ from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
 from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, ranks_of_bundle, rooms_of
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
-from cosmos_core.passing import may_pass
+from cosmos_core.transient import is_transient
 
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
@@ -125,7 +125,7 @@ def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bo
     except Exception as error:  # noqa: BLE001 - the edge of a process: whatever it is has to reach the other side
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            kind = RankFailed if may_pass(error) else RankRaised
+            kind = RankFailed if is_transient(error) else RankRaised
             error = kind(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.passing import is_of_machine
+from cosmos_core.transient import is_of_machine
 
 _ALLOWED = {
     ("numpy", "ndarray"),

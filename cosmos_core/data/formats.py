@@ -29,7 +29,7 @@ import pyarrow.parquet
 from cosmos_core.data.messages import Row
 from cosmos_core.data.tool_calls import without_nulls
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.passing import is_of_machine
+from cosmos_core.transient import is_of_machine
 
 _BLOCK = 1 << 20  # characters
 _BATCH_ROWS = 1024

@@ -20,7 +20,7 @@ import numpy as np
 from cosmos_core.data.images import in_rgb
 from cosmos_core.data.media_source import Content
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.passing import may_pass
+from cosmos_core.transient import is_transient
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -84,7 +84,7 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
     except DataError:
         raise
     except Exception as error:  # decoders raise whatever they like over a damaged file
-        if may_pass(error):
+        if is_transient(error):
             raise
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
 

@@ -24,8 +24,8 @@ from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.source import hub_is_reachable
-from cosmos_core.passing import is_of_machine, is_of_network
 from cosmos_core.registry import is_code
+from cosmos_core.transient import is_of_machine, is_of_network
 
 _TRAIN = "train"
 _SLICE = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")

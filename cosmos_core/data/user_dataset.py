@@ -28,8 +28,8 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.formats import Located, Part
 from cosmos_core.data.messages import Row, SkippedRow
 from cosmos_core.errors import ConfigError, DataError, StageFailed
-from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
+from cosmos_core.transient import is_transient
 
 RENDERED = "rendered text"
 """Column of a prompt that is what the model sees."""
@@ -180,5 +180,5 @@ def _blamed(where: str, function: Any) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        kind = StageFailed if may_pass(error) else DataError
+        kind = StageFailed if is_transient(error) else DataError
         raise kind(f"{where}: {reason} ({location_of(error, function)})") from error

@@ -47,7 +47,7 @@ from cosmos_core.models.recompute import Recompute
 from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
 from cosmos_core.parallel.fsdp import bounds, local, names_in_one
 from cosmos_core.parallel.mesh import first_problem
-from cosmos_core.passing import is_of_machine
+from cosmos_core.transient import is_of_machine
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from cosmos_core.config.load import printable
 from cosmos_core.errors import CosmosError, ModelError
-from cosmos_core.passing import is_of_machine, is_of_network
 from cosmos_core.run.content import leaves_folder
+from cosmos_core.transient import is_of_machine, is_of_network
 
 KEY = "policy.model_name_or_path"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cosmos_core.errors import ConfigError, CosmosError, StageFailed
-from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.stage import Stage
+from cosmos_core.transient import is_transient
 
 
 class Hooks:
@@ -33,5 +33,5 @@ class Hooks:
             raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            kind = StageFailed if may_pass(error) else ConfigError
+            kind = StageFailed if is_transient(error) else ConfigError
             raise kind(f"train.hooks.{key}: {reason} ({location_of(error, function)})") from error

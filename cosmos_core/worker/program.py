@@ -37,13 +37,13 @@ from cosmos_core.imports import without_collection
 from cosmos_core.observe import wording
 from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
-from cosmos_core.passing import may_pass
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.files import telling_of_full_disk, umask, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage, load_stage, wanted_engines
+from cosmos_core.transient import is_transient
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     except CosmosError:
         raise
     except Exception as error:
-        if not stage.config.entry or may_pass(error):
+        if not stage.config.entry or is_transient(error):
             raise
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} raised {reason} ({location_of(error, program)}); traceback in the log") from error
@@ -215,7 +215,7 @@ def _give_up(path: Path, error: CosmosError) -> int:
 
 def _crash(path: Path, error: Exception) -> int:
     traceback.print_exc()
-    kind = StageFailed if may_pass(error) else ProgramError
+    kind = StageFailed if is_transient(error) else ProgramError
     return _say(path, error, kind.__name__, f"{type(error).__name__}: {error}")
 
 

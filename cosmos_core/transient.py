@@ -1,7 +1,7 @@
-"""Which errors of libraries and of users' own code may be gone at the next attempt: of memory, of disks, of networks.
+"""Tell transient errors, after which a retry may succeed, from permanent ones: memory, disks and networks.
 
-A library wraps what it met in an error of its own (transformers makes a plain OSError of a lost connection), so what an
-error came from is looked at too. Classes are known by name: none of these libraries has to be there.
+A library wraps an error in one of its own (transformers turns a lost connection into a plain OSError), so the causes of
+an error are examined too. Classes are matched by name, so that none of these libraries has to be installed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _OF_NETWORK = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
-"""What is met while another error is handled, and does not come from it."""
+"""Mistakes of a program: raised while another error is handled, they are not caused by it."""
 _STATUSES = {408, 425, 429}
-"""Beside those from 500 on: what a server says that would serve us later."""
+"""Transient HTTP statuses below 500."""
 
 
-def may_pass(error: BaseException) -> bool:
-    """Return whether the same may go well the next time."""
+def is_transient(error: BaseException) -> bool:
+    """Return whether a retry may succeed after this error."""
     return is_of_machine(error) or is_of_network(error)
 
 
@@ -50,7 +50,7 @@ def is_of_network(error: BaseException) -> bool:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    if status := _status(error):  # the server has been reached, and said so
+    if status := _status(error):  # the server was reached
         return status >= 500 or status in _STATUSES
     return not _OF_NETWORK.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
@@ -69,12 +69,14 @@ def _classes(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the status of the response that an error of HTTP has: its own (urllib, aiohttp), that of an object, or in
-    botocore's table; 0: none."""
+    """Return the HTTP status of an error: an attribute of it (urllib, aiohttp), one of its response, or an entry of
+    botocore's response table; 0 if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata")
-        found = response.get("HTTPStatusCode") if isinstance(response, dict) else None
+        status = response.get("HTTPStatusCode") if isinstance(response, dict) else None
     else:
-        found = getattr(response, "status_code", None) or getattr(error, "code", None) or getattr(error, "status", None)
-    return found if isinstance(found, int) else 0
+        status = (
+            getattr(response, "status_code", None) or getattr(error, "code", None) or getattr(error, "status", None)
+        )
+    return status if isinstance(status, int) else 0

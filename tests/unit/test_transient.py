@@ -16,7 +16,7 @@ import torch
 import urllib3
 from PIL import UnidentifiedImageError
 
-from cosmos_core.passing import is_of_machine, is_of_network, may_pass
+from cosmos_core.transient import is_of_machine, is_of_network, is_transient
 
 REQUEST = httpx.Request("GET", "http://hub/x")
 
@@ -38,7 +38,7 @@ def of_s3(code: int) -> botocore.exceptions.ClientError:
     ],
 )  # fmt: skip
 def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
-    assert is_of_machine(error) and may_pass(error) and not is_of_network(error)
+    assert is_of_machine(error) and is_transient(error) and not is_of_network(error)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
     ],
 )  # fmt: skip
 def test_networks_and_servers_may_be_well_again(error: Exception) -> None:
-    assert is_of_network(error) and may_pass(error) and not is_of_machine(error)
+    assert is_of_network(error) and is_transient(error) and not is_of_machine(error)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_networks_and_servers_may_be_well_again(error: Exception) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_do_not_pass(error: Exception) -> None:
-    assert not may_pass(error)
+    assert not is_transient(error)
 
 
 def test_what_an_error_came_from_counts() -> None:
@@ -79,7 +79,7 @@ def test_what_an_error_came_from_counts() -> None:
         except httpx.ConnectError as lost:
             raise OSError("We couldn't connect to the Hub") from lost
     except OSError as error:
-        assert may_pass(error)
+        assert is_transient(error)
     for mistake in (KeyError("typo"), FileNotFoundError("gone")):
         try:
             try:
@@ -87,8 +87,8 @@ def test_what_an_error_came_from_counts() -> None:
             except ConnectionError:
                 raise mistake  # noqa: B904 - while another is handled, not because of it
         except (KeyError, FileNotFoundError) as error:
-            assert not may_pass(error)
+            assert not is_transient(error)
     loop = ValueError("no")
     loop.__context__ = KeyError("other")
     loop.__context__.__context__ = loop
-    assert not may_pass(loop)
+    assert not is_transient(loop)
