@@ -1,4 +1,4 @@
-"""A nursery: imports everything, then forks what it is told to."""
+"""A fork server: imports everything, then forks the programs that are requested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _take_large_pages() -> None:
 
 
 def main() -> None:
-    """Be a nursery."""
+    """Be a fork server."""
     READ.update(os.environ)
     gc.disable()
     import_all()

@@ -1,4 +1,4 @@
-"""What a nursery does: it forks a process and turns it into what was ordered."""
+"""What a fork server does: it forks a process and turns it into the requested program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from tests.warm.programs import ENVIRONMENT, PROGRAMS, program_of, put_aside
+from tests.warm.programs import ENVIRONMENT, PROGRAMS, deferred, program_of
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
 READY = 900
@@ -33,8 +33,8 @@ _kept: list[Any] = []
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a nursery is told of the process to fork; descriptors come beside it, in the order of `targets`."""
+class SpawnRequest:
+    """Describes the process to fork; descriptors come beside it, in the order of `targets`."""
 
     argv: list[str]
     cwd: str
@@ -53,12 +53,12 @@ def serve(connection: socket.socket) -> NoReturn:
     """Fork processes until the other side is gone."""
     while head := _received(connection):
         length, descriptors = head
-        order = Order(**json.loads(_exactly(connection, length)))
+        request = SpawnRequest(**json.loads(_exactly(connection, length)))
         (reader, writer), (begun, ready) = os.pipe(), os.pipe()
         if not (middle := os.fork()):
             if not (pid := os.fork()):
                 connection.close()
-                become(order, descriptors, None, ready)
+                become(request, descriptors, None, ready)
             os.write(writer, pid.to_bytes(8, "little"))
             os._exit(0)
         for descriptor in (writer, ready, *descriptors):
@@ -89,21 +89,23 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
     return found
 
 
-def become(order: Order, descriptors: Sequence[int], prepare: Callable[[], None] | None, ready: int) -> NoReturn:
+def become(
+    request: SpawnRequest, descriptors: Sequence[int], prepare: Callable[[], None] | None, ready: int
+) -> NoReturn:
     """Turn this process, just forked, into what was ordered; run it, and end as an interpreter does. The descriptor
     `ready` is closed once others see what they would see of an executed one."""
     code = 1
     try:
-        _take(order, [*descriptors, ready])
+        _take(request, [*descriptors, ready])
         if prepare is not None:
             prepare()
         os.close(READY)
-        while prepare is None and os.getppid() != order.parent:  # a caller that was killed meanwhile is never seen
+        while prepare is None and os.getppid() != request.parent:  # a caller that was killed meanwhile is never seen
             time.sleep(0.0005)
             if os.getppid() == 1:
                 os._exit(1)
-        _tell_libraries(order)
-        program = str(program_of(order.argv))
+        _tell_libraries(request)
+        program = str(program_of(request.argv))
         if program in PROGRAMS:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
@@ -127,30 +129,30 @@ def become(order: Order, descriptors: Sequence[int], prepare: Callable[[], None]
     os._exit(code)
 
 
-def _take(order: Order, descriptors: Sequence[int]) -> None:
-    """Take descriptors, session, folder, signals and names from an order."""
+def _take(request: SpawnRequest, descriptors: Sequence[int]) -> None:
+    """Take descriptors, session, folder, signals and names from a request."""
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1000) for each in descriptors]
     for number in set(map(int, os.listdir("/proc/self/fd"))) - set(high):
         with suppress(OSError):
             os.close(number)
-    for each, target in zip(high, [*order.targets, READY], strict=True):
+    for each, target in zip(high, [*request.targets, READY], strict=True):
         os.dup2(each, target, inheritable=True)
         os.close(each)
-    if order.new_session:
+    if request.new_session:
         os.setsid()
-    if order.process_group >= 0:
-        os.setpgid(0, order.process_group)
-    if order.umask >= 0:
-        os.umask(order.umask)
-    os.chdir(order.cwd)
+    if request.process_group >= 0:
+        os.setpgid(0, request.process_group)
+    if request.umask >= 0:
+        os.umask(request.umask)
+    os.chdir(request.cwd)
     for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, signal.SIG_IGN if number in order.ignored else signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number in request.ignored else signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if signal.SIGINT not in order.ignored:
+    if signal.SIGINT not in request.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(order.environment)
-    show(order.argv, order.environment)
+    os.environ.update(request.environment)
+    show(request.argv, request.environment)
 
 
 def show(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -172,20 +174,20 @@ def show(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
     return not _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, ctypes.c_ulong(ctypes.sizeof(layout)), ctypes.c_ulong(0))
 
 
-def _tell_libraries(order: Order) -> None:
+def _tell_libraries(request: SpawnRequest) -> None:
     """Let the interpreter and its libraries be as if this command line had started them in this environment."""
-    program = str(program_of(order.argv))
-    is_code, arguments = program not in PROGRAMS, order.argv[order.argv.index(program) :]
-    sys.argv, sys.orig_argv = ["-c", *arguments[1:]] if is_code else arguments, order.argv
-    sys.path[0] = "" if is_code else order.cwd
+    program = str(program_of(request.argv))
+    is_code, arguments = program not in PROGRAMS, request.argv[request.argv.index(program) :]
+    sys.argv, sys.orig_argv = ["-c", *arguments[1:]] if is_code else arguments, request.argv
+    sys.path[0] = "" if is_code else request.cwd
     tempfile.tempdir = None
     time.tzset()
     importlib.invalidate_caches()
-    threads = order.environment.get("OMP_NUM_THREADS", "")
+    threads = request.environment.get("OMP_NUM_THREADS", "")
     if threads != ENVIRONMENT["OMP_NUM_THREADS"]:
         sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through="-u" in order.argv or bool(order.environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
-    if program in put_aside:
+        stream.reconfigure(write_through="-u" in request.argv or bool(request.environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    if program in deferred:
         importlib.import_module(program)
-    importlib.import_module("tests.warm.spawner").renew(program, order.argv)
+    importlib.import_module("tests.warm.spawner").renew(program, request.argv)

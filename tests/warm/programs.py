@@ -14,9 +14,10 @@ from typing import Any
 
 PROGRAMS = (
     "cosmos_core", "cosmos_core.worker", "cosmos_core.launch.supervisor", "cosmos_core.launch.prefect", "prefect",
-    "cosmos_core.facts", "cosmos_core.models.check_model",
+    "prefect.engine", "cosmos_core.facts", "cosmos_core.models.check_model",
+    "tests.distributed.killed", "tests.distributed.members",
 )  # fmt: skip
-FORK_SERVER = "from multiprocessing.forkserver"
+MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
 _XDIST = "import sys;exec(eval(sys.stdin.readline()))"
 _CODE = (
     _XDIST,
@@ -24,7 +25,7 @@ _CODE = (
     "flows",
     "test_checkpoint",
     "from multiprocessing.spawn",
-    FORK_SERVER,
+    MULTIPROCESSING_FORK_SERVER,
     "from tests.",
 )
 """Parts of code that a command line has."""
@@ -56,7 +57,7 @@ _READ_ON_IMPORT = (
 )  # fmt: skip
 READ: dict[str, str] = {}
 """The environment in which the libraries are imported."""
-put_aside: dict[str, ModuleType] = {}
+deferred: dict[str, ModuleType] = {}
 """Modules of `LATER`, and those that they have imported of ours and of Prefect's."""
 
 
@@ -83,28 +84,28 @@ def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names}
 
 
-class _PutAside(MetaPathFinder, Loader):
-    """Gives back the modules that were put aside when the first of them is imported, with Prefect's settings read
+class _DeferredImports(MetaPathFinder, Loader):
+    """Gives back the modules that were deferred when the first of them is imported, with Prefect's settings read
     again."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in put_aside else None
+        return ModuleSpec(name, self) if name in deferred else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = put_aside[spec.name]
+        module = deferred[spec.name]
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
-        sys.modules.update(put_aside)
-        put_aside.clear()
+        sys.modules.update(deferred)
+        deferred.clear()
         sys.modules["prefect.context"].refresh_global_settings_context()
         sys.modules["prefect.logging.configuration"].setup_logging(incremental=False)
 
 
 def import_all() -> None:
-    """Import everything; put aside what has Prefect's settings, and what of ours has it."""
+    """Import everything; defer what has Prefect's settings, and what of ours has it."""
     for name in IMPORTED:
         with suppress(ImportError):  # of what is installed on other machines only
             importlib.import_module(name)
@@ -117,8 +118,8 @@ def import_all() -> None:
         aside |= found
         found = {name for name in ours - aside if not aside.isdisjoint(_homes(sys.modules[name]))}
     for name in aside:
-        put_aside[name] = sys.modules.pop(name)
-    sys.meta_path.insert(0, _PutAside())
+        deferred[name] = sys.modules.pop(name)
+    sys.meta_path.insert(0, _DeferredImports())
 
 
 def _homes(module: ModuleType) -> set[str]:

@@ -1,13 +1,13 @@
 """Programs that start in a tenth of a second, because a process that has imported everything forks them.
 
 `install` replaces what `subprocess.Popen` calls to start a process. A command `python -m PROGRAM ...` of `PROGRAMS` is
-then forked from a nursery: a child of the calling process that has imported torch, transformers, Prefect and the
+then forked from a fork server: a child of the calling process that has imported torch, transformers, Prefect and the
 project, and has run nothing. Whatever else is started, or differs in a variable that libraries read while they are
 imported, is executed as usual.
 
 The forked process is what the executed one would be, to itself and to others: a child of the caller (it loses its
 first parent, and the caller adopts it), with the same descriptors, session, signals, working directory, environment and
-command line, in `/proc` too. What it starts is forked from a nursery of its own. Where the kernel does not let a
+command line, in `/proc` too. What it starts is forked from a fork server of its own. Where the kernel does not let a
 process say where its command line is (Linux without CONFIG_CHECKPOINT_RESTORE), every command is executed.
 """
 
@@ -30,8 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.parent import die_with_parent
-from tests.warm.process import Order, become, serve, show
-from tests.warm.programs import ENVIRONMENT, FORK_SERVER, READ, SUPERVISOR, program_of, read_on_import, starts_others
+from tests.warm.process import SpawnRequest, become, serve, show
+from tests.warm.programs import (
+    ENVIRONMENT,
+    MULTIPROCESSING_FORK_SERVER,
+    READ,
+    SUPERVISOR,
+    program_of,
+    read_on_import,
+    starts_others,
+)
 
 _PR_SET_SUBREAPER, _PR_GET_SUBREAPER = 36, 37  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,18 +48,18 @@ _SPAWN = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 _started: list[subprocess.Popen[bytes]] = []
 
 
-class Nursery:
+class ForkServer:
     """The caller's side of a process that forks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def fork(self, order: Order, descriptors: Sequence[int]) -> int | None:
-        """Return the pid of the new child of this process; None: the nursery is gone."""
+    def fork(self, request: SpawnRequest, descriptors: Sequence[int]) -> int | None:
+        """Return the pid of the new child of this process; None: the fork server is gone."""
         with self._lock, _adopting():
             try:
-                text = json.dumps(asdict(order)).encode()
+                text = json.dumps(asdict(request)).encode()
                 socket.send_fds(self._connection, [len(text).to_bytes(8, "little")], descriptors)
                 self._connection.sendall(text)
                 answer = self._connection.recv(8)
@@ -75,9 +83,9 @@ def _adopting() -> Iterator[None]:
 class Spawner:
     """Stands in for `_posixsubprocess.fork_exec` in this process."""
 
-    def __init__(self, open_nursery: Callable[[], Nursery | None]) -> None:
-        self._open_nursery = open_nursery
-        self._nursery: Nursery | None = None
+    def __init__(self, open_fork_server: Callable[[], ForkServer | None]) -> None:
+        self._open_fork_server = open_fork_server
+        self._fork_server: ForkServer | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
@@ -89,16 +97,16 @@ class Spawner:
         close_all, gid, prepare = given[2], given[17], given[21]
         if program_of(given[0]) is None or not close_all or gid is not None:
             return execute()
-        if os.getpid() != self._owner:  # forked by something else: what its nursery forks would not be its child
+        if os.getpid() != self._owner:  # forked by something else: what its fork server forks would not be its child
             return execute()
-        order, descriptors = order_of(given)
-        if read_on_import(order.environment) != read_on_import(READ):
+        request, descriptors = request_of(given)
+        if read_on_import(request.environment) != read_on_import(READ):
             return execute()
         if prepare is not None:  # what is called in the child cannot be sent: only a supervisor has such a thing
-            return _fork_here(order, descriptors, prepare) if _is_plain() else execute()
+            return _fork_here(request, descriptors, prepare) if _is_plain() else execute()
         with self._lock:
-            self._nursery = self._nursery or self._open_nursery()
-        return (self._nursery and self._nursery.fork(order, descriptors)) or execute()
+            self._fork_server = self._fork_server or self._open_fork_server()
+        return (self._fork_server and self._fork_server.fork(request, descriptors)) or execute()
 
 
 def _is_plain() -> bool:
@@ -106,40 +114,40 @@ def _is_plain() -> bool:
     return program_of(sys.orig_argv) == SUPERVISOR and threading.active_count() == 1
 
 
-def _fork_here(order: Order, descriptors: Sequence[int], prepare: Callable[[], None]) -> int:
+def _fork_here(request: SpawnRequest, descriptors: Sequence[int], prepare: Callable[[], None]) -> int:
     begun, ready = os.pipe()
     if not (pid := os.fork()):
-        become(order, descriptors, prepare, ready)
+        become(request, descriptors, prepare, ready)
     os.close(ready)
     os.read(begun, 1)
     os.close(begun)
     return pid
 
 
-def order_of(given: Sequence[Any]) -> tuple[Order, list[int]]:
+def request_of(given: Sequence[Any]) -> tuple[SpawnRequest, list[int]]:
     """What `fork_exec` was given, and the descriptors that the child has."""
     command, _, _, kept, cwd, environment = given[:6]
     streams = {0: given[6], 1: given[9], 2: given[11]}
     pairs = {target: number if number >= 0 else target for target, number in streams.items()}
     pairs |= {number: number for number in kept if number != given[13]}  # that one tells of a failed execution
     halves = (os.fsdecode(each).partition("=") for each in environment or ())
-    order = Order(
+    request = SpawnRequest(
         argv=[os.fsdecode(word) for word in command], cwd=os.fsdecode(cwd) if cwd else os.getcwd(),
         environment=dict(os.environ) if environment is None else {name: value for name, _, value in halves},
         parent=os.getpid(), targets=list(pairs),
         ignored=[number for number in range(1, 32) if signal.getsignal(number) is signal.SIG_IGN],
         new_session=bool(given[15]), process_group=int(given[16]), umask=int(given[20]),
     )  # fmt: skip
-    return order, list(pairs.values())
+    return request, list(pairs.values())
 
 
 def install() -> None:
-    """Let this process fork programs where it can; the nursery is started with the first of them."""
+    """Let this process fork programs where it can; the fork server is started with the first of them."""
     is_installed = isinstance(subprocess._fork_exec, Spawner)  # type: ignore[attr-defined]
     is_known = sys.platform == "linux" and sys.version_info[:2] in {(3, 11), (3, 12)}
     if is_known and not is_installed and _can_show():
         READ.update(os.environ)
-        use(Spawner(_start_nursery))
+        use(Spawner(_start_fork_server))
 
 
 def use(spawner: Spawner) -> None:
@@ -169,21 +177,21 @@ def renew(program: str, argv: Sequence[str]) -> None:
     """Let this process, just forked, start programs in its turn."""
     subprocess._fork_exec, multiprocessing.util.spawnv_passfds = _EXECUTE, _SPAWN  # type: ignore[attr-defined]
     if starts_others(program, argv):
-        _use_own_nursery(with_nursery=program != SUPERVISOR)
-        if program.startswith(FORK_SERVER):
+        _use_own_fork_server(with_fork_server=program != SUPERVISOR)
+        if program.startswith(MULTIPROCESSING_FORK_SERVER):
             os.register_at_fork(after_in_child=partial(_renew_in_child, os.getpid()))
 
 
-def _use_own_nursery(*, with_nursery: bool = True) -> None:
+def _use_own_fork_server(*, with_fork_server: bool = True) -> None:
     spawner = Spawner(lambda: None)
-    spawner._nursery = split_nursery() if with_nursery else None
+    spawner._fork_server = split_fork_server() if with_fork_server else None
     use(spawner)
 
 
 def _renew_in_child(server: int) -> None:
     """Let a process that a fork server of multiprocessing has forked start programs in its turn."""
     if os.getppid() == server:
-        _use_own_nursery()
+        _use_own_fork_server()
 
 
 def _can_show() -> bool:
@@ -193,7 +201,7 @@ def _can_show() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _start_nursery() -> Nursery | None:
+def _start_fork_server() -> ForkServer | None:
     """Start one that imports everything by itself."""
     ours, theirs = socket.socketpair()
     environment = {k: v for k, v in READ.items() if not k.startswith("PREFECT")} | ENVIRONMENT
@@ -205,17 +213,17 @@ def _start_nursery() -> Nursery | None:
     )  # fmt: skip
     _started.append(process)
     theirs.close()
-    return Nursery(ours) if ours.recv(5) == b"ready" else None
+    return ForkServer(ours) if ours.recv(5) == b"ready" else None
 
 
-def split_nursery() -> Nursery | None:
+def split_fork_server() -> ForkServer | None:
     """Fork one off this process, which has run nothing yet. It ends with this process, and nobody takes it for what
     this process started: its command line and environment are empty."""
     ours, theirs = socket.socketpair()
     me = os.getpid()
     if os.fork():
         theirs.close()
-        return Nursery(ours)
+        return ForkServer(ours)
     die_with_parent(me)
     ours.close()
     connection = os.dup(theirs.fileno())
@@ -228,5 +236,5 @@ def split_nursery() -> Nursery | None:
             with suppress(OSError):
                 os.close(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    show(["nursery"], {})
+    show(["fork server"], {})
     serve(socket.socket(fileno=connection))
