@@ -131,7 +131,7 @@ class Bucket:
         Raises:
             ConfigError, UploadError: it is not, or they are not, or nobody responds.
         """
-        with told(f"{SCHEME}{self.name}"):
+        with translate_errors(f"{SCHEME}{self.name}"):
             self.client.head_bucket(Bucket=self.name)
 
     def clock(self) -> float:
@@ -297,8 +297,9 @@ class _Arrived:
 
 
 @contextmanager
-def told(where: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
-    """Turn what boto3 raises into one line: about credentials and names nobody should try again, the rest may pass.
+def translate_errors(where: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
+    """Translate errors of boto3 into ours, with a message of one line: wrong credentials and names are permanent
+    (`ConfigError`), all other errors may be transient.
 
     Raises:
         ConfigError: the store refuses the credentials, or there is no such bucket.

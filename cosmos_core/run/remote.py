@@ -22,7 +22,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.errors import DataError
-from cosmos_core.run.bucket import Bucket, Object, side_by_side, split_url, told
+from cosmos_core.run.bucket import Bucket, Object, side_by_side, split_url, translate_errors
 from cosmos_core.run.content import leaves_folder
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
@@ -58,7 +58,7 @@ def pinned_urls(pipeline: Pipeline) -> Pipeline:
 
 def pinned_url(url: str) -> str:
     """Return a URL of a store as what lies there now; see `pinned_urls`."""
-    with told(url, DataError):
+    with translate_errors(url, DataError):
         url = _without_pointer(url)
         return f"{url}#{_digest(url, _listed(url))}"
 
@@ -105,7 +105,7 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
     with Lock(folder / f"{held.name}.lock") as lock:
         lock.acquire(while_waiting=pause)
         if not held.is_dir():
-            with told(plain, DataError):
+            with translate_errors(plain, DataError):
                 objects = _listed(plain)
                 if _digest(plain, objects) != held.name:
                     raise DataError(f"{plain} was changed since the run began; start a new run")

@@ -24,7 +24,7 @@ import tomli_w
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
+from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
 from cosmos_core.run.directory import read_facts
 from cosmos_core.run.files import write_text
 from cosmos_core.run.manifest import RESULT, STORED, Result
@@ -62,7 +62,7 @@ class ArtifactStore:
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
         run_id = facts.run_id if facts and facts.run_id else run_path.name  # a machine that opened it may say otherwise
         names = (f"{run_id}{suffix}" for suffix in _suffixes())
-        with told(self.url):
+        with translate_errors(self.url):
             return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files))}"
 
     def run(self, run_id: str) -> dict[str, str]:
@@ -75,7 +75,7 @@ class ArtifactStore:
     def put_outputs(self, stage_path: Path, result: Result) -> None:
         """Store the outputs of a finished stage, each content once."""
         files = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
-        with told(self.url):
+        with translate_errors(self.url):
             self._objects.send(files, stage_path / JOURNAL)
 
     def put_result(self, run_id: str, stage: str, result: Result) -> None:
@@ -95,7 +95,7 @@ class ArtifactStore:
         found = self._stored(f"made/{fingerprint}/{RESULT}")
         if found is None:
             return None
-        with told(self.url):
+        with translate_errors(self.url):
             if missing := self._objects.missing(map(_entry, found["outputs"])):
                 logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing)
                 return None
@@ -103,7 +103,7 @@ class ArtifactStore:
 
     def fetch_outputs(self, result: Result, stage_path: Path, here: Mapping[str, Path]) -> None:
         """Make the outputs of a result lie below `stage_path`; what a file in `here` has, by digest, stays at home."""
-        with told(self.url):
+        with translate_errors(self.url):
             self._objects.fetch({stage_path / record["path"]: _entry(record) for record in result["outputs"]}, here)
         for record in result["outputs"]:
             status = (stage_path / record["path"]).stat()
@@ -139,11 +139,11 @@ class ArtifactStore:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        with told(self.url):
+        with translate_errors(self.url):
             write_document(self._bucket, self._key(name), value)
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        with told(self.url):
+        with translate_errors(self.url):
             return read_document(self._bucket, self._key(name))[0]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
 from cosmos_core.upload.bundle import exchange_document, read_document
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Lease:
             ConfigError, UploadError: the store refuses, or is not reached.
         """
         last_etag, since, has_waited = "", time.monotonic(), False
-        with told(self._url):
+        with translate_errors(self._url):
             while True:
                 found, etag = self._read()
                 if etag != last_etag:
@@ -81,7 +81,7 @@ class Lease:
             StageFailed: another machine has taken it over.
             ConfigError, UploadError: the store refuses, or is not reached.
         """
-        with told(self._url):
+        with translate_errors(self._url):
             self.is_lost = self.is_lost or not self._is_ours(self._read()[0])
         if self.is_lost:
             raise StageFailed(self.loss)
@@ -99,7 +99,7 @@ class Lease:
         if self._thread is not None:
             self._thread.join()
         try:
-            with told(self._url):
+            with translate_errors(self._url):
                 if self._is_ours(self._read()[0]):
                     self._bucket.remove(self._key)
         except Exception as error:  # noqa: BLE001 - it lapses by itself

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import DamagedRecord, UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
+from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
 from cosmos_core.upload.base import JOURNAL, RECORD, is_record, moved
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -82,7 +82,7 @@ class S3Target:
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return which file of `record`, as in `folder`, a version lacks or has altered as far as the store tells, or
         an empty string."""
-        with told(self.where(version)):
+        with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
                 there = self.bucket.head(self._key(f"{version}/{name}"))
                 sent = (sha256, (folder / name).stat().st_size)
@@ -97,7 +97,7 @@ class S3Target:
             UploadError: the store is not reached, or something arrives altered.
             ConfigError: it refuses the credentials.
         """
-        with told(self.where(version), note=_STAYS):
+        with translate_errors(self.where(version), note=_STAYS):
             files = {self._key(f"{version}/{name}"): (folder / name, sha) for name, sha in record["files"].items()}
             known = {*files, self._key(f"{version}/{RECORD}")}
             self.transfer.send(files)
@@ -113,7 +113,7 @@ class S3Target:
         Raises:
             UploadError: it is not there.
         """
-        with told(self.where(version), note=_STAYS):
+        with translate_errors(self.where(version), note=_STAYS):
             record = self.record_of(version)
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
@@ -132,7 +132,7 @@ class S3Target:
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def _read(self, name: str) -> Any:
-        with told(self.where(name)):
+        with translate_errors(self.where(name)):
             data = self.bucket.read(self._key(name))
         try:
             return None if data is None else json.loads(data)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import CosmosError
-from cosmos_core.run.bucket import SCHEME, Bucket, split_url, told
+from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
 from cosmos_core.run.files import link_or_copy, read_object, step_of
 from cosmos_core.run.state import record_event
 from cosmos_core.upload.transfer import Journal, Transfer
@@ -56,7 +56,7 @@ class Saves:
         for name, manifest in saved_manifests(self._stage_path).items():
             if name in self._there or (stop is not None and stop.is_set()):
                 continue
-            with told(self._url), linked(manifest.parent, self._stage_path / "sending" / name) as folder:
+            with translate_errors(self._url), linked(manifest.parent, self._stage_path / "sending" / name) as folder:
                 if folder is None:
                     continue
                 if self._bucket.head(self._key(name, MANIFEST)) is None:

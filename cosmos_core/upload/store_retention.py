@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.bucket import SCHEME, Bucket, Object, split_url, told
+from cosmos_core.run.bucket import SCHEME, Bucket, Object, split_url, translate_errors
 from cosmos_core.run.manifest import RESULT
 from cosmos_core.upload.bundle import read_document
 from cosmos_core.upload.lease import LAPSED_SECONDS
@@ -55,7 +55,7 @@ class Retention:
         name, self._prefix = split_url(url)
         self._bucket, self._youngest = Bucket(name), max(older_than_seconds, least_seconds)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
-        with told(self.url):
+        with translate_errors(self.url):
             self._now = self._bucket.clock()
             self._refuse_while_made()
             self.runs = self._folders("runs")
@@ -75,7 +75,7 @@ class Retention:
     def remove(self) -> tuple[int, int]:
         """Remove what may go; return how many runs went, and how many bytes in all."""
         freed = 0
-        with told(self.url):
+        with translate_errors(self.url):
             gone = [run for run in self.runs if not run.kept_because]
             for folder in [*gone, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
 from cosmos_core.run.files import read_object, step_of
 from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
 from cosmos_core.upload.saves import FOLDER, MANIFEST, linked, saved_manifests
@@ -35,7 +35,7 @@ class StoredCheckpoints:
         sent = []
         manifests = saved_manifests(self._stage_path)
         for name, manifest in manifests.items():
-            with told(self._url):
+            with translate_errors(self._url):
                 if self._there is None:
                     self._there = set(self.names()) - self._damaged
                 if name in self._there:
@@ -54,7 +54,7 @@ class StoredCheckpoints:
         """Fetch the newest whole checkpoint that is newer than any here, with the metrics up to it; return its name,
         or an empty string."""
         here = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
-        with told(self._url):
+        with translate_errors(self._url):
             for name in sorted(self.names(), key=step_of, reverse=True):
                 if step_of(name) <= here:
                     return ""
@@ -68,7 +68,7 @@ class StoredCheckpoints:
 
     def clear(self) -> None:
         """Remove them all: the stage is to begin anew."""
-        with told(self._url):
+        with translate_errors(self._url):
             for each in list(self._bucket.objects(f"{self._prefix}/")):
                 self._bucket.remove(each.key)
 
@@ -107,7 +107,7 @@ class StoredCheckpoints:
 
     def _remove_others(self, kept: set[str]) -> None:
         newest = max(map(step_of, kept))
-        with told(self._url):
+        with translate_errors(self._url):
             names, digests = self.names(), set()
             for name in names:
                 if name not in kept and step_of(name) < newest:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from cosmos_core.run.bucket import SCHEME, Bucket, told
+from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
 from cosmos_core.run.files import write_bytes
 from cosmos_core.run.manifest import RESULT
 from cosmos_core.run.stage import PROFILES
@@ -33,7 +33,7 @@ class StoredRecord:
 
     def push(self, *, is_last: bool = False) -> None:
         """Store what has changed; `is_last`: logs too."""
-        with told(self._url):
+        with translate_errors(self._url):
             if self._known is None:
                 found, _ = read_document(self._bucket, self._index)
                 self._known = dict(bundle_of(found).files) if found else {}
@@ -53,7 +53,7 @@ class StoredRecord:
     def pull(self) -> bool:
         """Make the files here those of the machine that wrote last, unless it is this one, in this folder; return
         whether anything was new."""
-        with told(self._url):
+        with translate_errors(self._url):
             found, etag = read_document(self._bucket, self._index)
             if found is None or etag == self._etag:
                 return False
@@ -70,7 +70,7 @@ class StoredRecord:
 
     def state(self) -> State | None:
         """Return where the stage stands, by the machine that wrote last."""
-        with told(self._url):
+        with translate_errors(self._url):
             found, _ = read_document(self._bucket, self._index)
             entry = bundle_of(found).files.get(_STATE) if found else None
             data = self._contents.read(entry) if entry else None

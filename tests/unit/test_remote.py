@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
-from cosmos_core.run.bucket import Bucket, told
+from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.directory import create_run, open_or_create_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
@@ -108,7 +108,7 @@ def test_an_object_whose_name_leaves_the_folder_is_refused(tmp_path: Path) -> No
 
 
 def test_an_object_that_is_gone_is_no_missing_bucket(tmp_path: Path) -> None:
-    with pytest.raises(UploadError, match=r"^s3://models: an object of it is gone$"), told("s3://models"):
+    with pytest.raises(UploadError, match=r"^s3://models: an object of it is gone$"), translate_errors("s3://models"):
         Bucket("models").sha256("never-there")
 
 
