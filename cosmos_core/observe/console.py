@@ -6,11 +6,12 @@ Python are `logs`.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,6 +38,8 @@ _MARKS = {
     "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■",
     "died": "✗",
 }  # fmt: skip
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKS = 12  # columns of a sparkline
 _STEPPING = frozenset({"step", "generate", "score"})  # phases that a step count already implies
 _PLAIN_WIDTH = 160
 
@@ -55,6 +58,8 @@ class _Line:
     phase_began: float = 0.0
     told_compiling: float = 0.0
     """Seconds of it that a line has told."""
+    history: dict[int, float] = field(default_factory=dict)
+    """The headline metric of each step that was seen."""
     anchor: Position | None = None
     """What the pace is counted from: the attempt's first step, which pays for compiling."""
 
@@ -105,6 +110,8 @@ class Display:
                 if line.progress is None or line.progress.phase != progress.phase:
                     line.phase_began = now
                 line.progress = progress
+                if (found := wording.headline(progress.metrics)) and math.isfinite(found[1]):
+                    line.history[progress.step] = found[1]
                 _set_anchor(line, progress)
             is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _subject(line) != line.said
             if self._live is None and (has_changed or is_due):
@@ -166,7 +173,7 @@ class Display:
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         wide = self._console.width >= 100
-        for column in range(6):
+        for column in range(7):
             table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
         with self._lock:
             for name, line in self._lines.items():
@@ -179,7 +186,8 @@ class Display:
                     Text(self._doing(line), style=style),
                     bar,
                     _steps(line).removeprefix("step "),
-                    Text("  ".join(_numbers(line))),
+                    Text("  ".join([*_numbers(line), *_seconds(line)] if wide else _numbers(line))),
+                    Text(sparkline(list(line.history.values())) if wide else "", style=style),
                     Text(clock if elapsed is not None else "", style="dim"),
                 )
         return table
@@ -307,6 +315,23 @@ def _numbers(line: _Line) -> list[str]:
     return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
+def _seconds(line: _Line) -> list[str]:
+    """Return how long generating, scoring and training took in the newest step, where a step has several of them."""
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
+    found = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
+    return [" ".join(f"{name} {wording.duration(seconds)}" for name, seconds in found)] if len(found) > 1 else []
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return values as a row of small bars, from the lowest to the highest; empty: fewer than two."""
+    if len(values) < 2:
+        return ""
+    count = min(_SPARKS, len(values))
+    shown = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    low, high = min(shown), max(shown)
+    return "".join(_BARS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown)
+
+
 def _bar(line: _Line, width: int, now: float) -> ProgressBar:
     step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
     if line.state in {"done", "reused"}:
@@ -326,7 +351,7 @@ def _set_anchor(line: _Line, now: Position) -> None:
 def _eta_seconds(line: _Line) -> float | None:
     """Return seconds to the last step at the pace since the first step that was seen; None: not known yet."""
     now, first = line.progress, line.anchor
-    if now is None or first is None or not now.total or now.step <= first.step:
+    if now is None or first is None or not now.total or not first.step < now.step < now.total:
         return None
     seconds = now.heartbeat - first.heartbeat - (now.compile_seconds - first.compile_seconds)
     return seconds / (now.step - first.step) * (now.total - now.step)

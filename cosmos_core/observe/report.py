@@ -44,7 +44,6 @@ def build(run_path: Path) -> str:
             graph=layout(record),
             cards=sections.cards(record),
             trained=trained(record),
-            measured=sections.measured(record),
             comparison=sections.comparison(record),
             sweeps=sweeps(record),
             before=before(record),

@@ -62,19 +62,26 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     return [*shown, ("stages finished", f"{finished} of {len(counted)}")]
 
 
-def comparison(run: RunRecord) -> list[dict[str, Any]]:
-    """Return each validation metric: its value by stage, and the change from the first to the last."""
-    stages = measured(run)
-    keys = dict.fromkeys(key for stage in stages for key in stage.metrics if key.startswith("validation/"))
+def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names of what was measured, and each validation metric: its values, and the change from the first to
+    the last. Where a training measured before its first step, that comes first."""
+    first = next((stage for stage in run.stages if stage.kind.trains), None)
+    start = next((line for line in first.curves if line.get("step") == 0), {}) if first else {}
+    columns = [(f"before {first.name}", start)] if first and any(map(_is_validation, start)) else []
+    columns += [(stage.name, stage.metrics) for stage in measured(run)]
     rows = []
-    for key in keys:
-        values = [stage.metrics.get(key) for stage in stages]
+    for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
+        values = [metrics.get(key) for _, metrics in columns]
         known = [wording.as_float(value) for value in values if isinstance(value, int | float)]
         change = known[-1] - known[0] if len(known) > 1 else None
         verdict = wording.verdict(key, change)
         shown = "" if change is None else f"{change:+.3f}"
         rows.append({"name": key.removeprefix("validation/"), "values": values, "change": shown, "verdict": verdict})
-    return rows
+    return [name for name, _ in columns], rows
+
+
+def _is_validation(key: str) -> bool:
+    return key.startswith("validation/")
 
 
 def samples(run: RunRecord) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.observe import wording
-from cosmos_core.observe.console import Display
+from cosmos_core.observe.console import Display, sparkline
 from cosmos_core.run.progress import Position
 
 
@@ -196,3 +196,10 @@ def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
     assert wording.table_metrics({"loss": 0.2, "validation/loss": 0.3}) == {"held-out loss": 0.3, "loss": 0.2}
     rows = {"data/train_rows": 7600.0, "data/train_tokens": 140000.0, "time/read": 1.0}
     assert wording.table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}
+
+
+def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -> None:
+    assert sparkline([0.0, 7.0]) == "▁█" and sparkline([2.0]) == "" and sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([float(i) for i in range(8)]) == "▁▂▃▄▅▆▇█"
+    long = sparkline([abs(i - 500.0) for i in range(1001)])
+    assert len(long) == 12 and long[0] == long[-1] == "█" and long[5] == long[6] == "▁"

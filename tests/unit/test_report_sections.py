@@ -12,6 +12,7 @@ import pytest
 from cosmos_core.observe import report
 from cosmos_core.observe.before import before
 from cosmos_core.observe.record import read_run
+from cosmos_core.observe.sections import comparison
 from cosmos_core.observe.trained import trained
 from cosmos_core.observe.usage import resources, reward_bins
 from tests.unit.observed_runs import STARTED, finished_run, write, write_lines
@@ -87,3 +88,14 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     assert (found["trains"], found["batch"]) == ("LoRA of rank 16", "8 rows per replica, micro-batch 2")
     page = report.build(run)
     assert "What was trained" in page and "Qwen/Qwen3-0.6B" in page
+
+
+def test_what_was_measured_before_the_first_step_is_before_what_was_measured_after(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    start = {"step": 0, "validation/loss": 4.1, "time/validate": 1.0}
+    write_lines(run / "stages/sft/metrics.jsonl", [start, {"step": 1, "loss": 2.0}])
+    names, rows = comparison(read_run(run))
+    assert names == ["before sft", "eval-base", "eval-sft", "eval-grpo"]
+    [loss] = [row for row in rows if row["name"] == "loss"]
+    assert loss["values"] == [4.1, 3.1, 0.44, 0.52] and loss["change"] == "-3.580"
+    assert loss["verdict"] == "better" and "before sft" in report.build(run)
