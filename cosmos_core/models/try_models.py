@@ -9,6 +9,7 @@ GPU where there is one, and keeps a conversation for each model. Nothing here is
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -20,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cosmos_core.errors import EXIT_OK, CosmosError
-from cosmos_core.models.hf import load_model, load_tokenizer
 
 Respond = Callable[[str, int], str]
 """What a model makes of a prompt, the N-th one: its completion, or the file that it drew."""
@@ -32,6 +32,11 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     Raises:
         ModelError: it cannot be loaded.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    from cosmos_core.models.hf import load_model, load_tokenizer
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     loaded = load_model(model, dtype=dtype, device=device)
@@ -91,6 +96,7 @@ def main() -> int:
     options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False)
+    logging.disable(logging.WARNING)
     try:
         opened = [
             open_drawing(model, f"{name}-{index}", device)

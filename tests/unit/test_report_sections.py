@@ -85,7 +85,7 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     assert (stage.name, found["base model"]) == ("sft", "Qwen/Qwen3-0.6B")
     assert found["data"] == "rows.csv, 90 rows, 10 rows held out"
     assert found["learning rate"] == "1e-05, AdamW, cosine decay"
-    assert (found["trains"], found["batch"]) == ("LoRA of rank 16", "8 rows per replica, micro-batch 2")
+    assert (found["trains"], found["batch"]) == ("LoRA of rank 16", "8 rows, micro-batch 2")
     page = report.build(run)
     assert "What was trained" in page and "Qwen/Qwen3-0.6B" in page
 
