@@ -31,7 +31,6 @@ from cosmos_core.rollout.ahead import Ahead, steps_of
 from cosmos_core.rollout.groups import GroupSource, Sync
 from cosmos_core.run.lineage import base_of
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.agreement import Agreement
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.drawing import DrawnPrompts, open_drawn, prepare_algorithm
@@ -39,6 +38,7 @@ from cosmos_core.train.earlier import named_checkpoint, take_over
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed, MediaFeed, PairFeed, SequenceFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
+from cosmos_core.train.logprob_drift import LogprobDrift
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import (
     SAMPLES,
@@ -294,12 +294,12 @@ def _measure_nothing(step: int) -> dict[str, float]:
 
 
 def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
-    """Return what judges whether engines agree with the trainer; of other trainings nothing."""
+    """Return the check for drift between log-probabilities of engines and trainer; it does nothing without engines."""
     train = stage.recipe.train
     if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
         return lambda step, metrics: {}
     sampling = training_sampling(stage.recipe)
-    return Agreement(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling).alarm
+    return LogprobDrift(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling).check
 
 
 def _publish_nothing(step: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.run.progress import read_metrics
-from cosmos_core.train.agreement import Agreement
+from cosmos_core.train.logprob_drift import LogprobDrift
 from cosmos_core.train.setup import train
 from cosmos_core.types import Sampling
 from tests.unit.test_train import GRPO, make_stage, recipe, task  # noqa: F401 - a fixture
@@ -25,14 +25,14 @@ from tests.unit.test_train import GRPO, make_stage, recipe, task  # noqa: F401 -
 )
 def test_what_rounding_or_staleness_does_not_explain_is_an_alarm(difference: float, lag: int, alarm: float) -> None:
     metrics = {"rollout/logprob_difference_mean": difference, "rollout/version_lag": float(lag)}
-    assert Agreement(torch.float32).alarm(1, metrics) == {"watch/alarm": alarm}
+    assert LogprobDrift(torch.float32).check(1, metrics) == {"watch/alarm": alarm}
 
 
 def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> None:
     metrics = {"rollout/logprob_difference_mean": 0.2}
-    assert Agreement(torch.bfloat16).alarm(1, metrics) == {"watch/alarm": 0.0}
-    assert Agreement(torch.float32, torch.bfloat16).alarm(1, metrics) == {"watch/alarm": 0.0}
-    assert Agreement(torch.float32).alarm(1, {}) == {}
+    assert LogprobDrift(torch.bfloat16).check(1, metrics) == {"watch/alarm": 0.0}
+    assert LogprobDrift(torch.float32, torch.bfloat16).check(1, metrics) == {"watch/alarm": 0.0}
+    assert LogprobDrift(torch.float32).check(1, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> No
 )
 def test_what_sampling_changes_is_no_alarm(sampling: Sampling, difference: float, alarm: float) -> None:
     metrics = {"rollout/logprob_difference_mean": difference, "rollout/tokens_not_finite": 0.0}
-    assert Agreement(torch.float32, sampling=sampling).alarm(1, metrics) == {"watch/alarm": alarm}
+    assert LogprobDrift(torch.float32, sampling=sampling).check(1, metrics) == {"watch/alarm": alarm}
 
 
 def test_log_probabilities_that_are_not_finite_are_an_alarm() -> None:
-    assert Agreement(torch.float32).alarm(1, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
+    assert LogprobDrift(torch.float32).check(1, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
 
 
 @pytest.mark.parametrize("takes_rollouts", [False, True])

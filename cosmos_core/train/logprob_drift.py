@@ -1,7 +1,7 @@
-"""Whether the engines still compute what the trainer computes, judged by the completions that are trained on.
+"""Detect drift between the log-probabilities of rollout engines and of the trainer, on the completions of each step.
 
-A load of weights is probed (`rollout.publish`); this sees what goes wrong between two probes, such as memory that was
-overwritten, on every step and at no cost.
+Each load of weights is probed (`rollout.publish`); this check finds what goes wrong between two probes, such as memory
+that was overwritten. It runs at every step and costs no extra forward pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OUTDATED = 1.0
 """Nats per token between weights some steps apart that training does not explain; a wrong tensor costs more."""
 
 
-class Agreement:
-    """Compares the log-probabilities of a train step's completions, by the engines and by the trainer."""
+class LogprobDrift:
+    """Compares the log-probabilities that engines and trainer compute for the completions of a train step."""
 
     def __init__(
         self, dtype: torch.dtype, transfer_dtype: torch.dtype | None = None, sampling: Sampling | None = None
@@ -34,8 +34,8 @@ class Agreement:
         self._tolerance = tolerance_of(dtype, transfer_dtype) + (_by_sampling(sampling) if sampling else 0.0)
         self._is_told = False
 
-    def alarm(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `watch/alarm`, 1 where they differ by more than rounding explains; nothing if none was compared."""
+    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return `watch/alarm`, 1 if they differ by more than rounding explains; no metric if none were compared."""
         difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
         if difference is None:
             return {}
