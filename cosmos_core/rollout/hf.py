@@ -37,7 +37,7 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
-from cosmos_core.rollout.draw import draw
+from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _LEAST_ROOM = 64
@@ -180,9 +180,8 @@ class HfEngine:
         may_shrink = not shown and all(type(layer) is _RoomyLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = processed_logprobs(logits_BV, seen_BV, sampling)
-            tokens_B = (
-                logprobs_BV.argmax(-1) if sampling.temperature == 0 else draw(logprobs_BV, uniforms_RT[rows_B, t])
-            )
+            is_greedy = sampling.temperature == 0
+            tokens_B = logprobs_BV.argmax(-1) if is_greedy else sample_tokens(logprobs_BV, uniforms_RT[rows_B, t])
             tokens_RT[rows_B, t] = tokens_B
             logprobs_RT[rows_B, t] = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
             ended_B = alive_B & (torch.isin(tokens_B, stop_ids) | (t + 1 >= budget_B))

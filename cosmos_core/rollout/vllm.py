@@ -38,8 +38,8 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
-from cosmos_core.rollout.draw import draw_by_uniforms
 from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, with_mxfp4
+from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.rollout.vllm_memory import drop_name, own_names
 from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
@@ -110,7 +110,7 @@ class VllmEngine:
                     f"vLLM refuses {settings.folder!r}: {reason}; or set rollout.backend = 'hf'"
                 ) from error
             if not torch.cuda.is_available():
-                self._llm.collective_rpc(draw_by_uniforms)
+                self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
                 end_together(self._llm)
             elif not is_alone():

@@ -25,9 +25,9 @@ from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
-from cosmos_core.rollout.draw import draw
 from cosmos_core.rollout.hf import HfEngine, processed_logprobs
 from cosmos_core.rollout.registry import make_engine
+from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.unit.tiny_model import save_tiny_model
@@ -217,10 +217,10 @@ def test_draws_follow_the_distribution_and_never_take_an_impossible_token() -> N
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     n = 20_000
     uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    drawn = draw(probabilities.log().expand(n, -1), uniforms)
+    drawn = sample_tokens(probabilities.log().expand(n, -1), uniforms)
     assert (drawn.bincount(minlength=6) / n - probabilities).abs().max() < 1e-3
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(probabilities.log().expand(2, -1), edges).tolist() == [1, 4]
+    assert sample_tokens(probabilities.log().expand(2, -1), edges).tolist() == [1, 4]
 
 
 def test_request_seeds_are_stable_and_all_different() -> None:

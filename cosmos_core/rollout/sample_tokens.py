@@ -1,4 +1,4 @@
-"""How a token is drawn: by one uniform number of its completion's own generator, whatever the engine on CPU.
+"""Sample tokens with one uniform number per token from the completion's own generator, in every engine on CPU.
 
 Shapes: B rows, V vocabulary.
 """
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 
-def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Invert the cumulative distribution at one uniform number per row, in float64: token ids B."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)
 
 
-def draw_by_uniforms(worker: object) -> None:
-    """Let a worker of vLLM draw so; called in each rank.
+def use_uniform_sampling(worker: object) -> None:
+    """Make a vLLM worker sample with `sample_tokens`; called on each rank.
 
-    vLLM draws as many exponential numbers from each generator as there are tokens, one row after the other: a fifth of
-    the time of a decoding step on CPU.
+    vLLM draws one exponential number per token of the vocabulary from each generator, row by row, which takes a fifth
+    of the time of a decoding step on CPU.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -28,9 +28,9 @@ def draw_by_uniforms(worker: object) -> None:
         logits_BV: Tensor, generators: dict[int, torch.Generator], top_k_B: Tensor | None, top_p_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1, dtype=torch.float32)
-        uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)  # of greedy rows, whose draw is not used
+        uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)  # 0 for greedy rows, whose sample is unused
         for row, generator in generators.items():
             uniforms_B[row] = torch.rand((), generator=generator, dtype=torch.float64)
-        return draw(logprobs_BV, uniforms_B), logprobs_BV
+        return sample_tokens(logprobs_BV, uniforms_B), logprobs_BV
 
     worker.model_runner.sampler.topk_topp_sampler.forward = forward  # type: ignore[attr-defined] # vLLM sets it so too
