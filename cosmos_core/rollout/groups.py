@@ -1,7 +1,7 @@
-"""Where the scored groups of a train step come from.
+"""Sources of the scored groups of a train step.
 
-`Sync` generates them under the newest weights when they are asked for; `Dynamic` drops those of no use and draws
-others. `ahead.Ahead` has them generated while others are trained on.
+`SyncGroupSource` generates them with the newest weights at each step; `FilteredGroupSource` drops groups without a
+learning signal and generates others. `async_groups.AsyncGroupSource` generates them while other groups are trained on.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class StepGroups:
 
 
 @dataclass
-class Sync:
-    """Generation and training take turns, so every group is of the newest weights."""
+class SyncGroupSource:
+    """Alternates generation and training, so that the newest weights generate every group."""
 
     prompts: Callable[[int], Sequence[Prompt]]
     """Gives the prompts of a train step, in order."""
@@ -152,14 +152,14 @@ class Filter:
 
 
 @dataclass
-class Dynamic:
+class FilteredGroupSource:
     """Takes prompts in one order over all epochs. Groups of no use are dropped after all their members have ended, and
     other prompts are drawn until the train step is full.
 
     Prompts are drawn in their order and none twice in an epoch; how many were is the state.
     """
 
-    sync: Sync
+    sync: SyncGroupSource
     take: Callable[[int, int], Sequence[Prompt]]
     """Gives so many prompts from a position on, over all epochs; fewer where they end."""
     num_groups: int

@@ -10,7 +10,14 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.order import batch_positions, epoch_order
 from cosmos_core.errors import ProgramError
-from cosmos_core.rollout.groups import Dynamic, Filter, GroupSource, StepGroups, Sync, check_scores
+from cosmos_core.rollout.groups import (
+    Filter,
+    FilteredGroupSource,
+    GroupSource,
+    StepGroups,
+    SyncGroupSource,
+    check_scores,
+)
 from cosmos_core.train.feeds import Feed, rows_per_step, total_steps
 from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
@@ -102,12 +109,12 @@ def group_filter(recipe: Recipe) -> Filter | None:
     return None if sampling is None else Filter(*sampling)
 
 
-def in_turns(sync: Sync, order: PromptOrder, recipe: Recipe) -> GroupSource:
+def in_turns(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return what generates when it is asked, with others in place of groups that are dropped."""
     chosen = group_filter(recipe)
     if chosen is None and not recipe.spreads_groups:
         return sync
-    return Dynamic(sync, order.take, rows_per_step(recipe), chosen)
+    return FilteredGroupSource(sync, order.take, rows_per_step(recipe), chosen)
 
 
 def step_groups(recipe: Recipe) -> StepGroups:

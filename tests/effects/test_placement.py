@@ -11,7 +11,7 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepared import Prompts
-from cosmos_core.rollout.ahead import Ahead
+from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import most_tokens, trained_rewards
@@ -23,7 +23,7 @@ APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}
 DAPO = {**APART, "train.train_policy.variant": "dapo"}
 
 
-def ahead(recipe: Recipe, folder: Path) -> Ahead:
+def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
     made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: weights, resync=None, close_with=print)

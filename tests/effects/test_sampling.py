@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.rollout.groups import Sync
+from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.measure import validation_sampling
 from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, in_turns, training_sampling
@@ -54,7 +54,7 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     prompts: Any = PROMPTS
     progress = Progress(folder / "progress.json")
     sampling = training_sampling(recipe)
-    source = Sync(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
+    source = SyncGroupSource(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
     feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
     samples = [found[0] for found in iter(feed.next, None)]
     return {
@@ -164,7 +164,9 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
         prompts: Any = PROMPTS
         engine: Any = Engine()
         order, sampling = PromptOrder(prompts, recipe), training_sampling(recipe)
-        sync = Sync(order, engine, by_parity, sampling, Progress(folder / "progress.json"), recipe.rollout.batch_size)
+        sync = SyncGroupSource(
+            order, engine, by_parity, sampling, Progress(folder / "progress.json"), recipe.rollout.batch_size
+        )
         source = in_turns(sync, order, recipe)
         return RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
 

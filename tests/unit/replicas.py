@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import DataError
-from cosmos_core.rollout.ahead import Ahead, steps_of
+from cosmos_core.rollout.async_groups import AsyncGroupSource, steps_of
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.groups import StepGroups
@@ -151,11 +151,11 @@ def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
     return score(groups)
 
 
-def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> Ahead:
+def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> AsyncGroupSource:
     order = steps_of(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
     settings: dict[str, Any] = {"take": order, "steps": StepGroups(4), "allowed": 2, "score": score, **keywords}
     settings.setdefault("resync", lambda step: None)
-    return Ahead(fleet, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
+    return AsyncGroupSource(fleet, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
 
 
 def ids(groups: Sequence[ScoredGroup]) -> list[int]:

@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
 from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, generate
-from cosmos_core.rollout.groups import Dynamic, Sync
+from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
@@ -102,7 +102,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     def prompts(step: int) -> list[Prompt]:
         return PROMPTS[step:]
 
-    source = Sync(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=stops.append)
+    source = SyncGroupSource(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=stops.append)
     groups, metrics = source.next(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
     assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
@@ -124,7 +124,9 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
 def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:
     engine: Any = Shuffling()
     valid: Any = lambda groups: [ScoredGroup(group, (Score(1.0), Score(0.0))) for group in groups]  # noqa: E731
-    source = Sync(lambda step: PROMPTS[:1], engine, valid, SAMPLING, Progress(tmp_path / "p.json"), 1, publish_every=3)
+    source = SyncGroupSource(
+        lambda step: PROMPTS[:1], engine, valid, SAMPLING, Progress(tmp_path / "p.json"), 1, publish_every=3
+    )
     for step in range(6):
         source.next(step)
     assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2
@@ -140,8 +142,8 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
         if len(engine.events) > 2:
             raise RuntimeError("stopped")
 
-    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=refuse)
-    source = Dynamic(sync, lambda start, count: PROMPTS[start : start + count], 2)
+    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=refuse)
+    source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     with pytest.raises(RuntimeError, match="stopped"):
         source.next(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2]"] and source.state_dict() == {"drawn": 0}
@@ -158,8 +160,8 @@ def test_a_prompt_that_a_step_draws_in_two_epochs_is_completed_in_two_ways(tmp_p
         is_late = len(engine.seeds) > 9
         return [ScoredGroup(group, (Score(1.0), Score(0.0 if is_late else 1.0))) for group in groups]
 
-    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 9)
-    source = Dynamic(sync, lambda start, count: [PROMPTS[i % 3] for i in range(start, start + count)], 4)
+    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 9)
+    source = FilteredGroupSource(sync, lambda start, count: [PROMPTS[i % 3] for i in range(start, start + count)], 4)
     groups, metrics = source.next(7)
     assert [scored.group.prompt.id for scored in groups] == [2, 0, 1, 2] and metrics["rollout/sampled_groups"] == 12
     assert len(set(engine.seeds)) == 12, "each request of a step has seeds of its own"
@@ -176,8 +178,8 @@ def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
     def score(groups: Sequence[Group]) -> list[ScoredGroup]:
         return [ScoredGroup(group, (Score(1.0), Score(1.0 - difference))) for group in groups]
 
-    sync = Sync(lambda step: [], engine, score, SAMPLING, Progress(folder / "p.json"), 2)
-    source = Dynamic(sync, lambda start, count: PROMPTS[start : start + count], 2)
+    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(folder / "p.json"), 2)
+    source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     return RolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
 
 

@@ -20,7 +20,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.order import epoch_order
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.rollout.groups import StepGroups, Sync
+from cosmos_core.rollout.groups import StepGroups, SyncGroupSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rollout_feed import PromptOrder, in_turns, training_sampling
 from cosmos_core.train.spread_feed import CarriedSamples, SpreadRolloutFeed
@@ -102,7 +102,7 @@ def _feed(config: Any, folder: Path, stack: ExitStack, *, is_apart: bool, step: 
     if not is_apart:
         engine: Any = Numbering()
         engine.version = step
-        sync = Sync(order, engine, score, sampling, Progress(folder / "p.json"), 2)
+        sync = SyncGroupSource(order, engine, score, sampling, Progress(folder / "p.json"), 2)
         publish = lambda version: setattr(engine, "version", version)  # noqa: E731
         return SpreadRolloutFeed(PROMPTS, in_turns(sync, order, config), Grpo(GrpoConfig()), config), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))

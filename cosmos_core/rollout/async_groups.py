@@ -1,4 +1,4 @@
-"""Groups of engines that run ahead of the training, no further than the recipe allows.
+"""A group source whose engines run ahead of the training, no further than the recipe allows.
 
 Each train step has prompts of its own, in the order of the data, and waits for those. So which step a prompt is trained
 in depends on no clock, no prompt is lost or trained twice whoever dies, and long completions are trained on as often as
@@ -31,7 +31,7 @@ Status = Literal["waiting", "stale", "whole"]
 
 
 @dataclass
-class Ahead:
+class AsyncGroupSource:
     """A `GroupSource` whose groups are generated while others are trained on. All ranks call it together."""
 
     fleet: Fleet
