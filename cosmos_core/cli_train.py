@@ -77,11 +77,11 @@ def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = F
 
 def init() -> None:
     """Ask five questions, write a recipe, and say how to run it."""
-    import click
-
     if not sys.stdin.isatty():
         raise ConfigError("cosmos init asks questions in a terminal; elsewhere use cosmos sft --model M --data ROWS")
-    method = typer.prompt("What shall be done?", type=click.Choice(list(METHODS)), default=SFT.command)
+    method = typer.prompt(f"What shall be done? {', '.join(METHODS)}", default=SFT.command)
+    if method not in METHODS:
+        raise ConfigError(f"{method!r} is none of {', '.join(METHODS)}")
     asked = {"method": method}
     asked["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
     asked["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")

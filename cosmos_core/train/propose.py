@@ -93,7 +93,12 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     columns, reason = _columns(asked, method, sample[0][1])
     yield "train.train_policy.dataset.name", asked.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{key}", column, reason) for key, column in columns.items())
-    config, longest = load_config(asked.model), _longest(asked.model, _reader(method, columns), sample)
+    config, tokenizer = load_config(asked.model), load_tokenizer(asked.model)
+    longest = _longest(tokenizer, _reader(method, columns), sample)
+    has_turns = method.rows == "prompts" or any(isinstance(value, list) for value in sample[0][1].values())
+    if has_turns and not tokenizer.chat_template:  # texts alone are learned as they are
+        named = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
+        yield "policy.chat_template", named, "the model has none, and the rows have turns"
     text, is_drawn = config.get_text_config(), method.rows == "prompts"
     drawn = (1024 if here.num_gpus else 256) * is_drawn
     room = getattr(text, "max_position_embeddings", None) or 1 << 20
@@ -152,9 +157,8 @@ def _reader(method: Method, columns: dict[str, str]) -> Callable[[Row, str], Any
     return lambda row, where: read(ReadRow(row, own, where), where, with_images=True)
 
 
-def _longest(model: str, read: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
+def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
     """Return the tokens of the longest row, with some for the chat template around each turn."""
-    tokenizer = load_tokenizer(model)
     longest, refused = 0, None
     for where, row in sample:
         try:

@@ -105,6 +105,7 @@ def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: P
     assert [stage.kind for stage in pipeline.stages][-1] == "export"
     trained = next(pipeline.recipes[s.name] for s in pipeline.stages if pipeline.kind_of(s).trains)
     assert trained.policy.model_name_or_path == asked.model
+    assert trained.policy.chat_template == ("chatml" if method == "grpo" else None), "the model has none"
     lines = path.read_text().splitlines()
     assert all("  # " in line for line in lines if " = " in line and not line.startswith("#"))
     cli_train._written(asked._asdict(), [*proposed, ("train.seed", 7, "another")], str(path))  # nobody edited it
