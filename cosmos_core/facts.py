@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, StageFailed
@@ -34,6 +37,8 @@ class Facts:
     """CPU threads that the process may use."""
     versions: dict[str, str]
     """Installed version of each library that was asked for and is there."""
+    lacks: str = ""
+    """What torch.compile needs and does not find there; empty: nothing."""
 
     @property
     def device(self) -> str:
@@ -44,7 +49,18 @@ class Facts:
 def measure(libraries: Sequence[str] = ()) -> Facts:
     """Return the facts of this process."""
     versions = {name: found for name in libraries if (found := _version(name))}
-    return Facts(platform.node(), tuple(name for name, _ in _visible_gpus()), len(os.sched_getaffinity(0)), versions)
+    gpus = tuple(name for name, _ in _visible_gpus())
+    return Facts(platform.node(), gpus, len(os.sched_getaffinity(0)), versions, _compiler_lacks(has_gpus=bool(gpus)))
+
+
+def _compiler_lacks(*, has_gpus: bool) -> str:
+    """Return what is missing where kernels are compiled: by Triton, in C, on a GPU, by C++ on a CPU, with Python.h."""
+    variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    own = os.environ.get(variable, "").split()
+    if not any(shutil.which(name) for name in own[:1] or names):
+        return f"a {language} compiler ({' '.join(own) or names[0]} was not found)"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.is_file() else f"Python's headers ({header} was not found)"
 
 
 def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> Facts:
@@ -78,7 +94,7 @@ def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str |
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # A GPU is this machine's whichever interpreter asks, and another one may lack the library that asks.
     gpus = tuple(found.gpus) if cluster else tuple(name for name, _ in _visible_gpus())
-    return Facts(found.host, gpus, found.threads, found.versions)
+    return replace(found, gpus=gpus)
 
 
 def gpu_entries() -> dict[str, str]:

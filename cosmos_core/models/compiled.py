@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 
-import torch
 import torch._dynamo.callback
 from torch import nn
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.facts import measure
 from cosmos_core.parallel.fsdp import blocks_of
 from cosmos_core.run.progress import Progress
 
@@ -20,12 +19,10 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each transformer block with torch.compile.
 
     Raises:
-        ConfigError: there is no C++ compiler for a model on CPU.
+        ConfigError: this machine has no compiler.
     """
-    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        raise ConfigError(
-            "train.compile = true needs a C++ compiler on CPU (g++ was not found); install one or set it to false"
-        )
+    if lacks := measure().lacks:
+        raise ConfigError(f"train.compile needs {lacks}; install it, or set train.compile = false")
     blocks = blocks_of(model)
     for block in blocks:
         block.compile(dynamic=True)

@@ -51,6 +51,8 @@ def check_inputs(pipeline: Pipeline) -> None:
                 resume_source(recipe)
                 adapter_source(recipe)
                 _check_gpu(recipe)
+                if not stage.work_pool:  # what its machine has, the stage finds there
+                    _check_compiler(recipe, pipeline.config.python)
             chat_template_source(recipe)
             if kind.scores:
                 _check_rewards(recipe)
@@ -333,6 +335,19 @@ def _check_gpu(recipe: Recipe) -> None:
             "policy.enable_liger_kernel = true: these kernels need an NVIDIA GPU, and this machine has none; leave it "
             "out"
         )
+
+
+def _check_compiler(recipe: Recipe, python: str) -> None:
+    facts = facts_of_workers(python=python, is_group=True)
+    optimizer = recipe.train.optm_name
+    if optimizer.endswith("8bit"):
+        key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"
+    elif recipe.compiles_on("cpu" if facts.device == "cpu" else "cuda"):
+        key, remedy = "train.compile", "set train.compile = false"
+    else:
+        return
+    if facts.lacks:
+        raise ConfigError(f"{key} needs {facts.lacks} on {facts.host}, which runs it; install it there, or {remedy}")
 
 
 def _looks_like_path(name: str) -> bool:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cosmos_core import facts
+from cosmos_core.errors import ConfigError
 from cosmos_core.models.compiled import watch_compiling
+from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import Progress, read_progress
 from tests.effects.change import GRPO, SFT, recipe
+from tests.unit.run_folder import load_recipe, make_inputs
 
 
 def test_compiling_is_a_phase_with_its_time_and_the_phase_before_it_goes_on(tmp_path: Path) -> None:
@@ -52,3 +58,41 @@ def test_what_is_left_out_is_compiled_on_a_gpu_where_nothing_excludes_it(
 ) -> None:
     config = recipe(settings)
     assert (config.compiles_on("cuda"), config.compiles_on("cpu")) == (on_gpu, on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["train.compile=true"], r"train.compile needs a C\+\+ compiler \(g\+\+ was not found\) on .*compile = false$"),
+        (["train.optm_name='AdamW8bit'"], r"train.optm_name = 'AdamW8bit' needs a C\+\+ compiler .*another optimizer$"),
+        (["train.compile=false"], ""),
+        ([], ""),
+    ],
+)
+def test_what_this_machine_cannot_compile_is_refused_before_any_stage(
+    overrides: list[str], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs(tmp_path)
+    pipeline = load_recipe(tmp_path, *overrides)
+    check_inputs(pipeline)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    facts._facts.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+            check_inputs(pipeline)
+    finally:
+        facts._facts.cache_clear()
+
+
+def test_a_machine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.measure().lacks == ""
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
+    assert facts.measure().lacks == "a C++ compiler (/nowhere/c++ -O2 was not found)"
+    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
+    assert facts.measure().lacks == ""
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert facts.measure().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert facts._compiler_lacks(has_gpus=True) == "a C compiler (gcc was not found)"
