@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from cosmos_core.cluster.join import joined
 from cosmos_core.facts import Facts, measure
 
 
@@ -20,14 +21,15 @@ def measure_cluster(libraries: Sequence[str]) -> Facts:
     """Return the facts of a machine of the cluster, with the GPUs of all of them."""
     import ray
 
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
-    try:
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        remote: Any = ray.remote  # its types know functions alone
-        ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
-        found: Facts = ray.get(ask.remote(list(libraries)))
-    finally:
-        ray.shutdown()
+    with joined():
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
+        try:
+            num_gpus = int(ray.cluster_resources().get("GPU", 0))
+            remote: Any = ray.remote  # its types know functions alone
+            ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
+            found: Facts = ray.get(ask.remote(list(libraries)))
+        finally:
+            ray.shutdown()
     model = found.gpus[0] if found.gpus else "GPU"
     return replace(found, gpus=(model,) * num_gpus)
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
+from cosmos_core.cluster.join import joined
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
 from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, ranks_of_bundle, rooms_of
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
@@ -200,29 +201,7 @@ def _ray_ranks(
     while_waiting: Callable[[], None],
     beside: ActorGroup | None,
 ) -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
-    if is_embedded:
-        _keep_ray_to_ourselves()
-    import ray
-
-    on_stop = signal.getsignal(signal.SIGTERM)
-    if not is_embedded:
-        ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
-    else:
-        if beside is not None and not beside.shares_gpus:
-            num_beside = beside.wanted() * beside.processes
-            of_rank, of_actor = threads_of(torch.get_num_threads(), size, num_beside, overlaps=beside.overlaps)
-            os.environ["OMP_NUM_THREADS"] = str(of_rank)  # processes inherit it
-            # A thread that waits must leave its core to the others at once.
-            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        ray.init(
-            address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
-            logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
-            log_to_driver=True,
-        )  # fmt: skip
-    signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
-    try:
+    with _cluster(size, beside) as (ray, is_embedded, of_actor):
         needed = bundles(ray, size, beside, is_embedded=is_embedded)
         rooms = rooms_of(ray, needed, should_stop, while_waiting)
         count = ranks_of_bundle(beside, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
@@ -246,8 +225,39 @@ def _ray_ranks(
                 )
                 for member in members:
                     ray.kill(member)
-    finally:
-        ray.shutdown()
+
+
+@contextmanager
+def _cluster(size: int, beside: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
+    """Be the driver of the cluster of `RAY_ADDRESS`, or of one of our own; yield Ray, whether it is our own, and the
+    threads of each process beside the ranks, 0 where Ray's nodes say."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
+    if is_embedded:
+        _keep_ray_to_ourselves()
+    import ray
+
+    on_stop = signal.getsignal(signal.SIGTERM)
+    with joined():
+        try:
+            if not is_embedded:
+                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
+            else:
+                if beside is not None and not beside.shares_gpus:
+                    num_beside = beside.wanted() * beside.processes
+                    of_rank, of_actor = threads_of(torch.get_num_threads(), size, num_beside, overlaps=beside.overlaps)
+                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # processes inherit it
+                    # A thread that waits must leave its core to the others at once.
+                    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+                ray.init(
+                    address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
+                    logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
+                    log_to_driver=True,
+                )  # fmt: skip
+            signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
+            yield ray, is_embedded, of_actor
+        finally:
+            ray.shutdown()
 
 
 def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _Host
 from cosmos_core.cluster.group import WorkerGroup, threads_of
+from cosmos_core.cluster.join import joined
 from cosmos_core.cluster.rooms import bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -175,6 +176,29 @@ def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(c
 def test_one_engine_has_the_gpus_of_two_ranks_of_a_cluster(cluster: None) -> None:
     *ranks, engine = started("shared", "2").split()
     assert sorted(engine.split(",")) == sorted(ranks) == ["0", "1"]
+
+
+def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, ray = os.environ["RAY_ADDRESS"], str(Path(sys.executable).with_name("ray"))
+
+    def num_nodes() -> int:
+        said = subprocess.run([ray, "status", f"--address={address}"], capture_output=True, text=True).stdout
+        return said.partition("Active:")[2].partition("Pending:")[0].count("node_")
+
+    with joined():
+        assert num_nodes() == 1, "the head is here"
+    with joined(lambda address: False):
+        wait_until(lambda: num_nodes() == 2, 60, "it is a node")
+        assert facts_of_workers(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
+    wait_until(lambda: num_nodes() == 1, 60, "it has left")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with (
+        pytest.raises(StageFailed, match=r"cannot join the cluster: .*RAY_AUTH_TOKEN must be"),
+        joined(lambda a: False),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Makes this machine a node of the Ray cluster of `RAY_ADDRESS`, where it is none: a pod of a stage, for example.
+
+A driver speaks to a raylet on its own machine and to every actor, so one outside of the cluster cannot start. The node
+has no CPUs and no GPUs to offer: ranks and engines go to the cluster's own. It ends with the block. The cluster's token
+(`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`) is that of the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from cosmos_core.environment import masked
+from cosmos_core.errors import StageFailed
+
+logger = logging.getLogger(__name__)
+_SECONDS, _END_SECONDS = 120.0, 40.0  # Ray drains a node for up to 30
+_STORE_BYTES = 128 << 20
+_GCS = "--gcs-address="
+
+
+def is_member(address: str) -> bool:
+    """Return whether a raylet of the cluster at `host:port` runs on this machine."""
+    wanted = _resolved(address)
+    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if wanted[0].startswith("127.") or wanted[0] in own:  # its head is here
+        return True
+    for process in psutil.process_iter(["cmdline"]):
+        for word in process.info["cmdline"] or ():
+            if word.startswith(_GCS) and _resolved(word.removeprefix(_GCS)) == wanted:
+                return True
+    return False
+
+
+@contextmanager
+def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
+    """Have this machine in the cluster of `RAY_ADDRESS` while the block runs; `is_there` says whether it is anyway.
+
+    Raises:
+        StageFailed: the cluster does not take it.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if ":" not in address or "://" in address or is_there(address):  # `auto`, or a client's address
+        yield
+        return
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--num-cpus=0", "--num-gpus=0",
+        f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--block",
+    ]  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    with tempfile.TemporaryFile() as said:
+        node = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            _wait(node, said, address)
+            yield
+        finally:
+            node.terminate()
+            try:
+                node.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                node.kill()
+                node.wait()
+
+
+def _wait(node: subprocess.Popen[bytes], said: Any, address: str) -> None:
+    """Wait until the node says that it runs."""
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+        if "Ray runtime started" in text:
+            logger.info("this machine is a node of the Ray cluster at %s, without CPUs and GPUs", address)
+            return
+        if node.poll() is not None or time.monotonic() > deadline:
+            lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it says nothing"]
+            raise StageFailed(
+                f"RAY_ADDRESS = {address!r}: this machine cannot join the cluster: {masked(lines[-1])[:300]}; its "
+                f"network, its version of Ray and Python, and RAY_AUTH_MODE and RAY_AUTH_TOKEN must be the cluster's"
+            )
+        time.sleep(0.1)
+
+
+def _resolved(address: str) -> tuple[str, str]:
+    """Return host and port with the host as a number, where it has one."""
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.gethostbyname(host), port
+    except OSError:
+        return host, port
