@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
 import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
+from cosmos_core.cli_doctor import doctor  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, report, runs, samples, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
@@ -293,7 +294,7 @@ def reward_service(
 app.command("try")(try_model)
 for _command in (sft, dpo, grpo, diffusion_sft, init, check_model):
     app.command()(_command)
-for _command in (runs, compare, report, samples, watch, promote, rollback, bootstrap, reap, clean):
+for _command in (runs, compare, report, samples, watch, promote, rollback, bootstrap, doctor, reap, clean):
     app.command()(_command)
 
 

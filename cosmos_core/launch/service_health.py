@@ -28,14 +28,19 @@ _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
     """Write into the folder of a stage how the services are that its environment names."""
-    urls = [url.strip().rstrip("/") for url in environment.get(ENQUEUE_URL, "").split(",") if url.strip()]
-    services = [_health(url.removesuffix(_PATH), environment.get(TOKEN, "")) for url in urls]
+    services = health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, ""))
     if services:
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)
         try:
             write_text(folder / FILE, masked(text))
         except OSError as error:
             logger.warning("how the reward service was cannot be noted: %s", error)
+
+
+def health_of(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
+    """Return how each service of the URLs, separated by commas, is."""
+    urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
+    return [_health(url.removesuffix(_PATH), token) for url in urls]
 
 
 def _health(url: str, token: str) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""Finds what is wrong with a cluster: server, pools and their workers, deployments, Ray, rewards, disk.
+
+Everything is asked of the Prefect server, of the services that the environment names, and of this machine. What only a
+worker can know, such as the disk and the clock of its machine, is not here: a stage says it in its log.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.environment import masked
+
+_LATE_SECONDS = 60.0
+"""A flow run that has been Cancelling for longer has a worker that does not look."""
+_SLOW_SECONDS, _CLOCK_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
+_LEAST_ROOM = 20 * 2**30
+_DIRECTORY = "prefect.deployments.steps.set_working_directory"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    told: str
+    is_well: bool = True
+
+
+Check = Callable[[Any], Iterator[Finding]]
+
+
+def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
+    """Yield what is found; `client` is a synchronous client of the Prefect server."""
+    for name, check in {"server": _server, "pools": _pools, "cancellation": _cancelling, "deployments": _paths}.items():
+        try:
+            yield from check(client)
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises is the finding
+            yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_well=False)
+    yield from _ray()
+    yield from _rewards()
+    free = shutil.disk_usage(next(each for each in (output_dir, *output_dir.parents) if each.exists())).free
+    yield Finding("disk", f"{free / 2**30:.0f} GiB are free in {output_dir}", free >= _LEAST_ROOM)
+
+
+def _server(client: Any) -> Iterator[Finding]:
+    from prefect import __version__
+
+    response = client.hello()
+    there = client.api_version()  # unlike the greeting, it needs the credentials
+    is_same = there.split(".")[:2] == __version__.split(".")[:2]
+    yield Finding("server", f"Prefect {there} there, {__version__} here", is_same)
+    if "Date" in response.headers:
+        seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
+        yield Finding("clock", f"this machine is {seconds:+.0f} s from the server", abs(seconds) <= _CLOCK_SECONDS)
+    began = time.monotonic()
+    client.read_flow_runs(limit=1)
+    took = time.monotonic() - began
+    remedy = "" if took < _SLOW_SECONDS else "; PostgreSQL holds more workers than SQLite"
+    yield Finding("database", f"a read takes {took:.2f} s{remedy}", took < _SLOW_SECONDS)
+
+
+def _pools(client: Any) -> Iterator[Finding]:
+    named = {each.work_pool_name for each in client.read_deployments()}
+    for pool in client.read_work_pools():
+        workers = client.read_workers_for_work_pool(pool.name)
+        live = sorted(each.name for each in workers if getattr(each.status, "value", each.status) == "ONLINE")
+        needs = "its deployments wait" if pool.name in named else "no deployment needs one"
+        told = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {needs}"
+        if pool.is_paused:
+            told += "; the pool is paused"
+        is_well = bool(live or pool.name not in named) and not pool.is_paused
+        yield Finding(f"pool {pool.name}", told, is_well)
+    for name in sorted(named - {pool.name for pool in client.read_work_pools()} - {None}):
+        yield Finding(
+            f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_well=False
+        )
+
+
+def _cancelling(client: Any) -> Iterator[Finding]:
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    wanted = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
+    for run in client.read_flow_runs(flow_run_filter=wanted, limit=200):
+        seconds = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+        if seconds > _LATE_SECONDS:
+            told = f"{run.name} has been Cancelling for {seconds:.0f} s: no worker of {run.work_pool_name} looks; "
+            told += "restart it"
+            yield Finding("cancellation", told, is_well=False)
+            return
+    yield Finding("cancellation", "no flow run waits for it")
+
+
+def _paths(client: Any) -> Iterator[Finding]:
+    folders: dict[str, list[str]] = {}
+    for each in client.read_deployments():
+        for step in each.pull_steps or []:
+            if folder := step.get(_DIRECTORY, {}).get("directory"):
+                folders.setdefault(folder, []).append(str(each.work_pool_name))
+    told = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in folders.items())
+    yield Finding("deployments", told or "none is deployed; prefect --no-prompt deploy --all", len(folders) == 1)
+
+
+def _ray() -> Iterator[Finding]:
+    address = os.environ.get("RAY_ADDRESS", "")
+    if ":" not in address or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        yield Finding("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_well=False)
+        return
+    token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)
+    remedy = (
+        "with a token" if has_token else "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
+    )
+    yield Finding("Ray", f"{address} is reached, {remedy}", has_token)
+
+
+def _rewards() -> Iterator[Finding]:
+    from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN, health_of
+
+    for found in health_of(os.environ.get(ENQUEUE_URL, ""), os.environ.get(TOKEN, "")):
+        is_well = found["status"] in {"ok", "tells nothing"}
+        yield Finding("rewards", f"{found['url']}: {found['status']}", is_well)

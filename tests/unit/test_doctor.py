@@ -1,0 +1,107 @@
+"""`cosmos doctor --cluster`: what is wrong is found, and what is well is not said to be wrong."""
+
+from __future__ import annotations
+
+import socket
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prefect
+import pytest
+from prefect.client.schemas.objects import WorkerStatus
+
+from cosmos_core.launch.doctor import Finding, findings
+from tests.unit.reward_server import serving
+
+STEP = "prefect.deployments.steps.set_working_directory"
+
+
+class Server:
+    """What a client of Prefect's server is told."""
+
+    def __init__(self, **given: Any) -> None:
+        self.version, self.ahead, self.refuses = prefect.__version__, 0.0, False
+        self.pools = {"gpu": [("w1", WorkerStatus.ONLINE)], "cpu": []}
+        self.paused: set[str] = set()
+        self.deployments = [("gpu", "/clone")]
+        self.cancelling: list[float] = []
+        vars(self).update(given)
+
+    def hello(self) -> Any:
+        return SimpleNamespace(headers={"Date": format_datetime(datetime.now(UTC) + timedelta(seconds=self.ahead))})
+
+    def api_version(self) -> str:
+        if self.refuses:
+            raise ConnectionError("401 Unauthorized for http://user:s3cret-pw@server/api")
+        return str(self.version)
+
+    def read_flow_runs(self, *, limit: int, flow_run_filter: Any = None) -> list[Any]:
+        if flow_run_filter is None:
+            return []
+        assert [each.value for each in flow_run_filter.state.type.any_] == ["CANCELLING"]
+        at = [datetime.now(UTC) - timedelta(seconds=seconds) for seconds in self.cancelling]
+        return [SimpleNamespace(name="sft", work_pool_name="gpu", state=SimpleNamespace(timestamp=each)) for each in at]
+
+    def read_work_pools(self) -> list[Any]:
+        return [SimpleNamespace(name=name, is_paused=name in self.paused) for name in self.pools]
+
+    def read_workers_for_work_pool(self, name: str) -> list[Any]:
+        return [SimpleNamespace(name=each, status=status) for each, status in self.pools[name]]
+
+    def read_deployments(self) -> list[Any]:
+        return [
+            SimpleNamespace(work_pool_name=pool, pull_steps=[{STEP: {"directory": folder}}])
+            for pool, folder in self.deployments
+        ]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "REMOTE_REWARD_ENQUEUE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wrong(server: Server, folder: Path) -> dict[str, str]:
+    found: list[Finding] = list(findings(folder / "not" / "made", server))
+    return {each.what: each.told for each in found if not each.is_well and each.what != "disk"}
+
+
+def test_a_cluster_that_is_well_has_nothing_wrong(tmp_path: Path) -> None:
+    assert wrong(Server(cancelling=[5.0]), tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "told"),
+    [
+        ({"version": "3.1.0"}, "server", "Prefect 3.1.0 there"),
+        ({"ahead": -90.0}, "clock", "this machine is +"),
+        ({"refuses": True}, "server", "401 Unauthorized for http://user:***@server"),
+        ({"pools": {"gpu": [("w1", WorkerStatus.OFFLINE)]}}, "pool gpu", "no live worker, and its deployments wait"),
+        ({"paused": {"gpu"}}, "pool gpu", "the pool is paused"),
+        ({"pools": {}}, "pool gpu", "it is not there; cosmos bootstrap"),
+        ({"cancelling": [5.0, 300.0]}, "cancellation", "sft has been Cancelling for 300 s: no worker of gpu looks"),
+        ({"deployments": [("gpu", "/a"), ("cpu", "/a"), ("gpu", "/b")], "pools": {"gpu": [("w", "ONLINE")],
+          "cpu": [("v", "ONLINE")]}}, "deployments", "/a in cpu, gpu; /b in gpu"),
+        ({"deployments": []}, "deployments", "none is deployed"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(given: dict[str, Any], what: str, told: str, tmp_path: Path) -> None:
+    found = wrong(Server(**given), tmp_path)
+    assert list(found) == [what] and told in found[what], found
+
+
+def test_ray_and_rewards_are_looked_for_where_the_environment_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, serving() as rewards:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{rewards.url}/enqueue")
+        assert "without RAY_AUTH_MODE=token" in wrong(Server(), tmp_path)["Ray"]
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
+        assert "Ray" not in wrong(Server(), tmp_path)
+    found = wrong(Server(), tmp_path)
+    assert "is not reached" in found["Ray"] and "does not respond" in found["rewards"]
